@@ -1,0 +1,175 @@
+"""What a base is: the frozen model (f, W) seen through one frame, and the registry that finds it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseSpec:
+    """Facts of a base that decoding needs.
+
+    Attributes:
+        name: what `load_base` was asked for.
+        mask_id: the mask token M; never committed.
+        end_ids: tokens that end a text; the first one is written as filler after the end.
+        pad_id: id put on left pads (invisible, never scored).
+        bos_id: put before an unconditional canvas; None if the family has none.
+        vocab_size: V, rows of the head.
+        token_limit: ids from here on are padding rows of the head and never real tokens.
+        context: longest canvas in tokens.
+        order: the family's rule for the next position.
+        order_on: whether that rule sees the tempered and filtered distribution.
+    """
+
+    name: str
+    mask_id: int
+    end_ids: tuple[int, ...]
+    pad_id: int
+    bos_id: int | None
+    vocab_size: int
+    token_limit: int
+    context: int
+    order: OrderRule
+    order_on: OrderOn
+
+
+class Base(ABC):
+    """The frozen model. `hidden` already lies in the scoring frame: row i scores the token at position i.
+
+    Attributes:
+        spec: the facts above.
+        width: D.
+        fingerprint: hex digest of what it was loaded from; a sampler names the base it belongs to.
+        layer_config: transformers config of one decoder layer of the base's own class and shape.
+        tokenizer: any object with transformers' tokenizer interface, or None.
+    """
+
+    spec: BaseSpec
+    width: int
+    fingerprint: str
+    layer_config: Any
+    tokenizer: Any = None
+
+    @abstractmethod
+    def hidden(self, state: State) -> Tensor:
+        """f: post-final-norm states h_BLD in the scoring frame. Pads are invisible."""
+
+    @abstractmethod
+    def head(self, h_RD: Tensor) -> Tensor:
+        """W: logits [R, V] in the base's dtype, nothing forbidden yet."""
+
+    @abstractmethod
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        """Token embeddings e_BLD."""
+
+    def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
+        """Moves rows that stand at their own position into the scoring frame (identity unless shifted)."""
+        return states_BLD
+
+    def reference_schedule(self, masked: int, steps: int) -> list[int]:
+        """Commits per step of the family's published loop; the default spreads evenly, first steps first."""
+        return [masked // steps + (s < masked % steps) for s in range(steps)]
+
+    def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """fp32 logits [R, V] with MASK, padding ids and (optionally) end tokens at -inf."""
+        logits_RV = self.head(h_RD).float()
+        logits_RV[:, self.spec.mask_id] = -torch.inf
+        logits_RV[:, self.spec.token_limit :] = -torch.inf
+        if suppress_eos:
+            logits_RV[:, list(self.spec.end_ids)] = -torch.inf
+        return logits_RV
+
+    @property
+    def device(self) -> torch.device:
+        """Where states live."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of states."""
+        return torch.float32
+
+    def encode(self, text: str, *, chat: bool = False) -> list[int]:
+        """Prompt ids: BOS once in front, or the chat template's own form."""
+        require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; give token ids")
+        if chat:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        bos = self.spec.bos_id
+        return ids if chat or bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids up to the first end token, special tokens dropped."""
+        require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; read token ids")
+        text: str = self.tokenizer.decode(cut_at_end(ids, self.spec.end_ids), skip_special_tokens=True)
+        return text
+
+
+def cut_at_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
+    """The ids before the first end token."""
+    for n, token in enumerate(ids):
+        if token in end_ids:
+            return ids[:n]
+    return ids
+
+
+Loader = Callable[..., Base]
+_REGISTRY: dict[str, tuple[Loader, str]] = {}
+
+
+def register_base(name: str, description: str) -> Callable[[Loader], Loader]:
+    """Decorator: makes `load_base(name)` call the function. One line per base."""
+
+    def add(loader: Loader) -> Loader:
+        _REGISTRY[name] = (loader, description)
+        return loader
+
+    return add
+
+
+def known_bases() -> dict[str, str]:
+    """Names and one-line descriptions."""
+    return {name: text for name, (_, text) in sorted(_REGISTRY.items())}
+
+
+def load_base(
+    name_or_path: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, **options: Any
+) -> Base:
+    """Loads a base by registered name or by the path of a folder that `adjust adapt` wrote.
+
+    Args:
+        name_or_path: a name from `known_bases()` or a folder with `base.json`.
+        device: where to put it.
+        dtype: floating type; fp32 on the CPU and bf16 on a GPU unless given.
+        options: passed to the loader (for example `length=` of the exact base).
+
+    Raises:
+        InputError: the name is unknown, or the folder is not a base.
+    """
+    device = torch.device(device)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if name_or_path in _REGISTRY:
+        return _REGISTRY[name_or_path][0](device=device, dtype=dtype, **options)
+    if Path(name_or_path, "base.json").is_file():
+        return _REGISTRY["adapted"][0](path=Path(name_or_path), device=device, dtype=dtype, **options)
+    raise InputError(
+        f"unknown base {name_or_path!r}; known are {', '.join(known_bases())}, or the path of a folder that "
+        "`adjust adapt` wrote (it holds base.json)"
+    )
+
+
+def freeze(module: nn.Module) -> nn.Module:
+    """Eval mode, no gradients."""
+    return module.eval().requires_grad_(False)

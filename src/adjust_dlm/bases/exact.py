@@ -1,0 +1,111 @@
+"""A base whose joint is known and small enough to enumerate: the ground truth of every proof.
+
+Its hidden state of a masked position is the exact conditional log-marginal given the revealed tokens,
+its head reads that off, so one token per pass samples p* exactly, by construction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases.base import Base, BaseSpec, register_base
+from adjust_dlm.types import OrderRule, State, require
+
+_FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
+
+
+class ExactBase(Base):
+    """A table p over all strings of `length` tokens from a vocabulary of `words`; the mask is id `words`.
+
+    Args:
+        joint: non-negative table with `length` axes of size `words`; normalised here.
+        width: D >= words + 1 (extra dimensions are zero and give a sampler room).
+        end_ids: token ids that end a text, none by default.
+        order: rule for the next position.
+    """
+
+    def __init__(
+        self, joint: Tensor, *, width: int = 32, end_ids: tuple[int, ...] = (), order: OrderRule = "entropy"
+    ) -> None:
+        """See the class."""
+        words, length = joint.shape[0], joint.ndim
+        require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
+        require(bool((joint >= 0).all() and joint.sum() > 0), "joint must be non-negative with a positive sum")
+        require(width > words, f"width is {width}; it must exceed the vocabulary of {words}")
+        self.joint = (joint / joint.sum()).double()
+        self.words, self.length, self.width = words, length, width
+        self.strings_NL = self.joint.nonzero()
+        self.p_N = self.joint[tuple(self.strings_NL.T)]
+        self._head = torch.eye(words + 1, width)
+        self.spec = BaseSpec(
+            name="exact", mask_id=words, end_ids=end_ids, pad_id=0, bos_id=None, vocab_size=words + 1,
+            token_limit=words + 1, context=length, order=order, order_on="processed",
+        )  # fmt: skip
+        self.fingerprint = f"exact-{words}-{length}-{float(self.p_N.square().sum()):.12e}"
+        self.layer_config = _layer_config(width)
+
+    def marginals(self, tokens_BL: Tensor) -> Tensor:
+        """p(x_i | revealed) for every position, float64 [B, L, words]; the mask id is "not revealed".
+
+        Tokens that cannot stand together (parallel decoding commits such) are conditioned on as far as
+        possible: the strings that agree with most of them count.
+        """
+        masked_BL = tokens_BL == self.spec.mask_id
+        agree_BN = ((self.strings_NL == tokens_BL[:, None]) | masked_BL[:, None]).sum(-1)
+        weight_BN = torch.where(agree_BN == agree_BN.amax(-1, keepdim=True), self.p_N, 0)
+        onehot_NLV = torch.nn.functional.one_hot(self.strings_NL, self.words).double()
+        return torch.einsum("bn,nlv->blv", weight_BN / weight_BN.sum(-1, keepdim=True), onehot_NLV)
+
+    def hidden(self, state: State) -> Tensor:
+        """Exact conditional log-marginals in the first `words` dimensions, zeros behind."""
+        require(
+            bool(state.real_BL.all()) and state.tokens_BL.shape[1] == self.length,
+            f"the exact base takes canvases of exactly {self.length} tokens without padding",
+        )
+        h_BLD = torch.zeros(*state.tokens_BL.shape, self.width)
+        h_BLD[..., : self.words] = self.marginals(state.tokens_BL).log().clamp_min(_FLOOR).float()
+        return h_BLD
+
+    def head(self, h_RD: Tensor) -> Tensor:
+        """Reads the log-marginals off the first dimensions."""
+        return h_RD @ self._head.T
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        """One-hot embeddings."""
+        return self._head[tokens_BL]
+
+
+def _layer_config(width: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=8, max_position_embeddings=64,
+    )  # fmt: skip
+
+
+def two_sentences() -> tuple[ExactBase, list[str]]:
+    """The paper's figure: a base with support on two sentences only, and its words by id.
+
+    Both have six words: "The cat sat on the mat" and "The dog ran in the yard".
+    """
+    words = ["The", "cat", "dog", "sat", "ran", "on", "in", "the", "mat", "yard"]
+    joint = torch.zeros((len(words),) * 6)
+    for sentence in ("The cat sat on the mat", "The dog ran in the yard"):
+        joint[tuple(words.index(w) for w in sentence.split())] = 0.5
+    return ExactBase(joint), words
+
+
+@register_base("exact", "enumerable toy with a known joint (proofs and tutorials)")
+def load_exact(
+    *, device: torch.device, dtype: torch.dtype, words: int = 4, length: int = 4, seed: int = 0, **options: Any
+) -> ExactBase:
+    """A seeded random joint: Dirichlet(0.3) over all strings."""
+    require(device.type == "cpu" and dtype == torch.float32, "the exact base runs on the CPU in float32")
+    require(words**length <= 1_000_000, f"{words}**{length} strings are too many to enumerate (1,000,000 at most)")
+    generator = torch.Generator().manual_seed(seed)
+    gamma = torch._standard_gamma(torch.full((words**length,), 0.3), generator=generator)
+    return ExactBase(gamma.reshape((words,) * length), **options)

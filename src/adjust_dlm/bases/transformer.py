@@ -1,0 +1,104 @@
+"""A base made of a transformers decoder class run bidirectionally: everything the families share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjust_dlm.bases.base import Base, BaseSpec, freeze
+from adjust_dlm.bases.layers import shift_right
+from adjust_dlm.types import State, require
+
+_SHAPE_FIELDS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "rms_norm_eps",
+)  # fmt: skip
+
+
+class TransformerBase(Base):
+    """f = model, W = head weight; `next_frame` says that state i-1 scores token i (Dream)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head_weight: Tensor,
+        spec: BaseSpec,
+        *,
+        next_frame: bool,
+        tokenizer: Any = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        """Wraps a bidirectional `LlamaModel` or `Qwen2Model` (see `bases.layers.new_model`).
+
+        Args:
+            model: the body, without its head.
+            head_weight: [V, D]; the embedding matrix itself when tied.
+            spec: facts of the base.
+            next_frame: move states right by one into the scoring frame.
+            tokenizer: optional.
+            fingerprint: digest of the source files; computed from the weights when not given.
+        """
+        self.model: Any = freeze(model)
+        self.head_weight = head_weight.detach()
+        self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
+        self.layer_config = self.model.config
+        self.width = self.model.config.hidden_size
+        self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_weight)
+        self._body = self._forward
+
+    def _forward(self, tokens_BL: Tensor, mask_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
+        out: Tensor = self.model(input_ids=tokens_BL, attention_mask=mask_BL, position_ids=positions_BL)[0]
+        return out
+
+    def compile(self) -> None:
+        """Compiles f for fixed shapes (30-60 s on first use; every new shape compiles once)."""
+        self._body = torch.compile(self._forward, dynamic=False)
+
+    @torch.no_grad()
+    def hidden(self, state: State) -> Tensor:
+        """See `Base.hidden`."""
+        length = state.tokens_BL.shape[1]
+        require(
+            length <= self.spec.context,
+            f"canvas of {length} tokens; base {self.spec.name!r} takes at most {self.spec.context}",
+        )
+        mask = state.real_BL.long() if state.padded else None
+        return self.to_frame(self._body(state.tokens_BL, mask, state.positions_BL), state)
+
+    def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
+        """See `Base.to_frame`."""
+        return shift_right(states_BLD, state) if self.next_frame else states_BLD
+
+    def head(self, h_RD: Tensor) -> Tensor:
+        """See `Base.head`."""
+        return nn.functional.linear(h_RD, self.head_weight.to(h_RD.dtype))
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        """See `Base.embed`."""
+        out: Tensor = self.model.embed_tokens(tokens_BL)
+        return out
+
+    @property
+    def device(self) -> torch.device:
+        """See `Base.device`."""
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Base.dtype`."""
+        return self.head_weight.dtype
+
+
+def weights_fingerprint(model: Any, head_weight: Tensor) -> str:
+    """Digest of shape facts, all norm weights and 64 rows each of embedding and head, as bf16."""
+    digest = hashlib.sha256(json.dumps([getattr(model.config, f) for f in _SHAPE_FIELDS]).encode())
+    parts = [p for name, p in sorted(model.named_parameters()) if p.ndim == 1]
+    parts += [model.embed_tokens.weight[:: max(1, len(head_weight) // 64)]]
+    parts += [head_weight[:: max(1, len(head_weight) // 64)]]
+    for part in parts:
+        digest.update(part.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Prompts, corpora, trajectories and their store."""

@@ -1,0 +1,185 @@
+"""The canvas: prompts and masked positions, what was committed when, and which rows are still open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.sampling import ORDER, draw, process, score_rows, uniform
+from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, State, require
+
+_CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
+
+
+@dataclass
+class Picks:
+    """Positions and tokens of one commit: [B, N] each; `valid_BN` is False where a row has nothing to do."""
+
+    position_BN: Tensor
+    token_BN: Tensor
+    valid_BN: Tensor
+
+
+class Canvas(State):
+    """A `State` that knows its own history.
+
+    Attributes:
+        order_BL: commit number of each position, `GIVEN` or `MASKED`.
+        commits_B: commits so far, per row.
+        rows_B: global row ids; with the seed they fix every random number of a row.
+        base_calls_B, sampler_calls_B: passes each row needed.
+    """
+
+    def __init__(
+        self, base: Base, prompts: list[list[int]], config: DecodeConfig, *, rows: list[int] | None = None
+    ) -> None:
+        """Left-pads the prompts and appends `config.max_new_tokens` masks to each.
+
+        Masks inside a prompt are kept and filled in too. Raises InputError for a canvas longer than the
+        base's context, an empty prompt without masks to fill is fine.
+        """
+        self.base, self.config = base, config
+        spec, new = base.spec, config.max_new_tokens
+        longest = max(len(p) for p in prompts)
+        require(
+            longest + new <= spec.context,
+            f"prompt of {longest} tokens plus {new} new ones make {longest + new}; "
+            f"base {spec.name!r} takes at most {spec.context}",
+        )
+        shape = (len(prompts), longest + new)
+        tokens_BL = torch.full(shape, spec.pad_id, dtype=torch.long)
+        real_BL = torch.zeros(shape, dtype=torch.bool)
+        for b, prompt in enumerate(prompts):
+            wrong = [t for t in prompt if not 0 <= t < spec.vocab_size]
+            require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
+            tokens_BL[b, longest - len(prompt) :] = torch.tensor([*prompt, *[spec.mask_id] * new])
+            real_BL[b, longest - len(prompt) :] = True
+        tokens_BL, real_BL = tokens_BL.to(base.device), real_BL.to(base.device)
+        masked_BL = (tokens_BL == spec.mask_id) & real_BL
+        super().__init__(tokens_BL, real_BL, masked_BL, padded=len({len(p) for p in prompts}) > 1)
+        self.order_BL = torch.where(masked_BL, MASKED, GIVEN)
+        self.rows_B = torch.tensor(rows if rows is not None else range(len(prompts)), device=base.device)
+        self.commits_B = torch.zeros_like(self.rows_B)
+        self.base_calls_B, self.sampler_calls_B = self.commits_B.clone(), self.commits_B.clone()
+        self._quota_B = self.commits_B.clone()
+        self._round = 0
+        self.watch: Callable[[Canvas], None] | None = None
+        self._schedules = self._reference_schedules() if config.schedule == "reference" else None
+
+    @property
+    def open_B(self) -> Tensor:
+        """Rows that still have something to commit."""
+        return self.masked_BL.any(-1)
+
+    @property
+    def open(self) -> bool:
+        """Whether any row is open (waits for the device)."""
+        return bool(self.open_B.any())
+
+    def start_round(self) -> int:
+        """Books one base pass for every open row, sets each row's quota, returns the largest."""
+        open_B = self.open_B
+        self.base_calls_B += open_B
+        left_B = self.masked_BL.sum(-1)
+        if self._schedules is None:
+            wanted_B = torch.full_like(left_B, self.config.tokens_per_step)
+        else:
+            wanted_B = self._schedules[:, min(self._round, self._schedules.shape[1] - 1)]
+        self._quota_B = torch.minimum(wanted_B, left_B)
+        self._round += 1
+        return int(self._quota_B.max())
+
+    def round(self) -> Iterator[int]:
+        """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
+        for k in range(self.start_round()):
+            if k:
+                self.sampler_calls_B += self.busy_B
+            yield k
+
+    @property
+    def busy_B(self) -> Tensor:
+        """Rows with commits left in this round."""
+        return (self._quota_B > 0) & self.open_B
+
+    def commit(self, picks: Picks) -> None:
+        """Writes tokens, order and quotas; closes rows whose text is finished."""
+        for n in range(picks.position_BN.shape[1]):
+            ok_B = picks.valid_BN[:, n] & (n < self._quota_B)
+            at = (ok_B.nonzero()[:, 0], picks.position_BN[:, n][ok_B])
+            self.tokens_BL[at] = picks.token_BN[:, n][ok_B]
+            self.order_BL[at] = (self.commits_B + n)[ok_B]
+            self.masked_BL[at] = False
+        done_B = picks.valid_BN.sum(-1).minimum(self._quota_B)
+        self.commits_B += done_B
+        self._quota_B = self._quota_B - done_B
+        self._close_finished()
+        if self.watch is not None:
+            self.watch(self)
+
+    def _close_finished(self) -> None:
+        """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
+        ends = torch.tensor(self.base.spec.end_ids, device=self.tokens_BL.device, dtype=torch.long)
+        ended_BL = (torch.isin(self.tokens_BL, ends) & (self.order_BL >= 0)).long().cumsum(-1) > 0
+        finished_B = ended_BL.any(-1) & ~(self.masked_BL & ~ended_BL).any(-1)
+        filler_BL = finished_B[:, None] & self.masked_BL
+        self.tokens_BL[filler_BL] = self.base.spec.pad_id
+        self.masked_BL &= ~filler_BL
+
+    def _reference_schedules(self) -> Tensor:
+        """[B, steps] commits per round of the family's published loop."""
+        masked = self.masked_BL.sum(-1).tolist()
+        steps = -(-self.config.max_new_tokens // self.config.tokens_per_step)
+        return torch.tensor([self.base.reference_schedule(m, steps) for m in masked], device=self.base.device)
+
+    def uniforms(self, position: Tensor, row: Tensor, stream: int = 1) -> Tensor:
+        """The uniforms of the next commit at (row index, position index): float64, shape of `position`."""
+        start_B = self.real_BL.long().argmax(-1)
+        return uniform(self.config.seed, self.rows_B[row], self.commits_B[row], position - start_B[row], stream)
+
+
+def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
+    """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
+
+    The head runs on masked rows only, in chunks, and once more on the chosen ones.
+    """
+    score_BL = _scores(base, h_BLD, canvas)
+    count = max(count, 1)
+    position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    valid_BN = score_BL.gather(1, position_BN) > -torch.inf
+    row_BN = torch.arange(len(score_BL), device=h_BLD.device)[:, None].expand_as(position_BN)
+    logits_RV = base.logits(h_BLD[row_BN, position_BN].flatten(0, 1), suppress_eos=canvas.config.suppress_eos)
+    u_R = canvas.uniforms(position_BN, row_BN).flatten()
+    token_R = draw(process(logits_RV, canvas.config), u_R, canvas.config.temperature)
+    return Picks(position_BN, token_R.view_as(position_BN), valid_BN)
+
+
+def _scores(base: Base, h_BLD: Tensor, canvas: Canvas) -> Tensor:
+    """Certainty of every open position, -inf elsewhere: [B, L]."""
+    rule = canvas.config.order or base.spec.order
+    row_R, position_R = (canvas.masked_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
+    score_BL = torch.full(canvas.tokens_BL.shape, -torch.inf, device=h_BLD.device)
+    if rule == "left_to_right":
+        score_R = -position_R.float()
+    elif rule == "random":
+        score_R = canvas.uniforms(position_R, row_R, ORDER).float()
+    else:
+        score_R = _logit_scores(base, h_BLD, canvas, row_R, position_R)
+    score_BL[row_R, position_R] = score_R
+    return score_BL
+
+
+def _logit_scores(base: Base, h_BLD: Tensor, canvas: Canvas, row_R: Tensor, position_R: Tensor) -> Tensor:
+    config = canvas.config
+    on_processed = (config.order_on or base.spec.order_on) == "processed"
+    chunk = max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
+    parts = [h_BLD.new_empty(0, dtype=torch.float32)]
+    for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
+        logits_RV = base.logits(h_BLD[row, position], suppress_eos=config.suppress_eos)
+        u_R = canvas.uniforms(position, row)
+        rule = config.order or base.spec.order
+        parts.append(score_rows(logits_RV, u_R, rule, on_processed=on_processed, config=config))
+    return torch.cat(parts)

@@ -1,0 +1,1 @@
+"""Scores of decoded text: likelihood under an autoregressive judge, MAUVE, diversity, downstream tasks."""

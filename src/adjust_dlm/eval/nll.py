@@ -1,0 +1,249 @@
+"""Negative log-likelihood of texts under an autoregressive judge.
+
+The rule, the same for every text: it is conditioned on one start id, so each of its tokens is scored,
+and the score is the mean over all scored tokens of all texts (not a mean of per-text means).
+
+Shape suffixes: N texts, S bootstrap resamples, B rows, L positions, R scored rows, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adjust_dlm.types import require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Tokens = Sequence[Sequence[int]]
+
+RESAMPLES = 1000
+LOGITS_AT_ONCE = 2**25  # fp32 logits held at a time by the head: 128 MiB
+
+
+@dataclass(frozen=True)
+class NllScore:
+    """The NLL of a set of texts, in nats per token.
+
+    Attributes:
+        nll: sum of all token NLLs / number of scored tokens.
+        ci95: half-width of the 95 % bootstrap interval over texts; nan for a single text, which has no spread.
+        n_texts: texts with at least one token.
+        n_empty: texts without a token: counted, not scored.
+        n_tokens: scored tokens.
+        sum_nll_N: NLL of each given text, in the given order; 0 for an empty one.
+        tokens_N: scored tokens of each given text.
+        rule: what was scored, in words.
+    """
+
+    nll: float
+    ci95: float
+    n_texts: int
+    n_empty: int
+    n_tokens: int
+    sum_nll_N: Floats
+    tokens_N: Ints
+    rule: str
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll)."""
+        return math.exp(self.nll)
+
+
+def score_nll(
+    model: PreTrainedModel,
+    token_lists: Tokens,
+    *,
+    condition_id: int,
+    batch_size: int,
+    device: torch.device | str,
+) -> NllScore:
+    """Scores token lists with a causal LM; the result does not depend on `batch_size` beyond rounding.
+
+    Args:
+        model: any causal LM of transformers, in eval mode, on `device`. Its dtype is the dtype of the pass;
+            the log-softmax is fp32, the sums are fp64.
+        token_lists: N lists of the judge's token ids, without end tokens and pads (see `cut_at_end`).
+        condition_id: the id put before every text, such as that of `<|endoftext|>`; not scored itself.
+        batch_size: texts per pass.
+        device: where the passes run.
+
+    Raises:
+        InputError: nothing to score, ids the judge does not have, a text beyond its context, a model that
+            is not causal or whose logits are not its output embedding times its last hidden state.
+    """
+    require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
+    require(any(token_lists), f"none of the {len(token_lists)} texts has a token to score")
+    require_ids(model, token_lists, start=condition_id)
+    _require_plain_head(model, require_causal(model, condition_id, device))
+    tokens_N = np.array([len(ids) for ids in token_lists], dtype=np.int64)
+    sum_nll_N = np.zeros(len(token_lists))
+    for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, device, start=condition_id):
+        sum_nll_N[rows] = _sum_nll(model, ids_BL, real_BL).numpy()
+    rule = f"every token scored, the first one given id {condition_id}; sum of NLL / number of tokens"
+    return summarize(sum_nll_N, tokens_N, rule)
+
+
+def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike, rule: str) -> NllScore:
+    """Token mean and its interval from per-text sums; texts with 0 tokens are counted and left out."""
+    sums_N, counts_N = np.asarray(sum_nll_N, np.float64), np.asarray(tokens_N, np.int64)
+    full_N = counts_N > 0
+    require(bool(full_N.any()), f"none of the {len(counts_N)} texts has a token to score")
+    resampled = _resample(np.stack([sums_N[full_N], counts_N[full_N]], axis=1), seed=0)
+    n_texts, n_tokens = int(full_N.sum()), int(counts_N.sum())
+    return NllScore(
+        nll=float(sums_N.sum() / n_tokens),
+        ci95=_half_width(resampled[:, 0] / resampled[:, 1]) if n_texts > 1 else math.nan,
+        n_texts=n_texts,
+        n_empty=len(counts_N) - n_texts,
+        n_tokens=n_tokens,
+        sum_nll_N=sums_N,
+        tokens_N=counts_N,
+        rule=rule,
+    )
+
+
+def nll_gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> tuple[float, float]:
+    """Share of the NLL gap between parallel and joint decoding that ADJUST closes, and its 95 % half-width.
+
+    (parallel - adjust) / (parallel - joint). Sets of one size are resampled together, text i of one with text i of
+    the others (the same prompt and row id); sets of different sizes are resampled independently.
+
+    Raises:
+        InputError: joint and parallel score the same, so there is no gap.
+    """
+    require(parallel.nll != joint.nll, f"joint and parallel both score {joint.nll}: there is no gap to close")
+    stats = [np.stack([s.sum_nll_N, s.tokens_N], axis=1) for s in (joint, parallel, adjust)]
+    if len({len(s) for s in stats}) == 1:
+        resampled = _resample(np.concatenate(stats, axis=1), seed=0)
+    else:
+        resampled = np.concatenate([_resample(s, seed=seed) for seed, s in enumerate(stats)], axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample of empty texts only has no NLL
+        joint_S, parallel_S, adjust_S = (resampled[:, 0::2] / resampled[:, 1::2]).T
+        share_S = (parallel_S - adjust_S) / (parallel_S - joint_S)
+    share = (parallel.nll - adjust.nll) / (parallel.nll - joint.nll)
+    several = min(s.n_texts for s in (joint, parallel, adjust)) > 1
+    return share, _half_width(share_S[~np.isnan(share_S)]) if several else math.nan
+
+
+def cut_at_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """The ids before the first end token: what is text, and what is scored."""
+    end = next((i for i, token in enumerate(ids) if token in end_ids), len(ids))
+    return list(ids[:end])
+
+
+def right_padded(
+    token_lists: Tokens, batch_size: int, device: torch.device | str, *, start: int | None = None
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Batches of non-empty texts of similar length, longest first (so memory peaks at once, not at the end).
+
+    Pads stand on the right, where causal attention keeps them out of every real token's past, and need no mask.
+
+    Yields:
+        The texts' indices, int64 ids [B, L] with `start`, if given, in front, and bool [B, L]: True on the text's
+        own tokens, False on `start` and pads.
+    """
+    front = [] if start is None else [start]
+    by_length = sorted((i for i, ids in enumerate(token_lists) if len(ids)), key=lambda i: -len(token_lists[i]))
+    for first in range(0, len(by_length), batch_size):
+        rows = by_length[first : first + batch_size]
+        longest = len(token_lists[rows[0]])
+        # The pad is any valid id: nothing it produces is ever read.
+        ids = [front + list(token_lists[i]) + [0] * (longest - len(token_lists[i])) for i in rows]
+        real = [[False] * len(front) + [j < len(token_lists[i]) for j in range(longest)] for i in rows]
+        yield rows, torch.tensor(ids, device=device), torch.tensor(real, device=device)
+
+
+@torch.inference_mode()
+def last_hidden(model: PreTrainedModel, ids_BL: Tensor) -> Tensor:
+    """Last hidden states [B, L, D] of a causal model, after its final norm, without logits and cache."""
+    hidden_BLD: Tensor = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+    return hidden_BLD
+
+
+def require_ids(model: PreTrainedModel, token_lists: Tokens, *, start: int | None = None) -> None:
+    """Raises `InputError` on ids outside the judge's vocabulary and on texts longer than its context."""
+    vocabulary = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    context = getattr(model.config, "max_position_embeddings", None) or math.inf
+    fronts = 0 if start is None else 1
+    require(start is None or 0 <= start < vocabulary, f"start id {start} is not in the judge's 0..{vocabulary - 1}")
+    for i, ids in enumerate(token_lists):
+        wrong = [token for token in ids if not 0 <= token < vocabulary]
+        require(not wrong, f"text {i} has token id {wrong[:1]}; the judge knows 0..{vocabulary - 1}")
+        length = fronts + len(ids)
+        require(length <= context, f"text {i} takes {length} positions; the judge has {context}")
+
+
+def require_causal(model: PreTrainedModel, token: int, device: torch.device | str) -> Tensor:
+    """Raises `InputError` unless the model is in eval mode and a later token leaves an earlier state alone.
+
+    Returns:
+        The probe, ids [2, 4].
+    """
+    require(not cast(nn.Module, model).training, "the judge is in training mode; call model.eval() first")
+    other = token - 1 if token else 1
+    probe_BL = torch.tensor([[token] * 4, [token, other, other, other]], device=device)
+    first_BD = last_hidden(model, probe_BL)[:, 0]
+    require(_close(first_BD[0], first_BD[1], 1e-3), "the judge looks at later tokens; it must be a causal model")
+    return probe_BL
+
+
+def _require_plain_head(model: PreTrainedModel, probe_BL: Tensor) -> None:
+    """Some families scale or cap the logits after the head; scoring them without it would be silently wrong."""
+    with torch.inference_mode():
+        expected_BLV = model(input_ids=probe_BL, use_cache=False).logits
+        logits_BLV = _head(model)(last_hidden(model, probe_BL))
+    message = f"{type(model).__name__} changes the logits after its output embedding; such judges are not supported"
+    require(_close(logits_BLV, expected_BLV, 1e-2), message)
+
+
+def _close(a: Tensor, b: Tensor, share: float) -> bool:
+    return bool((a - b).abs().max() <= share * b.abs().max())
+
+
+def _head(model: PreTrainedModel) -> nn.Linear:
+    head: nn.Linear | None = cast(Any, model).get_output_embeddings()
+    require(head is not None, f"{type(model).__name__} has no output embedding; the judge must be a causal LM")
+    return cast(nn.Linear, head)
+
+
+@torch.inference_mode()
+def _sum_nll(model: PreTrainedModel, ids_BL: Tensor, real_BL: Tensor) -> Tensor:
+    """Per-row NLL [B] in fp64 on the CPU; `real_BL` marks the tokens that are scored, never column 0."""
+    target_BL, scored_BL = ids_BL[:, 1:], real_BL[:, 1:]
+    hidden_RD = last_hidden(model, ids_BL[:, :-1])[scored_BL]
+    target_R = target_BL[scored_BL]
+    head = _head(model)
+    rows = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+    nll_R = [
+        F.cross_entropy(head(h_RD).float(), t_R, reduction="none")
+        for h_RD, t_R in zip(torch.split(hidden_RD, rows), torch.split(target_R, rows), strict=True)
+    ]
+    # Scattered back and summed along the row: unlike index_add, the same order of additions every time.
+    nll_BL = torch.zeros(target_BL.shape, dtype=torch.float64, device=ids_BL.device)
+    nll_BL[scored_BL] = torch.cat(nll_R).double()
+    return nll_BL.sum(-1).cpu()
+
+
+def _resample(stats_NM: Floats, *, seed: int) -> Floats:
+    """Bootstrap over texts: column sums [S, M] of `RESAMPLES` draws of N rows with replacement."""
+    n = len(stats_NM)
+    times_SN = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    return np.asarray(times_SN @ stats_NM)
+
+
+def _half_width(values_S: Floats) -> float:
+    low, high = np.percentile(values_S, [2.5, 97.5])
+    return float(high - low) / 2

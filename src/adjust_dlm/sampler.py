@@ -1,0 +1,166 @@
+"""g: one small transformer layer that updates the base's states after each committed token.
+
+    e = RMSNorm(embed(x));  u = RMSNorm(h);  z = layer(Linear([e; u]));  h' = h + RMSNorm(z)
+
+logits are W h', and h' is the next h (paper, section "Our approximate joint sampler" and its Figure of
+the architecture). g owns no embedding and no head: both are the frozen base's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.layers import BidirectionalLayer
+from adjust_dlm.types import InputError, State, require
+
+CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """Every choice in g (DESIGN 3.3).
+
+    Attributes:
+        norms: normalise e, u and z (the public release does; False is the form printed in the paper).
+        residual: h' = h + z rather than h' = z.
+        output_norm_init: initial weight of the output norm; small starts close to parallel decoding.
+        pairing: which state the embedding of x_i meets: "state", the base's own state at position i, or
+            "token", the state that scores position i. The two differ only for bases with a shifted frame.
+    """
+
+    norms: bool = True
+    residual: bool = True
+    output_norm_init: float = 0.1
+    pairing: Literal["state", "token"] = "state"
+
+    @classmethod
+    def paper(cls) -> SamplerConfig:
+        """The form printed in the paper: no norms, no residual."""
+        return cls(norms=False, residual=False, output_norm_init=1.0, pairing="token")
+
+
+class Sampler(nn.Module):
+    """g(h, x) -> h' for one base.
+
+    Args:
+        base: the frozen model it sits on; its embedding is used, never copied.
+        config: the choices above.
+    """
+
+    def __init__(self, base: Base, config: SamplerConfig | None = None) -> None:
+        """Fresh weights, fp32, on the CPU; move with `.to(...)`."""
+        super().__init__()
+        self.config = config or SamplerConfig()
+        self.base_fingerprint = base.fingerprint
+        self._embed, self._to_frame = base.embed, base.to_frame
+        width = base.width
+        self.mix = nn.Linear(2 * width, width)
+        self.layer = BidirectionalLayer(base.layer_config)
+        norm = nn.RMSNorm if self.config.norms else _NoNorm
+        eps = base.layer_config.rms_norm_eps
+        self.norm_embed, self.norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
+        self.norm_out = norm(width, eps=eps)
+        if self.config.norms:
+            nn.init.constant_(self.norm_out.weight, self.config.output_norm_init)
+
+    def forward(self, h_BLD: Tensor, state: State) -> Tensor:
+        """One step of the recursion h_{k+1} = g(h_k, x + the token just committed).
+
+        Args:
+            h_BLD: current states in the scoring frame.
+            state: the canvas after the latest commit.
+
+        Returns:
+            The next states, same shape and frame.
+        """
+        e_BLD = self._embed(state.tokens_BL).to(h_BLD.dtype)
+        if self.config.pairing == "state":
+            e_BLD = self._to_frame(e_BLD, state)
+        z_BLD = self.mix(torch.cat([self.norm_embed(e_BLD), self.norm_hidden(h_BLD)], -1))
+        z_BLD = self.norm_out(self.layer(z_BLD, state))
+        return h_BLD + z_BLD if self.config.residual else z_BLD
+
+    def save(self, folder: Path | str, **provenance: Any) -> None:
+        """Writes config and weights (bf16), each atomically; `provenance` goes into the config file."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in self.state_dict().items()}
+        facts = {"config": asdict(self.config), "base_fingerprint": self.base_fingerprint, **provenance}
+        _replace(folder / WEIGHTS, lambda p: save_file(weights, p))
+        _replace(folder / CONFIG, lambda p: p.write_text(json.dumps(facts, indent=2) + "\n"))
+
+
+class _NoNorm(nn.Identity):
+    """Stands in for a norm in the paper's printed form."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Writes through a temporary neighbour, so that a full disk leaves the old file whole."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_sampler(folder: Path | str, base: Base) -> Sampler:
+    """Loads g for its own base, in the base's dtype and on its device.
+
+    Raises:
+        InputError: no sampler there, unreadable or incomplete weights, or trained for another base.
+    """
+    folder = Path(folder)
+    require((folder / CONFIG).is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
+    facts = _read_config(folder / CONFIG)
+    require(
+        facts["base_fingerprint"] == base.fingerprint,
+        f"sampler {folder} belongs to a base with fingerprint {facts['base_fingerprint'][:16]}; "
+        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
+    )
+    sampler = Sampler(base, SamplerConfig(**facts["config"]))
+    _load_weights(sampler, folder / WEIGHTS)
+    return sampler.to(base.device, base.dtype).eval().requires_grad_(False)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+        unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not a sampler config: {error}") from error
+    require(not unknown, f"{path} has unknown settings {sorted(unknown)}")
+    return facts
+
+
+def _load_weights(sampler: Sampler, path: Path) -> None:
+    """Strict load: a missing, extra or misshapen tensor, or a truncated file, is refused by name."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read the sampler weights {path}: {error}") from error
+    wanted = {k: v.shape for k, v in sampler.state_dict().items()}
+    found = {k: v.shape for k, v in weights.items()}
+    wrong = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
+    require(
+        not wrong,
+        f"sampler weights {path} do not fit: "
+        + "; ".join(f"{k} is {tuple(found.get(k, ()))}, wanted {tuple(wanted.get(k, ()))}" for k in wrong[:3]),
+    )
+    sampler.load_state_dict(weights)

@@ -1,0 +1,135 @@
+"""Filters, draws and order rules on rows of logits: what turns scores into one committed token.
+
+Everything here is a pure function of fp32 logits and uniforms, row by row, so a row's result never
+depends on its neighbours. Forbidden tokens arrive as -inf (DESIGN: "Forbidden tokens") and stay so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.types import DecodeConfig, OrderRule
+
+# Streams of the counter-based generator: a draw and an order never share a number.
+DRAW, ORDER = 1, 2
+
+
+def uniform(seed: int, row: Tensor, commit: Tensor, position: Tensor, stream: int = DRAW) -> Tensor:
+    """One uniform in [0, 1) for every (seed, row, commit, position): stateless and device independent.
+
+    A 64-bit counter hash (the splitmix64 finaliser, applied after each key is added), so batch size,
+    neighbours, ranks and devices cannot change a number, and nothing has to be stored.
+
+    Args:
+        seed: the run's seed.
+        row: int64 row ids.
+        commit: int64 commit numbers, broadcastable to `row`.
+        position: int64 positions counted from the first real token, broadcastable to `row`.
+        stream: `DRAW` or `ORDER`.
+
+    Returns:
+        float64 tensor of the broadcast shape: multiples of 2**-32.
+    """
+    state = _mix(torch.as_tensor(seed & 0x7FFFFFFFFFFFFFFF, device=row.device) + stream * 0x632BE59BD9B4E019)
+    for key in (row, commit, position):
+        state = _mix(state ^ (key * -0x61C8864680B583EB))
+    return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64 on int64 (multiplication wraps; shifts made logical by masking)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def process(logits_RV: Tensor, config: DecodeConfig) -> Tensor:
+    """temperature -> top_p -> top_k in fp32; removed tokens become -inf. T=0 leaves the scale alone."""
+    logits_RV = logits_RV.float()
+    if config.temperature > 0:
+        logits_RV = logits_RV / config.temperature
+    if config.top_p < 1:
+        logits_RV = logits_RV.masked_fill(~_nucleus(logits_RV.softmax(-1), config.top_p), -torch.inf)
+    if 0 < config.top_k < logits_RV.shape[-1]:
+        logits_RV = logits_RV.masked_fill(~_top_k(logits_RV, config.top_k), -torch.inf)
+    return logits_RV
+
+
+def _nucleus(p_RV: Tensor, top_p: float) -> Tensor:
+    """Tokens whose preceding mass (sorted down, ties by lowest id) is below top_p.
+
+    The crossing token's probability is found by bisection over fp32 bit patterns (non-negative floats
+    order like integers): 31 streaming sums instead of a sort of the whole vocabulary.
+    """
+    bits_RV = p_RV.view(torch.int32)
+    low = torch.zeros_like(bits_RV[:, :1])
+    high = bits_RV.amax(-1, keepdim=True) + 1
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        enough = torch.where(bits_RV >= middle, p_RV, 0).sum(-1, keepdim=True) >= top_p
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    crossing = low.view(torch.float32)
+    above_RV, tie_RV = p_RV > crossing, p_RV == crossing
+    missing = top_p - torch.where(above_RV, p_RV, 0).sum(-1, keepdim=True)
+    allowed = (missing / crossing.clamp_min(torch.finfo(torch.float32).tiny)).ceil()
+    return above_RV | (tie_RV & (tie_RV.cumsum(-1) <= allowed)) & (p_RV > 0)
+
+
+def _top_k(logits_RV: Tensor, k: int) -> Tensor:
+    """The k largest logits; ties at the edge go to the lowest ids."""
+    edge = logits_RV.topk(k, dim=-1).values[:, -1:]
+    above_RV, tie_RV = logits_RV > edge, logits_RV == edge
+    return above_RV | (tie_RV & (tie_RV.cumsum(-1) <= k - above_RV.sum(-1, keepdim=True)))
+
+
+def draw(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
+    """Inverse CDF at u (float64 cumulative sum of the fp32 softmax); argmax at T=0. int64 [R].
+
+    A token of probability zero is never drawn: its CDF step has no width.
+    """
+    if temperature == 0:
+        return processed_RV.argmax(-1)
+    cdf_RV = processed_RV.softmax(-1).double().cumsum(-1)
+    return torch.searchsorted(cdf_RV, u_R.double()[:, None] * cdf_RV[:, -1:], right=True)[:, 0]
+
+
+def negative_entropy(logits_RV: Tensor) -> Tensor:
+    """sum p log p in fp32 (0 log 0 = 0): larger is more certain. Dream's rule."""
+    return -torch.special.entr(logits_RV.softmax(-1)).sum(-1)
+
+
+def margin(logits_RV: Tensor) -> Tensor:
+    """p1 - p2 of the two likeliest tokens."""
+    top = logits_RV.softmax(-1).topk(2, dim=-1).values
+    return top[:, 0] - top[:, 1]
+
+
+def confidence(logits_RV: Tensor, token_R: Tensor) -> Tensor:
+    """Probability of the drawn token. LLaDA's rule (there on un-tempered logits)."""
+    return logits_RV.softmax(-1).gather(-1, token_R[:, None])[:, 0]
+
+
+_SCORES: dict[OrderRule, Callable[[Tensor], Tensor]] = {"entropy": negative_entropy, "margin": margin}
+
+
+def score_rows(
+    raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bool, config: DecodeConfig
+) -> Tensor:
+    """Certainty of each row under a rule that looks at logits: fp32 [R], the largest is revealed first.
+
+    Args:
+        raw_RV: fp32 logits, forbidden tokens at -inf.
+        u_R: the uniform each row would be drawn with (used by `confidence` alone).
+        rule: entropy, margin or confidence.
+        on_processed: score after temperature and filters instead of before.
+        config: temperature and filters.
+    """
+    need_processed = on_processed or rule == "confidence"
+    processed_RV = process(raw_RV, config) if need_processed else raw_RV
+    seen_RV = processed_RV if on_processed else raw_RV
+    if rule == "confidence":
+        return confidence(seen_RV, draw(processed_RV, u_R, config.temperature))
+    return _SCORES[rule](seen_RV)

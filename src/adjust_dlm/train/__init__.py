@@ -1,0 +1,1 @@
+"""Training: of the sampler g (Algorithm 2) and of an adapted base."""

@@ -1,0 +1,63 @@
+"""The few collective operations training needs; all of them do nothing on a single process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def start() -> tuple[int, int, torch.device]:
+    """(rank, world size, device) under torchrun or alone; NCCL on GPUs, gloo on CPUs."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world, device
+
+
+def average_gradients(parameters: Iterable[Tensor]) -> None:
+    """Replaces every gradient by its mean over ranks, in one flat all-reduce."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not dist.is_initialized() or not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def mean(values: Tensor) -> Tensor:
+    """Mean of a tensor over ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values
+
+
+def barrier() -> None:
+    """Waits for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """True on all ranks as soon as it is True on one (used for stopping together)."""
+    if not dist.is_initialized():
+        return flag
+    value = torch.tensor(float(flag), device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def finish() -> None:
+    """Leaves the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

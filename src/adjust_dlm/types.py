@@ -1,0 +1,178 @@
+"""The nouns of the library: what is decoded, how, and what comes back.
+
+Shape suffixes used everywhere: B rows, L positions, R gathered (masked) rows, D width,
+V vocabulary, K tokens per step, T commits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+OrderRule = Literal["entropy", "confidence", "margin", "random", "left_to_right"]
+OrderOn = Literal["processed", "raw"]
+Schedule = Literal["exact", "reference"]
+
+GIVEN = -1  # order of a token that was there before the first commit
+MASKED = -2  # order of a position that still holds the mask
+
+
+class InputError(ValueError):
+    """Bad input from the user: the command line exits with 2 and prints this one line."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `InputError(message)` unless `condition` holds."""
+    if not condition:
+        raise InputError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Everything that decides which tokens come out, for every decoder.
+
+    Attributes:
+        tokens_per_step: K, commits per round (one base pass a round).
+        max_new_tokens: masked positions appended to a prompt.
+        temperature: T >= 0; 0 is argmax.
+        top_p: nucleus mass in (0, 1]; the token that crosses it is kept.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        order: rule that picks the next position; None takes the base's own.
+        order_on: score the tempered and filtered distribution, or the raw one; None: the base's own.
+        schedule: "exact" K per round, or the family's published step counts ("reference").
+        suppress_eos: never commit an end token (applies to base and sampler alike).
+        seed: with a row's id, the only source of randomness.
+    """
+
+    tokens_per_step: int = 1
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    order: OrderRule | None = None
+    order_on: OrderOn | None = None
+    schedule: Schedule = "exact"
+    suppress_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.tokens_per_step >= 1, f"tokens_per_step is {self.tokens_per_step}; it must be at least 1")
+        require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature is {self.temperature}; it must be a finite number >= 0",
+        )
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
+        require(self.top_k >= 0, f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
+        for name, value, kind in (
+            ("order", self.order, OrderRule),
+            ("order_on", self.order_on, OrderOn),
+            ("schedule", self.schedule, Schedule),
+        ):
+            allowed = get_args(kind)
+            require(
+                value in allowed or (value is None and name != "schedule"),
+                f"{name} is {value!r}; it must be one of {', '.join(allowed)}",
+            )
+
+    def but(self, **changes: object) -> DecodeConfig:
+        """A copy with some fields changed (and checked again)."""
+        unknown = set(changes) - {f.name for f in fields(self)}
+        require(not unknown, f"unknown decode setting {', '.join(sorted(unknown))}")
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class State:
+    """Token rows at one moment, left-padded: what a base or a sampler looks at.
+
+    Attributes:
+        tokens_BL: int64 ids; masked positions hold the base's mask id.
+        real_BL: bool, False on left pads (invisible to attention everywhere).
+        masked_BL: bool, True where a token is still to be committed.
+        padded: False promises that `real_BL` is all True, so that no attention mask is needed.
+    """
+
+    tokens_BL: Tensor
+    real_BL: Tensor
+    masked_BL: Tensor
+    padded: bool = True
+
+    @property
+    def positions_BL(self) -> Tensor:
+        """int64 rotary positions: 0 on each row's first real token, also 0 on its pads."""
+        return (self.real_BL.long().cumsum(-1) - 1).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One finished K=1 decode: tokens, and when each was revealed.
+
+    Attributes:
+        tokens_L: int ids without padding.
+        order_L: commit number 0..T-1 of each position, `GIVEN` for prompt tokens.
+        row: the global row id that, with `seed`, reproduces it.
+        seed: the seed of its run.
+    """
+
+    tokens_L: Tensor
+    order_L: Tensor
+    row: int
+    seed: int
+
+    @property
+    def commits(self) -> int:
+        """T: how many tokens the decode committed."""
+        return int((self.order_L >= 0).sum())
+
+    def state(self, t: int, mask_id: int) -> tuple[Tensor, Tensor]:
+        """Tokens and mask [L] just before commit t: exact, from order alone.
+
+        Raises:
+            InputError: t outside 0..T.
+        """
+        require(0 <= t <= self.commits, f"state {t} does not exist; this trajectory has states 0..{self.commits}")
+        masked_L = (self.order_L >= t) | (self.order_L == MASKED)
+        return torch.where(masked_L, mask_id, self.tokens_L), masked_L
+
+
+@dataclass
+class DecodeResult:
+    """What a decoder returns for a batch, and what it cost.
+
+    Attributes:
+        tokens_BL: final ids, left-padded as they came in.
+        order_BL: commit number, `GIVEN` for prompt and pads, `MASKED` where a row ended early.
+        real_BL: False on left pads.
+        base_calls_B: base passes each row needed (what it would cost alone).
+        sampler_calls_B: sampler passes each row needed.
+        rows_B: row ids.
+        config: the settings that made it.
+        decoder: the decoder's name.
+        seconds: wall time of the whole batch.
+    """
+
+    tokens_BL: Tensor
+    order_BL: Tensor
+    real_BL: Tensor
+    base_calls_B: Tensor
+    sampler_calls_B: Tensor
+    rows_B: Tensor
+    config: DecodeConfig
+    decoder: str
+    seconds: float = 0.0
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def trajectory(self, b: int) -> Trajectory:
+        """Row b as a trajectory (pads dropped)."""
+        real_L = self.real_BL[b]
+        return Trajectory(
+            tokens_L=self.tokens_BL[b][real_L].cpu(),
+            order_L=self.order_BL[b][real_L].cpu(),
+            row=int(self.rows_B[b]),
+            seed=self.config.seed,
+        )
