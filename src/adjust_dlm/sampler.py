@@ -41,6 +41,9 @@ class SamplerConfig:
     output_norm_init: float = 0.1
     pairing: Literal["state", "token"] = "state"
 
+    def __post_init__(self) -> None:
+        require(self.pairing in ("state", "token"), f"pairing is {self.pairing!r}; it must be state or token")
+
     @classmethod
     def paper(cls) -> SamplerConfig:
         """The form printed in the paper: no norms, no residual."""
@@ -140,8 +143,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(path.read_text())
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a sampler config: {error}") from error
+        facts["base_fingerprint"][:16]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not a sampler config: {error!r}") from error
     require(not unknown, f"{path} has unknown settings {sorted(unknown)}")
     return facts
 

@@ -33,7 +33,8 @@ def uniform(seed: int, row: Tensor, commit: Tensor, position: Tensor, stream: in
     Returns:
         float64 tensor of the broadcast shape: multiples of 2**-32.
     """
-    state = _mix(torch.as_tensor(seed & 0x7FFFFFFFFFFFFFFF, device=row.device) + stream * 0x632BE59BD9B4E019)
+    start = (seed + stream * 0x632BE59BD9B4E019 + 2**63) % 2**64 - 2**63  # wrapped here: not every torch wraps it
+    state = _mix(torch.tensor(start, device=row.device))
     for key in (row, commit, position):
         state = _mix(state ^ (key * -0x61C8864680B583EB))
     return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
@@ -50,7 +51,9 @@ def process(logits_RV: Tensor, config: DecodeConfig) -> Tensor:
     """temperature -> top_p -> top_k in fp32; removed tokens become -inf. T=0 leaves the scale alone."""
     logits_RV = logits_RV.float()
     if config.temperature > 0:
-        logits_RV = logits_RV / config.temperature
+        # Largest logit 0 and T within fp32, so that no T > 0 gives inf - inf; beyond these bounds nothing changes.
+        temperature = min(max(config.temperature, 1e-30), 1e30)
+        logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature
     if config.top_p < 1:
         logits_RV = logits_RV.masked_fill(~_nucleus(logits_RV.softmax(-1), config.top_p), -torch.inf)
     if 0 < config.top_k < logits_RV.shape[-1]:
@@ -98,18 +101,18 @@ def draw(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
 
 def negative_entropy(logits_RV: Tensor) -> Tensor:
     """sum p log p in fp32 (0 log 0 = 0): larger is more certain. Dream's rule."""
-    return -torch.special.entr(logits_RV.softmax(-1)).sum(-1)
+    return -torch.special.entr(logits_RV.float().softmax(-1)).sum(-1)
 
 
 def margin(logits_RV: Tensor) -> Tensor:
     """p1 - p2 of the two likeliest tokens."""
-    top = logits_RV.softmax(-1).topk(2, dim=-1).values
+    top = logits_RV.float().softmax(-1).topk(2, dim=-1).values
     return top[:, 0] - top[:, 1]
 
 
 def confidence(logits_RV: Tensor, token_R: Tensor) -> Tensor:
     """Probability of the drawn token. LLaDA's rule (there on un-tempered logits)."""
-    return logits_RV.softmax(-1).gather(-1, token_R[:, None])[:, 0]
+    return logits_RV.float().softmax(-1).gather(-1, token_R[:, None])[:, 0]
 
 
 _SCORES: dict[OrderRule, Callable[[Tensor], Tensor]] = {"entropy": negative_entropy, "margin": margin}

@@ -50,6 +50,7 @@ class Base(ABC):
         spec: the facts above.
         width: D.
         fingerprint: hex digest of what it was loaded from; a sampler names the base it belongs to.
+        head_matrix: W [V, D], frozen.
         layer_config: transformers config of one decoder layer of the base's own class and shape.
         tokenizer: any object with transformers' tokenizer interface, or None.
     """
@@ -57,6 +58,7 @@ class Base(ABC):
     spec: BaseSpec
     width: int
     fingerprint: str
+    head_matrix: Tensor
     layer_config: Any
     tokenizer: Any = None
 
@@ -64,9 +66,9 @@ class Base(ABC):
     def hidden(self, state: State) -> Tensor:
         """f: post-final-norm states h_BLD in the scoring frame. Pads are invisible."""
 
-    @abstractmethod
     def head(self, h_RD: Tensor) -> Tensor:
-        """W: logits [R, V] in the base's dtype, nothing forbidden yet."""
+        """W h: logits [R, V] in the base's dtype, nothing forbidden yet."""
+        return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix)
 
     @abstractmethod
     def embed(self, tokens_BL: Tensor) -> Tensor:
@@ -75,6 +77,10 @@ class Base(ABC):
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
         """Moves rows that stand at their own position into the scoring frame (identity unless shifted)."""
         return states_BLD
+
+    def compile(self) -> None:
+        """Compiles f where the base knows how; a base without a compiled form raises."""
+        raise InputError(f"base {self.spec.name!r} has no compiled form; run without --compile")
 
     def reference_schedule(self, masked: int, steps: int) -> list[int]:
         """Commits per step of the family's published loop; the default spreads evenly, first steps first."""

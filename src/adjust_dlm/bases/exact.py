@@ -6,6 +6,7 @@ its head reads that off, so one token per pass samples p* exactly, by constructi
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ class ExactBase(Base):
         self.words, self.length, self.width = words, length, width
         self.strings_NL = self.joint.nonzero()
         self.p_N = self.joint[tuple(self.strings_NL.T)]
-        self._head = torch.eye(words + 1, width)
+        self.head_matrix = torch.eye(words + 1, width)
         self.spec = BaseSpec(
             name="exact", mask_id=words, end_ids=end_ids, pad_id=0, bos_id=None, vocab_size=words + 1,
             token_limit=words + 1, context=length, order=order, order_on="processed",
         )  # fmt: skip
-        self.fingerprint = f"exact-{words}-{length}-{float(self.p_N.square().sum()):.12e}"
+        table = hashlib.sha256(self.joint.float().numpy().tobytes()).hexdigest()
+        self.fingerprint = f"exact-{words}-{length}-{width}-{table}"
         self.layer_config = _layer_config(width)
 
     def marginals(self, tokens_BL: Tensor) -> Tensor:
@@ -69,13 +71,9 @@ class ExactBase(Base):
         h_BLD[..., : self.words] = self.marginals(state.tokens_BL).log().clamp_min(_FLOOR).float()
         return h_BLD
 
-    def head(self, h_RD: Tensor) -> Tensor:
-        """Reads the log-marginals off the first dimensions."""
-        return h_RD @ self._head.T
-
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """One-hot embeddings."""
-        return self._head[tokens_BL]
+        return self.head_matrix[tokens_BL]
 
 
 def _layer_config(width: int) -> Any:

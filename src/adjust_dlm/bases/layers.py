@@ -58,15 +58,22 @@ class BidirectionalLayer(nn.Module):
     def __init__(self, config: Any) -> None:
         """Fresh weights with the family's own initialiser range."""
         super().__init__()
-        config = bidirectional(config)
-        _, layer_class, rotary_class = _classes(config)
+        self._config = config = bidirectional(config)
+        config._attn_implementation = "sdpa"  # the boolean key mask of `forward` is sdpa's
+        _, layer_class, self._rotary_class = _classes(config)
         self.layer = see_both_ways(layer_class(config, layer_idx=0))
-        self.rotary = rotary_class(config=config)
+        self.rotary = self._rotary_class(config=config)
         for part in self.layer.modules():
             if isinstance(part, nn.Linear):
                 nn.init.normal_(part.weight, std=config.initializer_range)
                 if part.bias is not None:
                     nn.init.zeros_(part.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BidirectionalLayer:
+        """`.to(...)`, `.cuda()`, ...: the rotary frequencies are made anew in fp32, for bf16 would turn far positions."""
+        super()._apply(fn, recurse)
+        self.rotary = self._rotary_class(config=self._config).to(next(self.layer.parameters()).device)
+        return self
 
     def forward(self, z_BLD: Tensor, state: State) -> Tensor:
         """Same shape out; pads are invisible as keys."""

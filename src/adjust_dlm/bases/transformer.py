@@ -43,11 +43,11 @@ class TransformerBase(Base):
             fingerprint: digest of the source files; computed from the weights when not given.
         """
         self.model: Any = freeze(model)
-        self.head_weight = head_weight.detach()
+        self.head_matrix = head_weight.detach()
         self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
         self.layer_config = self.model.config
         self.width = self.model.config.hidden_size
-        self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_weight)
+        self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix)
         self._body = self._forward
 
     def _forward(self, tokens_BL: Tensor, mask_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
@@ -73,10 +73,6 @@ class TransformerBase(Base):
         """See `Base.to_frame`."""
         return shift_right(states_BLD, state) if self.next_frame else states_BLD
 
-    def head(self, h_RD: Tensor) -> Tensor:
-        """See `Base.head`."""
-        return nn.functional.linear(h_RD, self.head_weight.to(h_RD.dtype))
-
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """See `Base.embed`."""
         out: Tensor = self.model.embed_tokens(tokens_BL)
@@ -85,12 +81,12 @@ class TransformerBase(Base):
     @property
     def device(self) -> torch.device:
         """See `Base.device`."""
-        return self.head_weight.device
+        return self.head_matrix.device
 
     @property
     def dtype(self) -> torch.dtype:
         """See `Base.dtype`."""
-        return self.head_weight.dtype
+        return self.head_matrix.dtype
 
 
 def weights_fingerprint(model: Any, head_weight: Tensor) -> str:

@@ -44,6 +44,8 @@ class Canvas(State):
         """
         self.base, self.config = base, config
         spec, new = base.spec, config.max_new_tokens
+        rows = list(range(len(prompts))) if rows is None else rows
+        require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
         longest = max(len(p) for p in prompts)
         require(
             longest + new <= spec.context,
@@ -62,7 +64,7 @@ class Canvas(State):
         masked_BL = (tokens_BL == spec.mask_id) & real_BL
         super().__init__(tokens_BL, real_BL, masked_BL, padded=len({len(p) for p in prompts}) > 1)
         self.order_BL = torch.where(masked_BL, MASKED, GIVEN)
-        self.rows_B = torch.tensor(rows if rows is not None else range(len(prompts)), device=base.device)
+        self.rows_B = torch.tensor(rows, device=base.device)
         self.commits_B = torch.zeros_like(self.rows_B)
         self.base_calls_B, self.sampler_calls_B = self.commits_B.clone(), self.commits_B.clone()
         self._quota_B = self.commits_B.clone()
@@ -96,8 +98,10 @@ class Canvas(State):
     def round(self) -> Iterator[int]:
         """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
         for k in range(self.start_round()):
-            if k:
-                self.sampler_calls_B += self.busy_B
+            busy_B = self.busy_B
+            if k and not busy_B.any():
+                return
+            self.sampler_calls_B += busy_B & (k > 0)
             yield k
 
     @property
@@ -126,7 +130,7 @@ class Canvas(State):
         ended_BL = (torch.isin(self.tokens_BL, ends) & (self.order_BL >= 0)).long().cumsum(-1) > 0
         finished_B = ended_BL.any(-1) & ~(self.masked_BL & ~ended_BL).any(-1)
         filler_BL = finished_B[:, None] & self.masked_BL
-        self.tokens_BL[filler_BL] = self.base.spec.pad_id
+        self.tokens_BL[filler_BL] = self.base.spec.end_ids[0] if len(ends) else self.base.spec.pad_id
         self.masked_BL &= ~filler_BL
 
     def _reference_schedules(self) -> Tensor:
@@ -145,6 +149,9 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
 
     The head runs on masked rows only, in chunks, and once more on the chosen ones.
+
+    Raises:
+        FloatingPointError: the states gave NaN; such a row could never be finished.
     """
     score_BL = _scores(base, h_BLD, canvas)
     count = max(count, 1)
@@ -153,7 +160,10 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     row_BN = torch.arange(len(score_BL), device=h_BLD.device)[:, None].expand_as(position_BN)
     logits_RV = base.logits(h_BLD[row_BN, position_BN].flatten(0, 1), suppress_eos=canvas.config.suppress_eos)
     u_R = canvas.uniforms(position_BN, row_BN).flatten()
-    token_R = draw(process(logits_RV, canvas.config), u_R, canvas.config.temperature)
+    processed_RV = process(logits_RV, canvas.config)
+    if bool(score_BL.isnan().any() | processed_RV.isnan().any()):
+        raise FloatingPointError(f"NaN logits from base {base.spec.name!r} or its sampler, dtype {h_BLD.dtype}")
+    token_R = draw(processed_RV, u_R, canvas.config.temperature)
     return Picks(position_BN, token_R.view_as(position_BN), valid_BN)
 
 

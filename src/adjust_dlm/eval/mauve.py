@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from adjust_dlm.eval.nll import Floats, Ints, Tokens, last_hidden, require_causal, require_ids, right_padded
-from adjust_dlm.types import require
+from adjust_dlm.types import InputError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,8 +174,11 @@ def _kl(p_J: Floats, r_WJ: Floats) -> Floats:
 
 def _clusters(x_ND: Floats, buckets: int, seed: int) -> Ints:
     """k-means labels [N]. One OpenMP thread: several add up in any order, and one seed must give one score."""
-    from sklearn.cluster import KMeans  # type: ignore[import-untyped, unused-ignore]
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped, unused-ignore]
+    try:
+        from sklearn.cluster import KMeans
+        from threadpoolctl import threadpool_limits
+    except ModuleNotFoundError as error:
+        raise InputError("MAUVE needs scikit-learn: pip install 'adjust-dlm[eval]'") from error
 
     kmeans = KMeans(buckets, n_init=KMEANS_RUNS, max_iter=KMEANS_STEPS, random_state=seed)
     with threadpool_limits(1, user_api="openmp"):

@@ -202,9 +202,10 @@ def require_causal(model: PreTrainedModel, token: int, device: torch.device | st
 
 def _require_plain_head(model: PreTrainedModel, probe_BL: Tensor) -> None:
     """Some families scale or cap the logits after the head; scoring them without it would be silently wrong."""
+    head = _head(model)
     with torch.inference_mode():
+        logits_BLV = head(last_hidden(model, probe_BL))
         expected_BLV = model(input_ids=probe_BL, use_cache=False).logits
-        logits_BLV = _head(model)(last_hidden(model, probe_BL))
     message = f"{type(model).__name__} changes the logits after its output embedding; such judges are not supported"
     require(_close(logits_BLV, expected_BLV, 1e-2), message)
 

@@ -1,0 +1,48 @@
+"""The commands of `adjust`: a table of names, and one module per command that imports nothing heavy.
+
+A new command is one line here: a module, the frozen dataclass in it that gives flags, help and YAML keys,
+and the function that takes such an object. Only the module of the chosen command is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives.
+
+    Attributes:
+        help: one line for `adjust --help`.
+        module: what to import.
+        config: name of its settings dataclass.
+        function: settings -> `Outcome`, or -> dict, which then becomes `result.json` and the table on stdout.
+    """
+
+    help: str
+    module: str
+    config: str
+    function: str = "run"
+
+
+COMMANDS: dict[str, Command] = {
+    "bases": Command("List bases and samplers, what is cached, sizes.", "adjust_dlm.commands.bases", "BasesConfig"),
+    "fetch": Command(
+        "Fetch the default base's autoregressive weights.", "adjust_dlm.commands.fetch", "FetchConfig"
+    ),
+    "generate": Command("Write text with any decoder.", "adjust_dlm.commands.generate", "GenerateConfig"),
+    "compare": Command(
+        "Joint, parallel and ADJUST side by side on one prompt.", "adjust_dlm.commands.compare", "CompareConfig"
+    ),
+    "trajectories": Command(
+        "Decode with K=1 and store the order: what training reads.",
+        "adjust_dlm.data.trajectories", "TrajectoriesConfig", "make_trajectories",
+    ),
+    "train": Command("Train a sampler on trajectories.", "adjust_dlm.train.trainer", "TrainConfig", "train"),
+    "adapt": Command(
+        "Turn an autoregressive model into a masked diffusion base.",
+        "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
+    ),
+    "eval": Command("NLL and MAUVE of every decoder and K.", "adjust_dlm.eval.table", "TableConfig", "make_table"),
+}  # fmt: skip

@@ -1,0 +1,167 @@
+"""What a command leaves behind: `result.json`, `samples.jsonl`, `run.yaml`, each whole or not at all; and tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RESULT, SAMPLES, RUN = "result.json", "samples.jsonl", "run.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a command returns.
+
+    Attributes:
+        results: becomes `result.json`, beside command, settings and provenance.
+        samples: one JSON object a line of `samples.jsonl`; None writes no such file.
+    """
+
+    results: dict[str, Any]
+    samples: list[dict[str, Any]] | None = None
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, paths, tuples, NumPy and torch scalars as the types that JSON and YAML know."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON: what is not a finite number becomes null."""
+    return json.dumps(_finite(plain(value)), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_folder(folder: Path | None) -> None:
+    """Refuses an output folder that could not be written, before any work is done. Creates nothing.
+
+    Raises:
+        InputError: it is a file, or the folder it is to be made in is not writable.
+    """
+    if folder is None:
+        return
+    from adjust_dlm.types import require
+
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    require(nearest.is_dir(), f"cannot write to {folder}: {nearest} is not a folder")
+    require(os.access(nearest, os.W_OK | os.X_OK), f"cannot write to {folder}: no permission in {nearest}")
+
+
+def write_outcome(folder: Path, command: str, settings: Any, outcome: Outcome) -> None:
+    """Writes all files of a run. Every one is complete on disk before the first takes its name.
+
+    Raises:
+        OSError: full disk or no permission; files of an earlier run are then untouched.
+    """
+    from adjust_dlm.provenance import provenance
+
+    config = plain(settings)
+    result = {"command": command, "config": config, "results": outcome.results, "provenance": provenance()}
+    header = f"# Repeat with: adjust {command} --config {RUN}\n"
+    texts = {RUN: header + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)}
+    if outcome.samples is not None:
+        texts[SAMPLES] = "".join(to_json(sample) + "\n" for sample in outcome.samples)
+    texts[RESULT] = to_json(result, indent=2) + "\n"
+    write_together(folder, texts)
+
+
+def write_together(folder: Path, texts: Mapping[str, str]) -> None:
+    """All files or none: temporary neighbours first, then the renames. A folder made for nothing goes away again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    parts: dict[Path, Path] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            handle, part = tempfile.mkstemp(prefix=f".{name}.", suffix=".part", dir=folder)
+            parts[Path(part)] = folder / name
+            _write_all(handle, text)
+        for part_path, path in parts.items():
+            os.replace(part_path, path)
+    except BaseException:
+        for part_path in parts:
+            part_path.unlink(missing_ok=True)
+        for path in made:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        raise
+
+
+def _write_all(handle: int, text: str) -> None:
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o666 & ~_umask())
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def say(text: str) -> None:
+    """One line of output on stdout, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
+    """A table on stdout; numbers on the right, long texts folded."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [list(row) for row in rows]
+    table = Table(title=title, title_justify="left", show_lines=any("\n" in str(cell) for row in rows for cell in row))
+    for n, name in enumerate(columns):
+        numbers = all(isinstance(row[n], int | float) or row[n] is None for row in rows)
+        table.add_column(name, justify="right" if numbers and rows else "left", overflow="fold", no_wrap=numbers)
+    for row in rows:
+        table.add_row(*(Text(show_value(cell)) for cell in row))
+    Console(file=sys.stdout).print(table)
+
+
+def show_value(value: Any) -> str:
+    """A cell: four significant digits for fractions, nothing for None."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def show_results(results: Mapping[str, Any]) -> None:
+    """Any result: a table of its single values, and one for every list of records in it."""
+    results = plain(results)
+    single = [(key, value) for key, value in results.items() if not isinstance(value, dict | list)]
+    if single:
+        show_table(("", "value"), [(key, show_value(value)) for key, value in single])
+    for key, value in results.items():
+        if isinstance(value, dict) and value and not any(isinstance(item, dict | list) for item in value.values()):
+            show_table(("", "value"), [(name, show_value(item)) for name, item in value.items()], title=key)
+        elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            columns = list(dict.fromkeys(name for row in value for name in row))
+            show_table(columns, [[row.get(name) for name in columns] for row in value], title=key)

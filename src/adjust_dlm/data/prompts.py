@@ -1,0 +1,187 @@
+"""Where prompts come from: nothing, a file, the list tasks, or a corpus; row i of a run takes prompt i mod n."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adjust_dlm.bases import Base
+from adjust_dlm.types import InputError, require
+
+FIELDS = ("prompt", "text", "question", "instruction")  # of a JSONL line; the first one present wins, then `messages`
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Prompts as token ids.
+
+    Attributes:
+        name: what was asked for, for the record.
+        prompts: at least one list of ids (an empty list is a prompt).
+    """
+
+    name: str
+    prompts: list[list[int]]
+
+    def __post_init__(self) -> None:
+        require(bool(self.prompts), f"{self.name} holds no prompts")
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def ids(self, row: int) -> list[int]:
+        """Prompt of a global row: the list starts again when it is used up."""
+        return self.prompts[row % len(self.prompts)]
+
+    @cached_property
+    def lengths(self) -> set[int]:
+        """The different prompt lengths in tokens."""
+        return {len(p) for p in self.prompts}
+
+    def facts(self) -> dict[str, Any]:
+        """For a manifest: name, number, and a digest of all ids."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(np.array([len(prompt), *prompt], dtype="<i8").tobytes())
+        return {"source": self.name, "count": len(self), "sha256": digest.hexdigest()}
+
+    def check_fits(self, base: Base, new: int) -> None:
+        """Raises InputError, naming the first prompt that leaves no room for `new` tokens."""
+        for n, prompt in enumerate(self.prompts):
+            require(
+                len(prompt) + new <= base.spec.context,
+                f"prompt {n} of {self.name} has {len(prompt)} tokens; with {new} new ones that is more than "
+                f"{base.spec.context}, the context of base {base.spec.name!r}",
+            )
+
+
+def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1) -> PromptSource:
+    """Finds a source by its description.
+
+    Args:
+        spec: `unconditional`, `lists`, `corpus:DIR`, or the path of a .jsonl or .txt file.
+        base: encodes the text.
+        chat: put each text into the base's chat template.
+        rows: how many different prompts an endless source makes.
+
+    Raises:
+        InputError: unknown source, or a bad or empty file (the line is named).
+    """
+    if spec == "unconditional":
+        require(not chat, "unconditional prompts have no text for a chat template")
+        return PromptSource(spec, [unconditional(base)])
+    if spec == "lists":
+        return PromptSource(spec, [_encode(base, text, chat, spec) for text in list_prompts(rows)])
+    kind, _, folder = spec.partition(":")
+    if kind == "corpus" and folder:
+        return PromptSource(spec, corpus_prompts(Path(folder)))
+    return PromptSource(spec, list(file_prompts(Path(spec), base, chat=chat)))
+
+
+def unconditional(base: Base) -> list[int]:
+    """BOS alone, or nothing when the family has none."""
+    return [] if base.spec.bos_id is None else [base.spec.bos_id]
+
+
+def file_prompts(path: Path, base: Base, *, chat: bool = False) -> Iterator[list[int]]:
+    """Token ids of each prompt of a .jsonl or .txt file; blank lines do not count.
+
+    Raises:
+        InputError: not found, unknown suffix, or a bad line.
+    """
+    readers: dict[str, Callable[[str, str], str | list[Any]]] = {".jsonl": _json_line, ".txt": lambda line, _: line}
+    require(
+        path.suffix in readers,
+        f"prompts {str(path)!r}: give unconditional, lists, corpus:DIR, or a .jsonl or .txt file",
+    )
+    require(path.is_file(), f"prompt file {path} does not exist")
+    for number, line in _lines(path):
+        where = f"{path}, line {number}"
+        prompt = readers[path.suffix](line, where)
+        yield _encode(base, prompt, chat, where)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line.strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _json_line(line: str, where: str) -> str | list[Any]:
+    """The prompt of one JSON object: text, or chat messages up to the turn to be answered."""
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON: {error}") from error
+    require(isinstance(item, dict), f"{where}: a JSON object is wanted")
+    for name in FIELDS:
+        if name in item:
+            text = item[name]
+            require(isinstance(text, str) and bool(text.strip()), f"{where}: {name} is {text!r}; it must be some text")
+            return str(text)
+    require("messages" in item, f"{where}: none of {', '.join(FIELDS)}, messages is there")
+    return _messages(item["messages"], where)
+
+
+def _messages(messages: Any, where: str) -> list[Any]:
+    good = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    require(good, f"{where}: messages must be a list of objects with a role and a content")
+    while messages and messages[-1]["role"] == "assistant":  # that is the answer
+        messages = messages[:-1]
+    require(bool(messages), f"{where}: messages holds no turn to answer")
+    return list(messages)
+
+
+def _encode(base: Base, prompt: str | list[Any], chat: bool, where: str) -> list[int]:
+    require(base.tokenizer is not None, f"base {base.spec.name!r} has no tokenizer: only unconditional and corpus work")
+    try:
+        if isinstance(prompt, str):
+            return base.encode(prompt, chat=chat)
+        text = base.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # no template, or one that wants other turns: templates raise what they like
+        raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
+    ids: list[int] = base.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def list_prompts(count: int) -> Iterator[str]:
+    """The first `count` user turns of the list tasks."""
+    from adjust_dlm.data.lists import list_tasks
+
+    return (user for _, user, _ in itertools.islice(list_tasks(), count))
+
+
+def corpus_prompts(folder: Path) -> list[list[int]]:
+    """The prompt part of every chat row of a corpus folder, copies dropped, in file order.
+
+    Raises:
+        InputError: no shards, or unreadable ones.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    paths = sorted(folder.glob("*.parquet"))
+    require(bool(paths), f"no corpus in {folder}: it holds no .parquet files")
+    found: dict[tuple[int, ...], None] = {}
+    for path in paths:
+        try:
+            table = pq.read_table(path, columns=["tokens", "prompt_len", "kind"], filters=[("kind", "=", "chat")])
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            raise InputError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+        for tokens, length in zip(table["tokens"].to_pylist(), table["prompt_len"].to_pylist(), strict=True):
+            found[tuple(tokens[:length])] = None
+    return [list(ids) for ids in found]

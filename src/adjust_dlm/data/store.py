@@ -1,0 +1,364 @@
+"""The trajectory store: tokens + order + prompt length + seed, nothing else (DESIGN: 77 MB for 100K x 128).
+
+A folder holds `shard-00000-00512.parquet` (global rows 0..511) and its neighbours, and `manifest.json`. Every file
+appears whole or not at all, so whatever is there is finished work, and an interrupted run needs no other record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adjust_dlm.types import MASKED, InputError, Trajectory, require
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+# Settings that decide what the rows are: a run may only continue with the same ones.
+IDENTITY = (
+    "format", "base_fingerprint", "mask_id", "dtype", "seed", "temperatures", "decode", "prompts", "first_row", "rows",
+    "shard_rows",
+)  # fmt: skip
+_SHARD = re.compile(r"shard-(\d+)-(\d+)\.parquet")
+
+Range = tuple[int, int]  # global rows [start, stop)
+
+
+def shard_name(rows: Range) -> str:
+    """`shard-00000-00512.parquet` for (0, 512)."""
+    return f"shard-{rows[0]:05d}-{rows[1]:05d}.parquet"
+
+
+def shard_ranges(total: int, shard_rows: int, *, first_row: int = 0) -> list[Range]:
+    """The row ranges of a store's shards: the same list whatever machine or world size asks."""
+    stop = first_row + total
+    return [(start, min(start + shard_rows, stop)) for start in range(first_row, stop, shard_rows)]
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes through a temporary neighbour, synced, then renamed: readers see the whole file or none.
+
+    Raises:
+        OSError: no room, no permission, ...: names the file; the neighbour is gone.
+    """
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Trajectories as compact arrays: N rows, and all of their positions one after another.
+
+    Attributes:
+        row_N: int64 global row ids.
+        seed_N: int64 seeds.
+        prompt_len_N: int32 prompt tokens of each row.
+        start_N: int64, N + 1 entries: row n owns positions `start_N[n]:start_N[n + 1]`.
+        tokens_P: int32 token ids.
+        order_P: int16 commit numbers, `GIVEN`, or `MASKED` where a row ended early.
+    """
+
+    row_N: NDArray[np.int64]
+    seed_N: NDArray[np.int64]
+    prompt_len_N: NDArray[np.int32]
+    start_N: NDArray[np.int64]
+    tokens_P: NDArray[np.int32]
+    order_P: NDArray[np.int16]
+
+    @staticmethod
+    def concatenate(parts: list[Columns]) -> Columns:
+        """One after another, in the order given."""
+        lengths_N = np.concatenate([np.diff(p.start_N) for p in parts])
+        return Columns(
+            row_N=np.concatenate([p.row_N for p in parts]),
+            seed_N=np.concatenate([p.seed_N for p in parts]),
+            prompt_len_N=np.concatenate([p.prompt_len_N for p in parts]),
+            start_N=np.concatenate([[0], lengths_N.cumsum()]).astype(np.int64),
+            tokens_P=np.concatenate([p.tokens_P for p in parts]),
+            order_P=np.concatenate([p.order_P for p in parts]),
+        )
+
+
+def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], prompt_lens: list[int]) -> Path:
+    """Writes one shard; its bytes depend on its rows alone.
+
+    Args:
+        folder: the store.
+        rows: global row range; `trajectories` must be exactly these rows, ascending.
+        trajectories: finished decodes.
+        prompt_lens: prompt tokens of each.
+
+    Raises:
+        OSError: the file cannot be written (nothing half-written stays).
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    assert [t.row for t in trajectories] == list(range(*rows)), f"rows of {shard_name(rows)} are not its range"
+    table = pa.table(
+        {
+            "row": pa.array([t.row for t in trajectories], pa.int64()),
+            "seed": pa.array([t.seed for t in trajectories], pa.int64()),
+            "tokens": pa.array([t.tokens_L.numpy() for t in trajectories], pa.list_(pa.int32())),
+            "order": pa.array([t.order_L.numpy() for t in trajectories], pa.list_(pa.int16())),
+            "prompt_len": pa.array(prompt_lens, pa.int32()),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    path = folder / shard_name(rows)
+    write_atomic(path, sink.getvalue())
+    return path
+
+
+def read_shard(path: Path) -> Columns:
+    """Reads and checks one shard.
+
+    Raises:
+        InputError: unreadable, truncated or damaged, or not the rows that its name promises.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path, page_checksum_verification=True).read()
+        columns = _columns(table)
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"cannot read {path}: {reason}; delete it and run the same command again") from error
+    start, stop = _range_of(path)
+    right = len(columns.row_N) == stop - start and bool((columns.row_N == np.arange(start, stop)).all())
+    require(right, f"{path} does not hold the rows {start}..{stop - 1} that its name promises, each once")
+    return columns
+
+
+def _columns(table: Any) -> Columns:
+    tokens, order = (table[name].combine_chunks() for name in ("tokens", "order"))
+    lengths_N, order_lengths_N = (np.diff(lists.offsets.to_numpy()) for lists in (tokens, order))
+    if not np.array_equal(lengths_N, order_lengths_N):
+        raise ValueError("tokens and order differ in length")
+    return Columns(
+        row_N=table["row"].to_numpy().astype(np.int64),
+        seed_N=table["seed"].to_numpy().astype(np.int64),
+        prompt_len_N=table["prompt_len"].to_numpy().astype(np.int32),
+        start_N=np.concatenate([[0], lengths_N.cumsum()]).astype(np.int64),
+        tokens_P=tokens.flatten().to_numpy().astype(np.int32),
+        order_P=order.flatten().to_numpy().astype(np.int16),
+    )
+
+
+def _range_of(path: Path) -> Range:
+    match = _SHARD.fullmatch(path.name)
+    require(match is not None, f"{path} is not named like a shard ({shard_name((0, 512))})")
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+def find_shards(folder: Path) -> dict[Range, Path]:
+    """Shards of a folder by row range, ascending."""
+    return dict(sorted((_range_of(path), path) for path in folder.glob("shard-*.parquet")))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a shard is there, readable and complete."""
+    try:
+        read_shard(path)
+    except InputError:
+        return False
+    return True
+
+
+def missing(folder: Path, total: int, shard_rows: int, *, first_row: int = 0) -> list[Range]:
+    """Row ranges still to be made: shards that are absent, truncated or damaged."""
+    return [r for r in shard_ranges(total, shard_rows, first_row=first_row) if not is_whole(folder / shard_name(r))]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a store.
+
+    Raises:
+        InputError: no manifest, not JSON, or of another format.
+    """
+    path = folder / MANIFEST
+    require(path.is_file(), f"{folder} is no trajectory store: {MANIFEST} is missing (`adjust trajectories` writes it)")
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    require(isinstance(manifest, dict), f"{path} is not a manifest: a JSON object is wanted")
+    require(
+        manifest.get("format") == FORMAT, f"{path} has format {manifest.get('format')!r}; this version reads {FORMAT}"
+    )
+    lacking = sorted(set(IDENTITY) - manifest.keys())
+    require(not lacking, f"{path} lacks {', '.join(lacking)}")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Writes `manifest.json` whole or not at all."""
+    write_atomic(folder / MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+
+
+def check_same_run(folder: Path, manifest: dict[str, Any]) -> None:
+    """Refuses to mix two runs in one folder.
+
+    Raises:
+        InputError: a setting that decides the content differs; names it with both values.
+    """
+    then, now = (_flat({key: m[key] for key in IDENTITY}) for m in (read_manifest(folder), manifest))
+    for key in (*now, *(k for k in then if k not in now)):
+        require(
+            then.get(key) == now.get(key),
+            f"cannot continue {folder}: {key} was {then.get(key)!r} and is now {now.get(key)!r}; "
+            "use the same settings or another output folder",
+        )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        inner = {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
+        out |= inner
+    return out
+
+
+def _check_ranges(folder: Path, shards: dict[Range, Path], manifest: dict[str, Any]) -> None:
+    """Every row of the manifest in exactly one shard."""
+    at = manifest["first_row"]
+    stop = at + manifest["rows"]
+    for (first, last), path in [*shards.items(), ((stop, stop), folder / MANIFEST)]:
+        require(last <= stop, f"{path} reaches past row {stop - 1}, the last one of {folder / MANIFEST}")
+        require(first >= at, f"{path} repeats rows {first}..{min(at, last) - 1} of another shard; delete one of them")
+        require(
+            first == at,
+            f"{folder} lacks rows {at}..{first - 1} ({shard_name((at, first))}); run the same command again to finish it",
+        )
+        at = last
+
+
+def _load_folder(folder: Path) -> tuple[dict[str, Any], Columns]:
+    manifest, shards = read_manifest(folder), find_shards(folder)
+    _check_ranges(folder, shards, manifest)
+    columns = Columns.concatenate([read_shard(path) for path in shards.values()])
+    wrong = columns.seed_N != manifest["seed"]
+    require(
+        not wrong.any(),
+        f"row {columns.row_N[wrong][:1].sum()} of {folder} has another seed than {manifest['seed']} of {MANIFEST}",
+    )
+    return manifest, columns
+
+
+class TrajectoryStore:
+    """All trajectories of one or more folders in memory, in row order, folder after folder.
+
+    Args:
+        folders: what `adjust trajectories` wrote, finished; all from one base.
+
+    Attributes:
+        manifests: one per folder.
+        columns: the arrays themselves, for code that slices them directly.
+
+    Raises:
+        InputError: rows missing or twice, a damaged file, or folders that do not belong together (named).
+    """
+
+    def __init__(self, *folders: str | Path) -> None:
+        require(bool(folders), "no trajectory folder given")
+        loaded = [_load_folder(Path(folder)) for folder in folders]
+        self.folders = [Path(folder) for folder in folders]
+        self.manifests = [manifest for manifest, _ in loaded]
+        self._check_together()
+        self.columns = Columns.concatenate([columns for _, columns in loaded])
+
+    def _check_together(self) -> None:
+        first = self.manifests[0]
+        for n, (folder, m) in enumerate(zip(self.folders, self.manifests, strict=True)):
+            for key in ("base_fingerprint", "mask_id"):
+                require(
+                    m[key] == first[key],
+                    f"{folder} has {key} {m[key]!r}, {self.folders[0]} has {first[key]!r}: one base for all folders",
+                )
+            for other_folder, other in zip(self.folders[:n], self.manifests, strict=False):
+                require(
+                    not _copies(m, other),
+                    f"{folder} and {other_folder} share rows of seed {m['seed']} on the same prompts, so they hold "
+                    "copies: make one of them with another seed or first row",
+                )
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The first folder's manifest."""
+        return self.manifests[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the base that every row came from."""
+        return str(self.manifest["base_fingerprint"])
+
+    @property
+    def mask_id(self) -> int:
+        """What `Trajectory.state` puts on masked positions."""
+        return int(self.manifest["mask_id"])
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Global row ids [N]."""
+        return self.columns.row_N
+
+    def __len__(self) -> int:
+        return len(self.columns.row_N)
+
+    def __getitem__(self, n: int) -> Trajectory:
+        """The n-th trajectory (not row id n, when rows do not start at 0)."""
+        if not -len(self) <= n < len(self):
+            raise IndexError(f"trajectory {n} of {len(self)}")
+        c, n = self.columns, n % len(self)
+        part = slice(c.start_N[n], c.start_N[n + 1])
+        return Trajectory(
+            tokens_L=torch.from_numpy(c.tokens_P[part].astype(np.int64)),
+            order_L=torch.from_numpy(c.order_P[part].astype(np.int64)),
+            row=int(c.row_N[n]),
+            seed=int(c.seed_N[n]),
+        )
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return (self[n] for n in range(len(self)))
+
+
+def _copies(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    overlap = a["first_row"] < b["first_row"] + b["rows"] and b["first_row"] < a["first_row"] + a["rows"]
+    return bool(overlap and a["seed"] == b["seed"] and a["prompts"] == b["prompts"])
+
+
+def open_stores(folders: list[str] | list[Path]) -> TrajectoryStore:
+    """Several finished folders of one base as one store."""
+    return TrajectoryStore(*folders)
+
+
+def length_stats(columns: Columns) -> dict[str, float]:
+    """Means, least and most of prompt and new tokens, and how many rows ended early."""
+    open_N = np.add.reduceat(columns.order_P == MASKED, columns.start_N[:-1], dtype=np.int64)
+    new_N = np.add.reduceat(columns.order_P >= 0, columns.start_N[:-1], dtype=np.int64)
+    out: dict[str, float] = {"ended_early": int((open_N > 0).sum())}
+    for name, values_N in (("prompt", columns.prompt_len_N), ("committed", new_N)):
+        out[f"{name}_min"], out[f"{name}_max"] = int(values_N.min()), int(values_N.max())
+        out[f"{name}_mean"] = round(float(values_N.mean()), 4)
+    return out

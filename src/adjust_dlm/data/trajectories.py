@@ -1,0 +1,294 @@
+"""Training data for g: K=1 decodes of the frozen base, kept as tokens and order (DESIGN: "Trajectories").
+
+Work is cut into shards of global rows. A row's randomness comes from (seed, row) alone, a shard's batches are composed
+from that shard alone, and rank r makes shards r, r + world, ...: so neither the world size nor an interruption shows
+in the result, and whatever shard is on disk is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from adjust_dlm import __version__
+from adjust_dlm.bases import Base, load_base
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.data import store
+from adjust_dlm.data.prompts import PromptSource, open_prompts
+from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+_LENGTH_STEP = 32  # compiled canvases get a prompt part of a multiple of this, so that few shapes are compiled
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoriesConfig:
+    """Settings of `adjust trajectories`.
+
+    Attributes:
+        output: folder for the shards and the manifest; an interrupted run continues there.
+        base: name of a base, or the folder of an adapted one.
+        prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
+        num: how many trajectories.
+        max_new_tokens: masked positions after each prompt.
+        temperature: one or more; with several, prompts and temperatures are crossed, row by row.
+        top_p: nucleus mass in (0, 1].
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        order: rule that picks the next position; none takes the base's own.
+        order_on: score the processed or the raw distribution; none takes the base's own.
+        suppress_eos: never commit an end token.
+        chat: put each prompt into the base's chat template.
+        seed: with a row's number, the only source of randomness.
+        first_row: number of the first row; another start makes new rows of the same seed and prompts.
+        batch_size: rows decoded together; divides shard_rows, and does not change the result.
+        shard_rows: rows per file, the unit of work and of loss when interrupted.
+        device: auto, cpu, cuda, cuda:1, ...
+        dtype: auto is float32 on the CPU and bfloat16 on a GPU.
+        compile: compile the base for fixed shapes (30-60 s at the start).
+    """
+
+    output: str
+    base: str = "smol"
+    prompts: str = "unconditional"
+    num: int = 1024
+    max_new_tokens: int = 128
+    temperature: tuple[float, ...] = (1.0,)
+    top_p: float = 1.0
+    top_k: int = 0
+    order: OrderRule | None = None
+    order_on: OrderOn | None = None
+    suppress_eos: bool = False
+    chat: bool = False
+    seed: int = 0
+    first_row: int = 0
+    batch_size: int = 64
+    shard_rows: int = 512
+    device: str = "auto"
+    dtype: DType = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.num >= 1, f"num is {self.num}; it must be at least 1")
+        require(0 <= self.first_row, f"first_row is {self.first_row}; it must be >= 0")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
+        require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
+        require(bool(self.temperature), "temperature is empty; give at least one")
+        require(
+            self.batch_size >= 1 and self.shard_rows >= 1 and self.shard_rows % self.batch_size == 0,
+            f"batch_size {self.batch_size} does not divide shard_rows {self.shard_rows}; for example 64 and 512",
+        )
+
+    def decode_configs(self, base: Base) -> list[DecodeConfig]:
+        """One K=1 configuration per temperature, with the base's own order filled in."""
+        return [
+            DecodeConfig(
+                max_new_tokens=self.max_new_tokens,
+                temperature=temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                order=self.order or base.spec.order,
+                order_on=self.order_on or base.spec.order_on,
+                suppress_eos=self.suppress_eos,
+                seed=self.seed,
+            )
+            for temperature in self.temperature
+        ]
+
+
+def temperature_index(row: int, prompts: int, temperatures: int) -> int:
+    """Which temperature a row gets: every prompt meets each one in turn, whatever the two counts."""
+    return (row % prompts + row // prompts) % temperatures
+
+
+def make_trajectories(
+    config: TrajectoriesConfig,
+    base: Base | None = None,
+    progress: bool = True,
+    *,
+    source: PromptSource | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+) -> dict[str, Any]:
+    """Makes, or finishes, a folder of trajectories.
+
+    Args:
+        config: all settings.
+        base: the frozen model; loaded from `config` when not given.
+        progress: show a bar on stderr when that is a terminal (first rank only).
+        source: prompts as token ids, instead of `config.prompts`.
+        rank: this process's share; from the environment (torchrun's RANK, WORLD_SIZE) when not given.
+        world: number of processes; they need no contact, only the same folder.
+
+    Returns:
+        `output, rows, rows_made, shards_made, complete, base_calls, tokens, seconds, tokens_per_second`, and
+        `lengths` once the folder is complete. Counts are this process's own.
+
+    Raises:
+        InputError: bad settings or prompts, or a folder that other settings made (the setting is named).
+        OSError: a file cannot be written; finished shards stay, nothing half-written does.
+    """
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
+    require(0 <= rank < world, f"rank is {rank}; it must lie in 0..{world - 1}")
+    base = base if base is not None else _load(config)
+    source = source or open_prompts(config.prompts, base, chat=config.chat, rows=config.first_row + config.num)
+    run = _Run(config, base, source)
+    run.prepare()
+    ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]
+    todo = [r for r in ranges if not store.is_whole(run.folder / store.shard_name(r))]
+    started = time.perf_counter()
+    with _progress_bar(sum(b - a for a, b in todo), shown=progress and rank == 0 and sys.stderr.isatty()) as show:
+        for rows in todo:
+            run.make_shard(rows, show)
+    return run.report(todo, time.perf_counter() - started)
+
+
+def _load(config: TrajectoriesConfig) -> Base:
+    device = config.device
+    if device == "auto":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    return load_base(config.base, device=device, dtype=None if config.dtype == "auto" else getattr(torch, config.dtype))
+
+
+def _versions() -> dict[str, str]:
+    others = {name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "torch", "transformers")}
+    return {"adjust-dlm": __version__, **others}
+
+
+Show = Callable[[float], None]
+
+
+@contextlib.contextmanager
+def _progress_bar(rows: int, *, shown: bool) -> Iterator[Show | None]:
+    """A bar on stderr and the function that moves it to a number of rows, or None."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("trajectories", total=rows)
+        yield lambda done: bar.update(task, completed=done)
+
+
+class _Run:
+    """One process's part of a folder: what is fixed for all shards, and what it has counted so far."""
+
+    def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource) -> None:
+        self.config, self.base, self.source = config, base, source
+        self.folder = Path(config.output)
+        self.decode_configs = config.decode_configs(base)
+        self.rows_done = self.base_calls = self.tokens = 0
+        source.check_fits(base, config.max_new_tokens)
+        if config.compile:
+            require(isinstance(base, TransformerBase), f"base {base.spec.name!r} cannot be compiled")
+            assert isinstance(base, TransformerBase)
+            base.compile()
+
+    def prepare(self) -> None:
+        """Makes the folder and its manifest, or checks that both belong to this run."""
+        require(not self.folder.exists() or self.folder.is_dir(), f"{self.folder} is not a folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shards = store.find_shards(self.folder)  # before the manifest: another process may be writing both
+        if (self.folder / store.MANIFEST).is_file():
+            store.check_same_run(self.folder, self.manifest())
+            return
+        require(not shards, f"{self.folder} holds shards but no {store.MANIFEST}; use another output folder")
+        store.write_manifest(self.folder, self.manifest())
+
+    def manifest(self, lengths: dict[str, float] | None = None) -> dict[str, Any]:
+        """What the folder is made of; nothing in it depends on time, place or world size."""
+        config, spec = self.config, self.base.spec
+        return {
+            "format": store.FORMAT,
+            "base": spec.name,
+            "base_fingerprint": self.base.fingerprint,
+            "mask_id": spec.mask_id,
+            "dtype": str(self.base.dtype).removeprefix("torch."),
+            "seed": config.seed,
+            "temperatures": list(config.temperature),
+            "decode": asdict(self.decode_configs[0]),
+            "prompts": self.source.facts(),
+            "first_row": config.first_row,
+            "rows": config.num,
+            "shard_rows": config.shard_rows,
+            "lengths": lengths,
+            "versions": _versions(),
+        }
+
+    def make_shard(self, rows: store.Range, show: Show | None) -> None:
+        """Decodes a shard in batches and writes it."""
+        path = self.folder / store.shard_name(rows)
+        if path.exists():
+            logger.warning("replacing the damaged %s", path)
+        done: dict[int, Trajectory] = {}
+        for settings, batch in self._batches(rows):
+            done |= {trajectory.row: trajectory for trajectory in self._decode(settings, batch, show)}
+        everyone = range(*rows)
+        store.write_shard(self.folder, rows, [done[r] for r in everyone], [len(self.source.ids(r)) for r in everyone])
+
+    def _batches(self, rows: store.Range) -> Iterator[tuple[DecodeConfig, list[int]]]:
+        """Rows of one temperature and of similar prompt length go together."""
+        for t, settings in enumerate(self.decode_configs):
+            mine = [r for r in range(*rows) if temperature_index(r, len(self.source), len(self.decode_configs)) == t]
+            mine.sort(key=lambda r: (len(self.source.ids(r)), r))
+            size = self.config.batch_size
+            yield from ((settings, mine[i : i + size]) for i in range(0, len(mine), size))
+
+    def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
+        prompts = [self.source.ids(row) for row in rows]
+        idle = self._fillers(prompts) if self.config.compile else []
+
+        def watch(canvas: Canvas) -> None:
+            assert show is not None
+            show(self.rows_done + len(rows) * min(1.0, int(canvas.commits_B.max()) / settings.max_new_tokens))
+
+        result = decode(
+            self.base,
+            prompts + idle,
+            settings,
+            decoder="joint",
+            rows=rows + rows[:1] * len(idle),
+            watch=watch if show else None,
+        )
+        self.rows_done += len(rows)
+        self.base_calls += int(result.base_calls_B[: len(rows)].sum())
+        self.tokens += int((result.order_BL[: len(rows)] >= 0).sum())
+        return [result.trajectory(b) for b in range(len(rows))]
+
+    def _fillers(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Idle rows that give every compiled batch one of few shapes; their results are dropped."""
+        lengths = {len(p) for p in prompts}
+        longest, room = max(lengths), self.base.spec.context - self.config.max_new_tokens
+        if len(self.source.lengths) > 1:
+            longest = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, room)
+        size = self.config.batch_size + (len(self.source.lengths) > 1)
+        return [[self.base.spec.pad_id] * longest] * (size - len(prompts))
+
+    def report(self, made: list[store.Range], seconds: float) -> dict[str, Any]:
+        """The result of `make_trajectories`; the process that finds the folder complete closes its manifest."""
+        config = self.config
+        left = store.missing(self.folder, config.num, config.shard_rows, first_row=config.first_row)
+        result = {
+            "output": str(self.folder), "rows": config.num, "rows_made": sum(b - a for a, b in made),
+            "shards_made": len(made), "complete": not left, "base_calls": self.base_calls, "tokens": self.tokens,
+            "seconds": seconds, "tokens_per_second": self.tokens / seconds if made else math.nan,
+        }  # fmt: skip
+        if not left:
+            result["lengths"] = store.length_stats(store.TrajectoryStore(self.folder).columns)
+            store.write_manifest(self.folder, self.manifest(result["lengths"]))
+        return result

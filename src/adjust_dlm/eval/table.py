@@ -1,0 +1,173 @@
+"""The K-table: NLL and MAUVE of joint, parallel and ADJUST text, and the share of the gap ADJUST closes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adjust_dlm.bases import Base, load_base
+from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.decoders import decode
+from adjust_dlm.eval.diversity import distinct_n, repeated_share
+from adjust_dlm.eval.mauve import features, mauve
+from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
+from adjust_dlm.sampler import Sampler, load_sampler
+from adjust_dlm.train import distributed
+from adjust_dlm.types import DecodeConfig, require
+
+log = logging.getLogger(__name__)
+Texts = list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """Settings of `adjust eval table`: unconditional text, the paper's Table 1.
+
+    Attributes:
+        base: name or folder of the base.
+        sampler: folder of g; the base's own by default.
+        output: where results and samples go.
+        n: texts per cell.
+        temperatures: one block of the table each.
+        tokens_per_step: K of parallel and ADJUST (K=1 is joint).
+        max_new_tokens: length of a text.
+        top_p: nucleus mass.
+        batch_size: rows decoded at once.
+        judge: autoregressive model that scores and embeds the texts: "smol" or a folder.
+        buckets: k-means clusters of MAUVE; 0 takes n / 10.
+        seed: of every cell; rows n..2n-1 of the joint cell are MAUVE's reference.
+        suppress_eos: never end a text, so that all have the same length.
+        device: auto, cpu or cuda.
+        compile: compile the base (CUDA).
+    """
+
+    base: str = "smol"
+    sampler: str | None = None
+    output: str = "runs/table"
+    n: int = 1024
+    temperatures: tuple[float, ...] = (1.0, 0.6)
+    tokens_per_step: tuple[int, ...] = (2, 4, 8)
+    max_new_tokens: int = 128
+    top_p: float = 1.0
+    batch_size: int = 256
+    judge: str = "smol"
+    buckets: int = 0
+    seed: int = 1
+    suppress_eos: bool = True
+    device: str = "auto"
+    compile: bool = False
+
+
+def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
+    """Generates every cell once, scores it, writes `samples.jsonl` and `table.md`, returns the numbers."""
+    rank, _, device = distributed.start()
+    if config.device != "auto":
+        device = torch.device(config.device)
+    base = base or load_base(config.base, device=device)
+    if config.compile:
+        base.compile()
+    if sampler is None:
+        require(config.sampler is not None, f"no sampler given for base {config.base!r}; name one with --sampler")
+        sampler = load_sampler(str(config.sampler), base)
+    cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
+    texts = {cell: _generate(base, sampler, config, *cell) for cell in cells}
+    references = {t: _generate(base, sampler, config, t, "joint", 1, first_row=config.n) for t in config.temperatures}
+    out: dict[str, Any] = {}
+    if rank == 0:
+        out = _score(config, base, texts, references, device)
+        folder = Path(config.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "table.md").write_text(render(out))
+        _write_samples(folder / "samples.jsonl", base, texts)
+    distributed.barrier()
+    return out
+
+
+def _methods(config: TableConfig) -> list[tuple[str, int]]:
+    return [("joint", 1), *[(d, k) for d in ("parallel", "adjust") for k in config.tokens_per_step]]
+
+
+def _generate(
+    base: Base, sampler: Sampler, config: TableConfig, temperature: float, decoder: str, k: int, first_row: int = 0
+) -> Texts:
+    """n unconditional texts, split over ranks by row."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    settings = DecodeConfig(
+        tokens_per_step=k, max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
+        seed=config.seed, suppress_eos=config.suppress_eos,
+    )  # fmt: skip
+    prompt = [] if base.spec.bos_id is None else [base.spec.bos_id]
+    mine = range(first_row + rank, first_row + config.n, world)
+    texts: dict[int, list[int]] = {}
+    for at in range(0, len(mine), config.batch_size):
+        rows = list(mine[at : at + config.batch_size])
+        result = decode(base, [prompt] * len(rows), settings, decoder=decoder, sampler=sampler, rows=rows)
+        texts |= dict(zip(rows, result.tokens_BL[:, len(prompt) :].tolist(), strict=True))
+    log.info("T=%s %s K=%d: %d texts", temperature, decoder, k, len(texts))
+    if world > 1:
+        parts: list[Any] = [None] * world
+        dist.all_gather_object(parts, texts)
+        texts = {row: text for part in parts for row, text in part.items()}
+    return [texts[row] for row in sorted(texts)]
+
+
+def _score(
+    config: TableConfig, base: Base, texts: dict[Any, Texts], references: dict[float, Texts], device: torch.device
+) -> dict[str, Any]:
+    judge, _ = load_ar(config.judge, device=device, dtype=base.dtype)
+    start = base.spec.bos_id if base.spec.bos_id is not None else base.spec.end_ids[0]
+    nll = {
+        cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=device) for cell, rows in texts.items()
+    }
+    reference = {t: features(judge, rows, 64) for t, rows in references.items()}
+    lines = []
+    for (t, decoder, k), rows in texts.items():
+        score = mauve(features(judge, rows, 64), reference[t], buckets=config.buckets or None)
+        line = _line(t, decoder, k, rows, nll[t, decoder, k])
+        line |= {"mauve": score.mean, "mauve_std": score.std, "mauve_settings": score.settings}
+        if decoder == "adjust":
+            closed = nll_gap_closed(nll[t, "joint", 1], nll[t, "parallel", k], nll[t, "adjust", k])
+            line |= {"gap_closed": closed[0], "gap_closed_ci95": closed[1]}
+        lines.append(line)
+    return {"config": asdict(config), "cells": lines}
+
+
+def _line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[str, Any]:
+    return {
+        "temperature": t, "decoder": decoder, "tokens_per_step": k, "n": nll.n_texts, "nll": nll.nll,
+        "nll_ci95": nll.ci95, "distinct_2": distinct_n(rows, 2), "distinct_4": distinct_n(rows, 4),
+        "repeated": repeated_share(rows), "rule": nll.rule,
+    }  # fmt: skip
+
+
+def render(table: dict[str, Any]) -> str:
+    """Markdown of the numbers."""
+    head = ["T", "decoder", "K", "n", "NLL", "MAUVE", "gap closed", "distinct-2", "distinct-4", "repeated"]
+    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for c in table["cells"]:
+        closed = f"{100 * c['gap_closed']:.1f} +- {100 * c['gap_closed_ci95']:.1f} %" if "gap_closed" in c else ""
+        cells = [
+            c["temperature"], c["decoder"], c["tokens_per_step"], c["n"], f"{c['nll']:.3f} +- {c['nll_ci95']:.3f}",
+            f"{c['mauve']:.3f} (sd {c['mauve_std']:.3f})", closed, f"{c['distinct_2']:.3f}", f"{c['distinct_4']:.3f}",
+            f"{c['repeated']:.3f}",
+        ]  # fmt: skip
+        rows.append("| " + " | ".join(str(x) for x in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _write_samples(path: Path, base: Base, texts: dict[Any, Texts], limit: int = 20) -> None:
+    """The first texts of every cell, to be read by a person."""
+    with path.open("w") as file:
+        for (t, decoder, k), rows in texts.items():
+            for row, ids in enumerate(rows[:limit]):
+                text = base.decode(ids) if base.tokenizer is not None else " ".join(map(str, ids))
+                line = {"temperature": t, "decoder": decoder, "tokens_per_step": k, "row": row, "text": text}
+                file.write(json.dumps(line) + "\n")
+
+

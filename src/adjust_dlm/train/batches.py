@@ -1,0 +1,49 @@
+"""Which slices a training step sees: a pure function of (seed, step, micro-batch), so nothing has to be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from adjust_dlm.train.unroll import Slices
+from adjust_dlm.types import GIVEN, Trajectory
+
+
+def random_slices(
+    trajectories: Sequence[Trajectory], rows: Sequence[int], count: int, length: int, key: tuple[int, ...], pad_id: int
+) -> Slices:
+    """`count` slices of `length` states from random trajectories, starts uniform (the all-mask state included).
+
+    Args:
+        trajectories: the store.
+        rows: indices that may be used.
+        count: N.
+        length: S.
+        key: integers that decide the draw, for example (seed, step, micro-batch).
+        pad_id: token put on left pads.
+    """
+    generator = np.random.default_rng(key)
+    chosen = [trajectories[rows[i]] for i in generator.integers(len(rows), size=count)]
+    last = [max(0, x.commits - length + 1) for x in chosen]
+    starts = [int(generator.integers(stop + 1)) for stop in last]
+    return pack(chosen, starts, length, pad_id)
+
+
+def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_id: int) -> Slices:
+    """Left-pads trajectories to one length."""
+    longest = max(len(x.tokens_L) for x in chosen)
+    tokens_NL = torch.full((len(chosen), longest), pad_id, dtype=torch.long)
+    order_NL = torch.full((len(chosen), longest), GIVEN, dtype=torch.long)
+    real_NL = torch.zeros((len(chosen), longest), dtype=torch.bool)
+    for n, x in enumerate(chosen):
+        at = longest - len(x.tokens_L)
+        tokens_NL[n, at:], order_NL[n, at:], real_NL[n, at:] = x.tokens_L, x.order_L, True
+    return Slices(tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=not bool(real_NL.all()))
+
+
+def to_device(slices: Slices, device: torch.device) -> Slices:
+    """Copies without waiting."""
+    moved = [t.to(device, non_blocking=True) for t in (slices.tokens_NL, slices.order_NL, slices.real_NL, slices.start_N)]
+    return Slices(*moved, length=slices.length, padded=slices.padded)

@@ -1,0 +1,42 @@
+"""Optimisers of the sampler and their one learning-rate curve."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+def build_optimizers(module: nn.Module, kind: Literal["muon", "adamw"], lr: float) -> list[torch.optim.Optimizer]:
+    """"muon": torch's Muon (update RMS matched to AdamW's) on matrices, AdamW at half its rate on the rest.
+
+    Each group keeps its own `peak_lr`. The paper's AdamW has betas .9/.999 and no weight decay.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if kind == "adamw":
+        return [_with_peak(torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.999), weight_decay=0.0), lr)]
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [_with_peak(muon, lr), _with_peak(torch.optim.AdamW(rest, lr=lr / 2, weight_decay=0.0), lr / 2)]
+
+
+def _with_peak(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        group["peak_lr"] = lr
+    return optimizer
+
+
+def learning_rate(step: int, share: float, *, warmup: int, decay: float) -> float:
+    """Factor on the peak rate: linear warm-up, constant, then linear to 0 over the last `decay` of the run.
+
+    Args:
+        step: steps done.
+        share: share of the run done, 0..1.
+        warmup: warm-up steps.
+        decay: share of the run that decays; 0 keeps the rate constant.
+    """
+    rising = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    falling = min(1.0, max(0.0, 1 - share) / decay) if decay else 1.0
+    return rising * falling

@@ -1,0 +1,284 @@
+"""`adjust train`: Algorithm 2 on stored trajectories, with checkpoints, held-out metrics and exact resume."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base, load_base
+from adjust_dlm.data.store import open_stores
+from adjust_dlm.losses import Delta, RowWeights, kl_and_delta
+from adjust_dlm.sampler import Sampler, SamplerConfig
+from adjust_dlm.train import distributed
+from adjust_dlm.train.batches import random_slices, to_device
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
+from adjust_dlm.train.metrics import held_out
+from adjust_dlm.train.optim import build_optimizers, learning_rate
+from adjust_dlm.train.unroll import unroll, unrolled_kl
+from adjust_dlm.types import Trajectory, require
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of `adjust train`; the defaults are the measured recipe, `--preset paper` is the paper's.
+
+    Attributes:
+        base: name or folder of the frozen base.
+        trajectories: folders written by `adjust trajectories`.
+        output: folder for the sampler, checkpoints and metrics.
+        preset: "default", or "paper": AdamW 5e-5 constant after 250 warm-up steps, uniform rows, batch 32.
+        rollout: unrolled g steps (K - 1 of training).
+        loss: "sum" over depths, or "released": the last step of a random unroll.
+        weights: "next" or "uniform" row weights.
+        optimizer: "muon" (matrices; AdamW for the rest) or "adamw".
+        lr: peak rate of Muon, or of AdamW.
+        warmup: steps of linear warm-up.
+        decay: share of the run, at its end, over which the rate falls linearly to 0.
+        steps: optimiser steps.
+        slice_states: consecutive states per slice; slice_states - rollout windows share their base passes.
+        slices: slices per micro-batch.
+        accumulate: micro-batches per step and rank.
+        clip: gradient norm limit.
+        heldout: trajectories kept apart for metrics.
+        eval_every: steps between held-out metrics.
+        checkpoint_every: steps between checkpoints.
+        seed: data order and initial weights.
+        suppress_eos: forbid end tokens in teacher and student, as decoding will.
+        pairing: see `SamplerConfig.pairing`.
+        dtype: the base's type; bf16 on a GPU and fp32 on the CPU unless given.
+        compile: compile the base's body and the KL kernel (CUDA).
+        max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
+    """
+
+    base: str = "smol"
+    trajectories: tuple[str, ...] = ()
+    output: str = "runs/sampler"
+    preset: Literal["default", "paper"] = "default"
+    rollout: int = 3
+    loss: Literal["sum", "released"] = "sum"
+    weights: RowWeights = "next"
+    optimizer: Literal["muon", "adamw"] = "muon"
+    lr: float = 2e-3
+    warmup: int = 50
+    decay: float = 0.7
+    steps: int = 5000
+    slice_states: int = 11
+    slices: int = 8
+    accumulate: int = 1
+    clip: float = 1.0
+    heldout: int = 64
+    eval_every: int = 500
+    checkpoint_every: int = 500
+    seed: int = 0
+    suppress_eos: bool = False
+    pairing: Literal["state", "token"] = "state"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compile: bool = False
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks values, and fills in the paper's preset."""
+        if self.preset == "paper":
+            for name, value in PAPER.items():
+                object.__setattr__(self, name, value)
+        require(self.rollout >= 1, f"rollout is {self.rollout}; it must be at least 1")
+        require(
+            self.slice_states > self.rollout,
+            f"slice_states is {self.slice_states}; it must exceed rollout ({self.rollout})",
+        )
+        require(self.steps >= 1, f"steps is {self.steps}; it must be at least 1")
+        require(math.isfinite(self.lr) and self.lr > 0, f"lr is {self.lr}; it must be a positive number")
+        require(0 <= self.decay <= 1, f"decay is {self.decay}; it is a share of the run, 0..1")
+
+
+PAPER: dict[str, Any] = {
+    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
+    "slice_states": 4, "slices": 32, "pairing": "token",
+}  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What one rank holds while training."""
+
+    config: TrainConfig
+    base: Base
+    sampler: Sampler
+    data: Sequence[Trajectory]
+    rank: int
+    world: int
+    device: torch.device
+    step: int = 0
+    elapsed: float = 0.0
+    delta: Delta = kl_and_delta
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def rows(self, held: bool) -> range:
+        """Indices of the training part, or of the held-out tail."""
+        cut = len(self.data) - self.config.heldout
+        return range(cut, len(self.data)) if held else range(cut)
+
+    def settings(self) -> dict[str, Any]:
+        """What must stay the same between start and resume."""
+        fixed = {k: v for k, v in asdict(self.config).items() if k not in ("output", "compile", "trajectories")}
+        return {**fixed, "base_fingerprint": self.base.fingerprint, "trajectories": len(self.data), "world": self.world}
+
+
+def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
+    """Trains g and writes it to `config.output/sampler`; continues an interrupted run by itself.
+
+    Returns:
+        Steps, windows, seconds and the last held-out metrics.
+
+    Raises:
+        InputError: no or too few trajectories, another base's trajectories, changed settings on resume.
+        FloatingPointError: the loss is not finite; the step is named.
+    """
+    rank, world, device = distributed.start()
+    run = _prepare(config, base, rank, world, device)
+    folder = Path(config.output)
+    saved = load_checkpoint(folder, run.settings())
+    if saved:
+        _restore(run, saved)
+        log.info("resumed %s at step %d", folder, run.step)
+    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0)
+    with StopSignal() as stop:
+        last = _loop(run, folder, metrics, stop)
+    if rank == 0 and not _unfinished(run):
+        run.sampler.save(folder / "sampler", training=run.settings(), heldout=last)
+    distributed.barrier()
+    windows = run.step * world * config.accumulate * config.slices * (config.slice_states - config.rollout)
+    return {
+        "finished": not _unfinished(run), "steps": run.step, "windows": windows, "seconds": run.elapsed,
+        "sampler": str(folder / "sampler"), "heldout": last,
+    }  # fmt: skip
+
+
+def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int, device: torch.device) -> Run:
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    base = base or load_base(config.base, device=device, dtype=dtype)
+    require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`")
+    data = open_stores([Path(p) for p in config.trajectories], base_fingerprint=base.fingerprint)
+    require(
+        len(data) > config.heldout,
+        f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
+    )
+    torch.manual_seed(config.seed)
+    sampler = Sampler(base, SamplerConfig.paper() if config.preset == "paper" else SamplerConfig(pairing=config.pairing))
+    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device)
+    run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
+    if config.compile:
+        base.compile()
+        run.delta = torch.compile(kl_and_delta, dynamic=True)
+    return run
+
+
+def _unfinished(run: Run) -> bool:
+    limit = run.config.max_seconds
+    return run.step < run.config.steps and (limit is None or run.elapsed < limit)
+
+
+def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict[str, float]:
+    """Steps until the end, a clock or a signal; saves on the way and when leaving."""
+    config, last = run.config, {}
+    started, before = time.monotonic(), run.elapsed
+    while _unfinished(run):
+        losses = _step(run)
+        run.step += 1
+        if run.device.type == "cuda" and run.step % 50 == 0:
+            torch.cuda.synchronize()
+        run.elapsed = float(distributed.mean(torch.tensor(before + time.monotonic() - started, device=run.device)))
+        stopping = distributed.any_rank(stop.requested, run.device)
+        leaving = stopping or not _unfinished(run)
+        if run.step % config.eval_every == 0 or not _unfinished(run):
+            last = held_out(run.base, run.sampler, run.data, run.rows(True), config, _autocast(run))
+        if run.step % config.eval_every == 0 or leaving:
+            metrics.write(run.step, **losses, seconds=run.elapsed, **last)
+            log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
+        if run.rank == 0 and (run.step % config.checkpoint_every == 0 or leaving):
+            save_checkpoint(folder, _payload(run))
+        if stopping:
+            break
+    return last
+
+
+def _step(run: Run) -> dict[str, float]:
+    """One optimiser step over `accumulate` micro-batches; the same set whatever the number of ranks."""
+    config = run.config
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    share = max(run.step / config.steps, run.elapsed / config.max_seconds if config.max_seconds else 0.0)
+    scale = learning_rate(run.step, share, warmup=config.warmup, decay=config.decay)
+    total = torch.zeros((), device=run.device)
+    for j in range(config.accumulate):
+        loss = _micro_loss(run, run.rank * config.accumulate + j) / config.accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    distributed.average_gradients(run.sampler.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(run.sampler.parameters(), config.clip)
+    value = float(distributed.mean(total))
+    if not math.isfinite(value) or not bool(norm.isfinite()):
+        raise FloatingPointError(f"loss {value}, gradient norm {float(norm)} at step {run.step}: training stopped")
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * scale
+        optimizer.step()
+    return {"loss": value, "grad_norm": float(norm), "lr": config.lr * scale}
+
+
+def _micro_loss(run: Run, micro: int) -> Tensor:
+    config = run.config
+    key = (config.seed, run.step, micro)
+    slices = random_slices(
+        run.data, run.rows(False), config.slices, config.slice_states, key, run.base.spec.pad_id
+    )
+    depths = range(1, config.rollout + 1)
+    if config.loss == "released":
+        depths = [released_depth(key, config.rollout)]  # type: ignore[assignment]
+    with _autocast(run):
+        states = unroll(run.base, run.sampler, to_device(slices, run.device), rollout=config.rollout)
+        parts = [
+            unrolled_kl(
+                run.base, states, k, weights=config.weights, suppress_eos=config.suppress_eos, delta=run.delta
+            )
+            for k in depths
+        ]
+    return torch.stack(parts).mean()
+
+
+def released_depth(key: tuple[int, ...], rollout: int) -> int:
+    """The public release's unroll length: 1..rollout with weights softmax(1, 1/2, 1/4, ...)."""
+    import numpy as np
+
+    weights = np.exp(0.5 ** np.arange(rollout))
+    return int(np.random.default_rng((*key, 7)).choice(rollout, p=weights / weights.sum())) + 1
+
+
+def _autocast(run: Run) -> Any:
+    """bf16 for g on a GPU; nothing on the CPU, so that a resumed run is equal bit for bit."""
+    return torch.autocast("cuda", torch.bfloat16) if run.device.type == "cuda" else nullcontext()
+
+
+def _payload(run: Run) -> dict[str, Any]:
+    return {
+        "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
+        "optimizers": [o.state_dict() for o in run.optimizers],
+    }  # fmt: skip
+
+
+def _restore(run: Run, saved: dict[str, Any]) -> None:
+    run.step, run.elapsed = saved["step"], saved["elapsed"]
+    run.sampler.load_state_dict(saved["sampler"])
+    for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
