@@ -36,7 +36,7 @@ class ExactBase(Base):
         require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
         require(bool((joint >= 0).all() and joint.sum() > 0), "joint must be non-negative with a positive sum")
         require(width > words, f"width is {width}; it must exceed the vocabulary of {words}")
-        self.joint = (joint / joint.sum()).double()
+        self.joint = joint.double() / joint.double().sum()
         self.words, self.length, self.width = words, length, width
         self.strings_NL = self.joint.nonzero()
         self.p_N = self.joint[tuple(self.strings_NL.T)]

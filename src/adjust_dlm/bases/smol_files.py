@@ -193,8 +193,7 @@ def _open(path: Path) -> tuple[_Meta, list[Any]]:
 
 def _config(meta: _Meta, tensors: list[Any]) -> dict[str, Any]:
     heads, width = meta["llama.attention.head_count"], meta["llama.embedding_length"]
-    rotary = meta["llama.rope.dimension_count"]
-    require(rotary == width // heads, f"the GGUF rotates {rotary} of {width // heads} dimensions: not supported")
+    require(meta["llama.rope.dimension_count"] == width // heads, "the GGUF rotates a part of each head: not supported")
     # No pad_token_id: it would freeze the input embedding of that row, here the end token, when the model is adapted.
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -92,36 +91,27 @@ def write_outcome(folder: Path, command: str, settings: Any, outcome: Outcome) -
 def write_together(folder: Path, texts: Mapping[str, str]) -> None:
     """All files or none: temporary neighbours first, then the renames. A folder made for nothing goes away again."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    parts: dict[Path, Path] = {}
+    parts = {folder / f".{name}.{os.getpid()}.part": folder / name for name in texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            handle, part = tempfile.mkstemp(prefix=f".{name}.", suffix=".part", dir=folder)
-            parts[Path(part)] = folder / name
-            _write_all(handle, text)
-        for part_path, path in parts.items():
-            os.replace(part_path, path)
+        for part, path in parts.items():
+            _write_synced(part, texts[path.name])
+        for part, path in parts.items():
+            os.replace(part, path)
     except BaseException:
-        for part_path in parts:
-            part_path.unlink(missing_ok=True)
+        for part in parts:
+            part.unlink(missing_ok=True)
         for path in made:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
         raise
 
 
-def _write_all(handle: int, text: str) -> None:
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), 0o666 & ~_umask())
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def say(text: str) -> None:

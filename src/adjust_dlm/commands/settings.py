@@ -5,9 +5,9 @@ Field types understood in a file: bool, int, float, str, Path, Literal, X | None
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -48,7 +48,10 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
     start = filled(settings, read_yaml(file) if file else {}, where=str(file))
     run_class = make_dataclass(
         "Run",
-        [("settings", Annotated[settings, tyro.conf.arg(name="")]), ("common", Annotated[Common, tyro.conf.arg(name="")])],
+        [
+            ("settings", Annotated[settings, tyro.conf.arg(name="")]),
+            ("common", Annotated[Common, tyro.conf.arg(name="")]),
+        ],
         frozen=True,
     )
     run: Any = tyro.cli(run_class, args=argv, default=run_class(start, Common()), prog=prog, description=description)
@@ -56,13 +59,15 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
 
 
 def _file_flag(argv: list[str]) -> Path | None:
-    """The value of `--config`, found before the other flags are read."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", type=Path, nargs="?")
-    ahead = argv[: argv.index("--")] if "--" in argv else argv
-    file: Path | None = parser.parse_known_args([a for a in ahead if a.startswith("--config") or not a.startswith("-")])[
-        0
-    ].config
+    """The value of `--config`, found before the other flags are read; the last one counts."""
+    file = None
+    for word, following in zip_longest(argv, argv[1:]):
+        if word == "--":
+            break
+        if word == "--config" and following is not None:
+            file = Path(following)
+        elif word.startswith("--config="):
+            file = Path(word.removeprefix("--config="))
     return file
 
 

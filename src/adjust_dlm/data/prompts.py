@@ -63,14 +63,15 @@ class PromptSource:
             )
 
 
-def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1) -> PromptSource:
+def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, seed: int = 0) -> PromptSource:
     """Finds a source by its description.
 
     Args:
         spec: `unconditional`, `lists`, `corpus:DIR`, or the path of a .jsonl or .txt file.
         base: encodes the text.
-        chat: put each text into the base's chat template.
+        chat: put each text of a file into the base's chat template (list tasks always are in it).
         rows: how many different prompts an endless source makes.
+        seed: of an endless source.
 
     Raises:
         InputError: unknown source, or a bad or empty file (the line is named).
@@ -79,7 +80,7 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1) ->
         require(not chat, "unconditional prompts have no text for a chat template")
         return PromptSource(spec, [unconditional(base)])
     if spec == "lists":
-        return PromptSource(spec, [_encode(base, text, chat, spec) for text in list_prompts(rows)])
+        return PromptSource(spec, [_encode(base, text, True, spec) for text in list_prompts(rows, seed)])
     kind, _, folder = spec.partition(":")
     if kind == "corpus" and folder:
         return PromptSource(spec, corpus_prompts(Path(folder)))
@@ -158,30 +159,24 @@ def _encode(base: Base, prompt: str | list[Any], chat: bool, where: str) -> list
     return ids
 
 
-def list_prompts(count: int) -> Iterator[str]:
-    """The first `count` user turns of the list tasks."""
+def list_prompts(count: int, seed: int = 0) -> Iterator[str]:
+    """The first `count` user turns of the list tasks; no corpus has a negative seed, so none holds these."""
     from adjust_dlm.data.lists import list_tasks
 
-    return (user for _, user, _ in itertools.islice(list_tasks(), count))
+    return (task.prompt for task in itertools.islice(list_tasks(-1 - seed), count))
 
 
 def corpus_prompts(folder: Path) -> list[list[int]]:
-    """The prompt part of every chat row of a corpus folder, copies dropped, in file order.
+    """The prompt part of every chat canvas that a corpus has for training, copies dropped, in its order.
 
     Raises:
-        InputError: no shards, or unreadable ones.
+        InputError: no corpus there, or an incomplete or unreadable one.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from adjust_dlm.data.corpus import load_corpus
 
-    paths = sorted(folder.glob("*.parquet"))
-    require(bool(paths), f"no corpus in {folder}: it holds no .parquet files")
-    found: dict[tuple[int, ...], None] = {}
-    for path in paths:
-        try:
-            table = pq.read_table(path, columns=["tokens", "prompt_len", "kind"], filters=[("kind", "=", "chat")])
-        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-            raise InputError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
-        for tokens, length in zip(table["tokens"].to_pylist(), table["prompt_len"].to_pylist(), strict=True):
-            found[tuple(tokens[:length])] = None
-    return [list(ids) for ids in found]
+    try:
+        chats = load_corpus(folder, "train").of_kind("chat")
+    except (OSError, KeyError, ValueError) as error:
+        raise error if isinstance(error, InputError) else InputError(f"no corpus in {folder}: {error}") from error
+    rows = zip(chats.tokens_NL.tolist(), chats.prompt_len_N.tolist(), strict=True)
+    return [list(ids) for ids in dict.fromkeys(tuple(tokens[:length]) for tokens, length in rows)]

@@ -249,7 +249,7 @@ def _check_ranges(folder: Path, shards: dict[Range, Path], manifest: dict[str, A
         require(first >= at, f"{path} repeats rows {first}..{min(at, last) - 1} of another shard; delete one of them")
         require(
             first == at,
-            f"{folder} lacks rows {at}..{first - 1} ({shard_name((at, first))}); run the same command again to finish it",
+            f"{folder} lacks rows {at}..{first - 1} ({shard_name((at, first))}); run the same command again",
         )
         at = last
 
@@ -345,7 +345,8 @@ class TrajectoryStore:
 
 def _copies(a: dict[str, Any], b: dict[str, Any]) -> bool:
     overlap = a["first_row"] < b["first_row"] + b["rows"] and b["first_row"] < a["first_row"] + a["rows"]
-    return bool(overlap and a["seed"] == b["seed"] and a["prompts"] == b["prompts"])
+    same_prompts = any(a["prompts"][key] == b["prompts"][key] for key in ("source", "sha256"))
+    return bool(overlap and a["seed"] == b["seed"] and same_prompts)
 
 
 def open_stores(folders: list[str] | list[Path]) -> TrajectoryStore:

@@ -50,7 +50,7 @@ class TrajectoriesConfig:
         order: rule that picks the next position; none takes the base's own.
         order_on: score the processed or the raw distribution; none takes the base's own.
         suppress_eos: never commit an end token.
-        chat: put each prompt into the base's chat template.
+        chat: put each text of a file into the base's chat template (list tasks always are in it).
         seed: with a row's number, the only source of randomness.
         first_row: number of the first row; another start makes new rows of the same seed and prompts.
         batch_size: rows decoded together; divides shard_rows, and does not change the result.
@@ -82,7 +82,7 @@ class TrajectoriesConfig:
 
     def __post_init__(self) -> None:
         require(self.num >= 1, f"num is {self.num}; it must be at least 1")
-        require(0 <= self.first_row, f"first_row is {self.first_row}; it must be >= 0")
+        require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
         require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
         require(bool(self.temperature), "temperature is empty; give at least one")
@@ -144,7 +144,7 @@ def make_trajectories(
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     require(0 <= rank < world, f"rank is {rank}; it must lie in 0..{world - 1}")
     base = base if base is not None else _load(config)
-    source = source or open_prompts(config.prompts, base, chat=config.chat, rows=config.first_row + config.num)
+    source = source or open_prompts(config.prompts, base, chat=config.chat, rows=config.first_row + config.num, seed=config.seed)
     run = _Run(config, base, source)
     run.prepare()
     ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]
@@ -158,6 +158,8 @@ def make_trajectories(
 
 def _load(config: TrajectoriesConfig) -> Base:
     device = config.device
+    if (config.base, device) == ("exact", "auto"):
+        device = "cpu"  # the enumerable base lives there only
     if device == "auto":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     return load_base(config.base, device=device, dtype=None if config.dtype == "auto" else getattr(torch, config.dtype))
@@ -283,7 +285,7 @@ class _Run:
         """The result of `make_trajectories`; the process that finds the folder complete closes its manifest."""
         config = self.config
         left = store.missing(self.folder, config.num, config.shard_rows, first_row=config.first_row)
-        result = {
+        result: dict[str, Any] = {
             "output": str(self.folder), "rows": config.num, "rows_made": sum(b - a for a, b in made),
             "shards_made": len(made), "complete": not left, "base_calls": self.base_calls, "tokens": self.tokens,
             "seconds": seconds, "tokens_per_second": self.tokens / seconds if made else math.nan,

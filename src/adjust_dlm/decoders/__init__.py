@@ -41,7 +41,7 @@ def decode(
     Args:
         base: the frozen model.
         prompts: token ids of each row (see `Base.encode`); masks inside them are filled in too.
-        config: all settings; `joint` ignores `tokens_per_step`.
+        config: all settings; `joint` is one token a pass, whatever `tokens_per_step` and `schedule` say.
         decoder: a name in `DECODERS`.
         sampler: g, for decoders that need it.
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
@@ -58,7 +58,7 @@ def decode(
         f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
     )
     if decoder == "joint":
-        config = config.but(tokens_per_step=1)
+        config = config.but(tokens_per_step=1, schedule="exact")
     started = time.perf_counter()
     canvas = Canvas(base, prompts, config, rows=rows)
     canvas.watch = watch

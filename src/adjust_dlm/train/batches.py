@@ -12,22 +12,32 @@ from adjust_dlm.types import GIVEN, Trajectory
 
 
 def random_slices(
-    trajectories: Sequence[Trajectory], rows: Sequence[int], count: int, length: int, key: tuple[int, ...], pad_id: int
+    trajectories: Sequence[Trajectory],
+    rows: Sequence[int],
+    *,
+    count: int,
+    length: int,
+    rollout: int,
+    key: tuple[int, ...],
+    pad_id: int,
 ) -> Slices:
-    """`count` slices of `length` states from random trajectories, starts uniform (the all-mask state included).
+    """`count` slices of `length` states from random trajectories.
+
+    Starts run from -(windows - 1) to T - 2, so that every window start 0..T-2 is equally likely, the all-mask
+    state and the last ones included; what hangs over does not count.
 
     Args:
         trajectories: the store.
         rows: indices that may be used.
         count: N.
         length: S.
+        rollout: unrolled steps; a slice holds length - rollout windows.
         key: integers that decide the draw, for example (seed, step, micro-batch).
         pad_id: token put on left pads.
     """
     generator = np.random.default_rng(key)
     chosen = [trajectories[rows[i]] for i in generator.integers(len(rows), size=count)]
-    last = [max(0, x.commits - length + 1) for x in chosen]
-    starts = [int(generator.integers(stop + 1)) for stop in last]
+    starts = [int(generator.integers(rollout + 1 - length, max(1, x.commits - 1))) for x in chosen]
     return pack(chosen, starts, length, pad_id)
 
 

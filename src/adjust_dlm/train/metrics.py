@@ -31,7 +31,10 @@ def held_out(
     sums: dict[str, float] = {}
     for batch in range(_BATCHES):
         key = (config.seed, 1 << 40, batch)
-        slices = random_slices(data, rows, _SLICES, config.rollout + 1, key, base.spec.pad_id)
+        slices = random_slices(
+            data, rows, count=_SLICES, length=config.rollout + 1, rollout=config.rollout, key=key,
+            pad_id=base.spec.pad_id,
+        )  # fmt: skip
         with autocast:
             run = unroll(base, sampler, to_device(slices, base.device), rollout=config.rollout)
             for k in range(1, config.rollout + 1):

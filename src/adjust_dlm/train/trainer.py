@@ -169,7 +169,12 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int, devi
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device=device, dtype=dtype)
     require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`")
-    data = open_stores([Path(p) for p in config.trajectories], base_fingerprint=base.fingerprint)
+    data = open_stores([Path(p) for p in config.trajectories])
+    require(
+        data.fingerprint == base.fingerprint,
+        f"the trajectories come from a base with fingerprint {data.fingerprint[:16]}; "
+        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
+    )
     require(
         len(data) > config.heldout,
         f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
@@ -241,8 +246,9 @@ def _micro_loss(run: Run, micro: int) -> Tensor:
     config = run.config
     key = (config.seed, run.step, micro)
     slices = random_slices(
-        run.data, run.rows(False), config.slices, config.slice_states, key, run.base.spec.pad_id
-    )
+        run.data, run.rows(False), count=config.slices, length=config.slice_states, rollout=config.rollout,
+        key=key, pad_id=run.base.spec.pad_id,
+    )  # fmt: skip
     depths = range(1, config.rollout + 1)
     if config.loss == "released":
         depths = [released_depth(key, config.rollout)]  # type: ignore[assignment]

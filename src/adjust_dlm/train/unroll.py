@@ -24,7 +24,7 @@ class Slices:
         tokens_NL: final tokens.
         order_NL: commit numbers; `GIVEN` for prompt and pads, `MASKED` where the text ended before.
         real_NL: False on pads.
-        start_N: t of each slice's first state.
+        start_N: t of each slice's first state; states before 0 or past the end are filler and do not count.
         length: S.
         padded: False promises that `real_NL` is all True.
     """
@@ -85,6 +85,7 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Un
     x, n = slices.states(base.spec.mask_id), len(slices.start_N)
     windows = slices.length - rollout
     rank_BL = slices.rank().flatten(0, 1)
+    begun_B1 = (slices.start_N + torch.arange(windows, device=slices.start_N.device)[:, None] >= 0).flatten()[:, None]
     h_BLD = base.hidden(x)  # lines 5-7: f of every state, h_0 = f(x) of every window among them
     out = Unrolled(h_BLD[: windows * n], [], [], [])
     h_k = out.stale_BLD
@@ -94,7 +95,7 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Un
         h_k = sampler(h_k, x_k)  # line 9
         out.student.append(h_k)
         out.teacher.append(h_BLD[rows])
-        out.rank.append(rank_BL[rows])
+        out.rank.append(torch.where(begun_B1, rank_BL[rows], -_NEVER))
     return out
 
 

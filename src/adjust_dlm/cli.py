@@ -1,0 +1,145 @@
+"""`adjust`: finds the command, runs it, writes its files, and turns every failure into one line and an exit code.
+
+0 good, 1 failed, 2 bad input, 130 interrupted. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from adjust_dlm.commands import COMMANDS, Command
+
+GOOD, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments behind the program's name; `sys.argv` unless given.
+
+    Returns:
+        The exit code.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    verbose = "--verbose" in argv or bool(os.environ.get("ADJUST_DEBUG"))
+    handler = _log_to_stderr(verbose)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars look at it, too
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+    except SystemExit as stop:  # help and wrong flags
+        code = stop.code if isinstance(stop.code, int) else GOOD
+    except KeyboardInterrupt:
+        code = _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        code = FAILED
+    except Exception as error:
+        code = _failed(error, verbose)
+    finally:
+        logging.getLogger("adjust_dlm").removeHandler(handler)
+    _flush_or_drop(sys.stdout)
+    return code
+
+
+def _dispatch(argv: list[str]) -> int:
+    name = argv[0] if argv else None
+    if name in ("-h", "--help"):
+        print(_overview())
+        return GOOD
+    if name == "--version":
+        import adjust_dlm
+
+        print(f"adjust {adjust_dlm.__version__}")
+        return GOOD
+    if name not in COMMANDS:
+        return _complain(f"error: {_unknown(name)}", BAD_INPUT)
+    return _run(name, COMMANDS[name], argv[1:])
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    return (
+        "usage: adjust COMMAND [FLAGS]\n\nJoint sampling for masked diffusion language models.\n\n"
+        f"{commands}\n\n"
+        "adjust COMMAND --help shows a command's flags; each is also a key of --config FILE (YAML)."
+    )
+
+
+def _unknown(name: str | None) -> str:
+    known = f"known are {', '.join(COMMANDS)}"
+    if name is None:
+        return f"no command given; {known} (see adjust --help)"
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"unknown command {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + known
+
+
+def _run(name: str, command: Command, argv: list[str]) -> int:
+    """Flags and file to settings, settings to outcome, outcome to files (one process of several writes them)."""
+    from adjust_dlm.commands.output import Outcome, check_folder, show_results, write_outcome
+    from adjust_dlm.commands.settings import parse
+
+    module = importlib.import_module(command.module)
+    settings_class = getattr(module, command.config)
+    settings, _ = parse(settings_class, argv, prog=f"adjust {name}", description=command.help)
+    output = getattr(settings, "output", None)
+    folder = None if output is None else Path(output)
+    check_folder(folder)
+    outcome: Any = getattr(module, command.function)(settings)
+    if os.environ.get("RANK", "0") != "0":
+        return GOOD
+    shown = isinstance(outcome, Outcome)
+    outcome = outcome if shown else Outcome(results=outcome)
+    if folder is not None:
+        write_outcome(folder, name, settings, outcome)
+    if not shown:
+        show_results(outcome.results)
+    return GOOD
+
+
+def _failed(error: Exception, verbose: bool) -> int:
+    """One line, and the traceback for those who ask."""
+    if verbose:
+        traceback.print_exception(error)
+    types = sys.modules.get("adjust_dlm.types")  # not loaded: then nothing can have raised an InputError
+    if types is not None and isinstance(error, types.InputError):
+        return _complain(f"error: {error}", BAD_INPUT)
+    if isinstance(error, OSError) and error.strerror:
+        return _complain(f"error: {error.strerror}" + (f": {error.filename}" if error.filename else ""), FAILED)
+    hint = "" if verbose else " (--verbose shows where)"
+    return _complain(f"error: {type(error).__name__}: {error}{hint}", FAILED)
+
+
+def _complain(message: str, code: int) -> int:
+    print("adjust:", " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _log_to_stderr(verbose: bool) -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("adjust: %(message)s"))
+    logger = logging.getLogger("adjust_dlm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    return handler
+
+
+def _flush_or_drop(stream: Any) -> None:
+    """Leaves nothing in the buffer that the interpreter would fail to write, with a traceback, on its way out."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

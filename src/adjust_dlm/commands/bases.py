@@ -1,0 +1,101 @@
+"""`adjust bases`: what can be named, what ships, what is in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adjust_dlm.commands.output import Outcome, say, show_table, to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasesConfig:
+    """Settings of `adjust bases`.
+
+    Attributes:
+        json: one JSON object instead of tables.
+    """
+
+    json: bool = False
+
+
+def run(flags: BasesConfig) -> Outcome:
+    """Lists bases, samplers and the cache; loads no model and fetches nothing."""
+    results = {"bases": _bases(), "samplers": _samplers(), "cache": _cache()}
+    if flags.json:
+        say(to_json(results))
+    else:
+        _show(results)
+    return Outcome(results=results)
+
+
+def _bases() -> list[dict[str, Any]]:
+    """Every registered base; `ready` says that its weights need no download."""
+    from adjust_dlm.bases import known_bases
+    from adjust_dlm.bases.smol import MODELS
+    from adjust_dlm.commands.common import ar_partner, default_sampler
+
+    return [
+        {
+            "name": name,
+            "description": text,
+            "packaged_bytes": size(MODELS / name),
+            "ar": (source := ar_partner(name)),
+            "ready": source is None or _ar_cached(source),
+            "sampler": str(sampler) if (sampler := default_sampler(name)) else None,
+        }
+        for name, text in known_bases().items()
+    ]
+
+
+def _ar_cached(source: str) -> bool:
+    """Whether the autoregressive weights of a source are on this machine."""
+    from adjust_dlm.bases.smol_files import MARKER, SMOL, cache_dir
+
+    if source == "smol":
+        return any(cache_dir().glob(f"{SMOL.name}-{SMOL.version}-*/{MARKER}"))
+    return Path(source, "config.json").is_file()
+
+
+def _samplers() -> list[dict[str, Any]]:
+    """The samplers that ship with the package."""
+    from adjust_dlm.bases import known_bases
+    from adjust_dlm.commands.common import default_sampler
+
+    found = [(name, default_sampler(name)) for name in known_bases()]
+    return [{"base": name, "path": str(path), "bytes": size(path)} for name, path in found if path]
+
+
+def _cache() -> dict[str, Any]:
+    """The cache folder and what lies in it: fetched models, and merged ones by digest."""
+    from adjust_dlm.bases.smol_files import cache_dir
+
+    folder = cache_dir()
+    inside = [path for path in sorted(folder.glob("*")) if path.is_dir() and path.name != "merged"]
+    inside += sorted(folder.glob("merged/*"))
+    entries = [{"name": str(path.relative_to(folder)), "bytes": size(path)} for path in inside]
+    return {"folder": str(folder), "bytes": size(folder), "entries": entries}
+
+
+def size(path: Path) -> int:
+    """Bytes of all files below a folder; 0 if there is none."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _show(results: dict[str, Any]) -> None:
+    from rich.filesize import decimal
+
+    show_table(
+        ("base", "what it is", "ready", "sampler"),
+        [
+            (b["name"], b["description"], "yes" if b["ready"] else "on first use", b["sampler"])
+            for b in results["bases"]
+        ],
+    )
+    cache = results["cache"]
+    rows = [(f"sampler of {s['base']}", s["path"], decimal(s["bytes"])) for s in results["samplers"]]
+    rows += [("packaged adapter", b["name"], decimal(n)) for b in results["bases"] if (n := b["packaged_bytes"])]
+    rows += [("cached", entry["name"], decimal(entry["bytes"])) for entry in cache["entries"]]
+    rows += [("cache folder", cache["folder"], decimal(cache["bytes"]))]
+    show_table(("on this machine", "where", "size"), rows)

@@ -1,0 +1,219 @@
+"""What the decoding commands share: their flags, loading, prompts, and the record of one sample."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from adjust_dlm.bases import Base
+    from adjust_dlm.types import DecodeConfig, DecodeResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFlags:
+    """Flags of every command that decodes.
+
+    Attributes:
+        base: name of a base (see `adjust bases`) or a folder that `adjust adapt` wrote.
+        sampler: folder of a sampler; by default the one that ships for the base.
+        tokens_per_step: K, tokens committed per base pass.
+        max_new_tokens: length of the canvas behind the prompt.
+        temperature: 0 is argmax.
+        top_p: nucleus mass in (0, 1].
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        order: entropy, confidence, margin, random or left_to_right; by default the base's own.
+        order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
+        schedule: exact (K per pass) or reference (the model family's published step counts).
+        suppress_eos: never commit an end token.
+        chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
+        seed: with a sample's row number the only source of randomness.
+        num_samples: samples per prompt.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: auto (float32 on the CPU, bfloat16 on a GPU), float32, bfloat16 or float16.
+        json: JSON lines on stdout instead of text.
+        output: folder for result.json, samples.jsonl and run.yaml.
+    """
+
+    base: str = "smol"
+    sampler: Path | None = None
+    tokens_per_step: int = 4
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    order: str | None = None
+    order_on: str | None = None
+    schedule: str = "exact"
+    suppress_eos: bool = False
+    chat: bool = True
+    seed: int = 0
+    num_samples: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    json: bool = False
+    output: Path | None = None
+
+    def decode_config(self) -> DecodeConfig:
+        """The part that decides which tokens come out; raises InputError for values that make no sense."""
+        from adjust_dlm.types import DecodeConfig, require
+
+        require(self.num_samples >= 1, f"num_samples is {self.num_samples}; it must be at least 1")
+        return DecodeConfig(**{field.name: getattr(self, field.name) for field in fields(DecodeConfig)})
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a `--device` flag; auto is the GPU if there is one.
+
+    Raises:
+        InputError: no such device.
+    """
+    import torch
+
+    from adjust_dlm.types import InputError, require
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"device is {name!r}; it must be auto, cpu, cuda or cuda:N") from None
+    count = torch.cuda.device_count()
+    require(device.type in ("cpu", "cuda"), f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
+    require(
+        device.type == "cpu" or (device.index or 0) < count, f"device is {name!r}; {count} CUDA devices are visible"
+    )
+    return device
+
+
+def pick_dtype(name: str) -> torch.dtype | None:
+    """The dtype of a `--dtype` flag; None leaves it to the base."""
+    import torch
+
+    from adjust_dlm.types import require
+
+    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    require(name in known, f"dtype is {name!r}; it must be one of {', '.join(known)}")
+    return known[name]
+
+
+def load_for(flags: DecodeFlags) -> Base:
+    """The base that the flags name, on their device."""
+    from adjust_dlm.bases import load_base
+
+    # The enumerable base lives on the CPU only: auto must not send it to a card.
+    device = "cpu" if (flags.base, flags.device) == ("exact", "auto") else flags.device
+    return load_base(flags.base, device=pick_device(device), dtype=pick_dtype(flags.dtype))
+
+
+def load_sampler_for(flags: DecodeFlags, base: Base) -> Any:
+    """The sampler that the flags name, else the one that ships for the base, else None."""
+    from adjust_dlm.sampler import load_sampler
+
+    folder = flags.sampler or default_sampler(flags.base)
+    return None if folder is None else load_sampler(folder, base)
+
+
+def default_sampler(base_name: str) -> Path | None:
+    """Folder of the sampler that ships with the package for a base, if there is one."""
+    from adjust_dlm.bases.smol import MODELS
+
+    folder = MODELS / f"{base_name}-sampler"
+    return folder if (folder / "sampler.json").is_file() else None
+
+
+def ar_partner(base_name: str) -> str | None:
+    """Source of the autoregressive model that a base was adapted from (for `load_ar`); None for other bases."""
+    from adjust_dlm.bases.adapted import FACTS
+    from adjust_dlm.bases.smol import MODELS
+
+    for file in (MODELS / base_name / FACTS, Path(base_name) / FACTS):
+        if file.is_file():
+            source: str = json.loads(file.read_text(encoding="utf-8"))["ar"]
+            return source
+    return None
+
+
+def encode_prompt(base: Base, text: str, *, chat: bool) -> list[int]:
+    """Ids of a prompt; a base without a tokenizer takes ids separated by spaces.
+
+    Args:
+        base: whose tokenizer, chat template and start token count.
+        text: the prompt.
+        chat: use the chat template if the base has one.
+
+    Raises:
+        InputError: the prompt is empty, or not a list of ids where ids are needed.
+    """
+    from adjust_dlm.types import InputError, require
+
+    require(bool(text.strip()), "the prompt is empty; leave it out for text without a prompt")
+    if base.tokenizer is not None:
+        return base.encode(text, chat=chat and bool(getattr(base.tokenizer, "chat_template", None)))
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        name = base.spec.name
+        raise InputError(f"base {name!r} has no tokenizer; give token ids separated by spaces, not {text!r}") from None
+
+
+def no_prompt(base: Base) -> list[int]:
+    """Ids in front of text without a prompt: the family's start token, if it has one."""
+    return [] if base.spec.bos_id is None else [base.spec.bos_id]
+
+
+def check_fit(base: Base, prompts: list[list[int]], config: DecodeConfig) -> None:
+    """Raises InputError unless every prompt and its canvas fit the base, before anything is decoded."""
+    from adjust_dlm.types import require
+
+    for n, ids in enumerate(prompts):
+        total = len(ids) + config.max_new_tokens
+        require(
+            total <= base.spec.context,
+            f"prompt {n} has {len(ids)} tokens, with {config.max_new_tokens} new ones {total}; "
+            f"base {base.spec.name!r} takes at most {base.spec.context}",
+        )
+
+
+def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
+    """Row b of a decode as `adjust generate --json` prints it.
+
+    `tokens` and `order` cover all new positions (order -2: filler behind the end); `completion_tokens` counts
+    those before the first end token; `seconds` is the wall time of the batch the row was decoded in.
+    """
+    from adjust_dlm.bases import cut_at_end
+
+    new = result.config.max_new_tokens
+    tokens, order = result.tokens_BL[b, -new:].tolist(), result.order_BL[b, -new:].tolist()
+    words = cut_at_end(tokens, base.spec.end_ids)
+    return {
+        "text": base.decode(tokens) if base.tokenizer is not None else " ".join(map(str, words)),
+        "tokens": tokens,
+        "order": order,
+        "prompt_tokens": int(result.real_BL[b].sum()) - new,
+        "completion_tokens": len(words),
+        "finish_reason": "stop" if len(words) < new else "length",
+        "base_calls": int(result.base_calls_B[b]),
+        "sampler_calls": int(result.sampler_calls_B[b]),
+        "seconds": round(result.seconds, 6),
+        "seed": result.config.seed,
+        "decoder": result.decoder,
+        "tokens_per_step": result.config.tokens_per_step,
+    }
+
+
+def setup_facts(base: Base, sampler: Any) -> dict[str, Any]:
+    """What was loaded, for `result.json`."""
+    return {
+        "base_fingerprint": base.fingerprint,
+        "device": str(base.device),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "sampler_parameters": None if sampler is None else sum(p.numel() for p in sampler.parameters()),
+    }

@@ -1,0 +1,130 @@
+"""`adjust compare`: the same prompt through joint, parallel and ADJUST, side by side."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from adjust_dlm.commands.common import (
+    DecodeFlags,
+    ar_partner,
+    check_fit,
+    encode_prompt,
+    load_for,
+    load_sampler_for,
+    no_prompt,
+    sample_record,
+    setup_facts,
+)
+from adjust_dlm.commands.output import Outcome, say, show_table, to_json
+
+if TYPE_CHECKING:
+    from adjust_dlm.bases import Base
+    from adjust_dlm.types import DecodeConfig
+
+logger = logging.getLogger(__name__)
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(DecodeFlags):
+    """Settings of `adjust compare`.
+
+    Attributes:
+        prompt: what to continue or answer; without one, text from the base's start token alone.
+    """
+
+    prompt: Annotated[str | None, tyro.conf.Positional] = None
+
+
+def run(flags: CompareConfig) -> Outcome:
+    """Decodes `num_samples` rows per decoder (same row numbers, same seed) and scores them with the AR partner."""
+    config = flags.decode_config()
+    base = load_for(flags)
+    sampler = load_sampler_for(flags, base)
+    ids = no_prompt(base) if flags.prompt is None else encode_prompt(base, flags.prompt, chat=flags.chat)
+    check_fit(base, [ids], config)
+    samples = _decode(flags, base, sampler, ids, config)
+    _add_nll(flags, base, ids, samples)
+    rows = [_row(name, [s for s in samples if s["decoder"] == name]) for name in _decoders(sampler)]
+    _show(flags, rows)
+    return Outcome(results={"rows": rows, "prompt": flags.prompt or "", **setup_facts(base, sampler)}, samples=samples)
+
+
+def _decoders(sampler: Any) -> list[str]:
+    return ["joint", "parallel"] if sampler is None else ["joint", "parallel", "adjust"]
+
+
+def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:
+    from adjust_dlm.decoders import decode
+
+    if sampler is None:
+        logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
+    prompts = [ids] * flags.num_samples
+    # One untimed pass: what a process does only once (loading kernels) is not the first decoder's cost.
+    decode(base, prompts, config.but(tokens_per_step=config.max_new_tokens), decoder="parallel")
+    samples = []
+    for name in _decoders(sampler):
+        result = decode(base, prompts, config, decoder=name, sampler=sampler)
+        samples += [{**sample_record(base, result, b), "row": b} for b in range(flags.num_samples)]
+    return samples
+
+
+def _add_nll(flags: CompareConfig, base: Base, ids: list[int], samples: list[Record]) -> None:
+    """Puts `nll_sum` into every sample: -log p(completion | prompt) under the AR partner; None without one.
+
+    NLL(prompt + completion) - NLL(prompt), both given the start token, so the prompt itself never counts.
+    """
+    from adjust_dlm.bases.adapted import load_ar
+    from adjust_dlm.eval.nll import score_nll
+
+    source, start = ar_partner(flags.base), base.spec.bos_id
+    texts = [
+        ids[ids[:1] == [start] :],
+        *(ids[ids[:1] == [start] :] + s["tokens"][: s["completion_tokens"]] for s in samples),
+    ]
+    if source is None or start is None:
+        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
+    scored = source is not None and start is not None and any(texts)
+    if source is not None and start is not None and scored:
+        model, _ = load_ar(source, device=base.device)
+        sums = score_nll(model, texts, condition_id=start, batch_size=8, device=base.device).sum_nll_N.tolist()
+    for n, sample in enumerate(samples):
+        sample["nll_sum"] = sums[n + 1] - sums[0] if scored else None
+
+
+def _row(decoder: str, samples: list[Record]) -> Record:
+    """One decoder's numbers: passes and tokens are means per sample, seconds are those of the whole batch."""
+    tokens = sum(s["completion_tokens"] for s in samples)
+    scored = tokens and samples[0]["nll_sum"] is not None
+    seconds = samples[0]["seconds"]
+    return {
+        "decoder": decoder,
+        "tokens_per_step": samples[0]["tokens_per_step"],
+        "text": samples[0]["text"],
+        "nll": sum(s["nll_sum"] for s in samples) / tokens if scored else None,
+        "completion_tokens": tokens / len(samples),
+        "base_calls": sum(s["base_calls"] for s in samples) / len(samples),
+        "sampler_calls": sum(s["sampler_calls"] for s in samples) / len(samples),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "samples": len(samples),
+    }
+
+
+def _show(flags: CompareConfig, rows: list[Record]) -> None:
+    """JSON lines, or a table; the NLL column is there only if something was scored."""
+    if flags.json:
+        for row in rows:
+            say(to_json(row))
+        return
+    columns = {
+        "decoder": "decoder", "tokens_per_step": "K", "text": "text", "nll": "NLL", "base_calls": "base passes",
+        "sampler_calls": "sampler passes", "seconds": "seconds", "tokens_per_second": "tokens/s",
+    }  # fmt: skip
+    if all(row["nll"] is None for row in rows):
+        del columns["nll"]
+    show_table(tuple(columns.values()), [[row[key] for key in columns] for row in rows])

@@ -1,0 +1,229 @@
+"""What an autoregressive model gives to adaptation: the facts of its vocabulary, and samples as a corpus.
+
+Shape suffixes: B rows, T tokens, D width, V vocabulary, H key/value heads, E width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.sampling import draw, process, uniform
+from adjust_dlm.types import DecodeConfig, require
+
+HEAD_ROWS = 1024  # rows of logits held at a time
+TEXT_SEPARATOR = "<|endoftext|>"
+# Tokens that released models carry and never saw in training; the first one that exists becomes MASK.
+UNUSED = ("<|mask|>", "<mask>", "[MASK]", "<empty_output>", "<|reserved_special_token_0|>", "<|fim_pad|>")
+CHAT_USER, CHAT_TURN = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The ids that canvases of an autoregressive model are made of.
+
+    Attributes:
+        bos_id: put before a text.
+        end_ids: tokens that end a text; the first one also fills a canvas after its end.
+        mask_id: MASK, a token the model never used.
+        control_ids: every special token; none of them belongs into plain text.
+        token_limit: ids from here on are padding rows of the head.
+        size: rows of the head.
+        chat: whether the tokenizer has the tokens of `CHAT_USER` and `CHAT_TURN`.
+    """
+
+    bos_id: int
+    end_ids: tuple[int, ...]
+    mask_id: int
+    control_ids: tuple[int, ...]
+    token_limit: int
+    size: int
+    chat: bool
+
+
+def read_vocabulary(tokenizer: Any, config: Any, *, mask_id: int | None = None) -> Vocabulary:
+    """Decides the special ids from the tokenizer, the model's config, and the user's choice of MASK.
+
+    Raises:
+        InputError: no start, end or unused token can be found, or `mask_id` is not an id of the model.
+    """
+    words: dict[str, int] = tokenizer.get_vocab()
+    separator = words.get(TEXT_SEPARATOR)
+    bos_id = next((i for i in (separator, tokenizer.bos_token_id, config.bos_token_id) if i is not None), None)
+    require(bos_id is not None, f"the tokenizer has no {TEXT_SEPARATOR} and no start token to begin a text with")
+    eos = config.eos_token_id
+    ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos]), separator]
+    end_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
+    require(bool(end_ids), "neither the tokenizer nor the model's config names an end token")
+    mask_id = next((words[word] for word in UNUSED if word in words), None) if mask_id is None else mask_id
+    require(
+        mask_id is not None,
+        f"the tokenizer has none of {', '.join(UNUSED)}; name an unused token's id as the mask with --mask-id",
+    )
+    assert bos_id is not None and mask_id is not None
+    require(0 <= mask_id < config.vocab_size, f"mask id {mask_id} is not in the model's 0..{config.vocab_size - 1}")
+    require(mask_id not in (bos_id, *end_ids), f"mask id {mask_id} starts or ends texts; name an unused token")
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return Vocabulary(
+        bos_id=bos_id,
+        end_ids=end_ids,
+        mask_id=mask_id,
+        control_ids=tuple(sorted({*special, *end_ids, mask_id})),
+        token_limit=min(config.vocab_size, max(words.values()) + 1),
+        size=config.vocab_size,
+        chat="<|im_start|>" in words and words.get("<|im_end|>") in end_ids,
+    )
+
+
+class _Cache:
+    """Keys and values of one batch in fixed buffers; attention sees the filled part, so it needs no mask."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.filled = 0
+        self.capacity = 0
+
+    def update(self, k_BHTE: Tensor, v_BHTE: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """What transformers' attention calls: stores the new rows and returns all so far."""
+        if layer not in self.buffers:
+            shape = (*k_BHTE.shape[:2], self.capacity, k_BHTE.shape[3])
+            self.buffers[layer] = k_BHTE.new_empty(shape), v_BHTE.new_empty(shape)
+        end = self.filled + k_BHTE.shape[2]
+        k_all, v_all = self.buffers[layer]
+        k_all[:, :, self.filled : end] = k_BHTE
+        v_all[:, :, self.filled : end] = v_BHTE
+        return k_all[:, :, :end], v_all[:, :, :end]
+
+    def restart(self, capacity: int, rows: int) -> None:
+        """Empties it; buffers of the right shape are used again."""
+        old = next(iter(self.buffers.values()), None)
+        if old is not None and (old[0].shape[0], old[0].shape[2]) != (rows, capacity):
+            self.buffers.clear()
+        self.filled, self.capacity = 0, capacity
+
+
+def _forward(body: Any, tokens_BT: Tensor, cache: _Cache) -> Tensor:
+    """States [B, D] of the last token after the final norm.
+
+    The layers are called one by one: without a mask, attention is causal over several tokens and free for one.
+    The cache goes in by position, because its name differs between versions of transformers.
+    """
+    positions = torch.arange(cache.filled, cache.filled + tokens_BT.shape[1], device=tokens_BT.device)[None]
+    h_BTD = body.embed_tokens(tokens_BT)
+    rotary = body.rotary_emb(h_BTD, positions)
+    for layer in body.layers:
+        h_BTD = layer(h_BTD, None, positions, cache, True, rotary)
+    cache.filled += tokens_BT.shape[1]
+    out: Tensor = body.norm(h_BTD[:, -1])
+    return out
+
+
+@torch.no_grad()
+def ar_sample(
+    model: Any,
+    prefix_ids: Sequence[int],
+    *,
+    count: int,
+    new_tokens: int,
+    batch_size: int,
+    seed: int,
+    temperature: float = 1.0,
+    top_p: float = 0.95,
+    forbid: Sequence[int] = (),
+    device: torch.device | str = "cpu",
+    first_row: int = 0,
+    compile_draw: bool = False,
+) -> Tensor:
+    """Samples continuations of one prefix from a causal `LlamaForCausalLM` or `Qwen2ForCausalLM`.
+
+    Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
+    `batch_size` or its neighbours beyond the rounding of the model's own kernels.
+
+    Args:
+        model: the causal LM on `device`, in eval mode; its dtype is the dtype of the pass.
+        prefix_ids: the ids before every continuation, at least one.
+        count: rows to sample.
+        new_tokens: T, length of each.
+        batch_size: rows at a time.
+        seed: with the row ids, the only source of randomness.
+        temperature: T >= 0; 0 is argmax.
+        top_p: nucleus mass in (0, 1].
+        forbid: ids never drawn.
+        device: where the passes run.
+        first_row: id of the first row; the others follow.
+        compile_draw: compile filter and draw (one compilation of fixed shape; worth it on a GPU).
+
+    Returns:
+        int64 [count, T] on the CPU, without the prefix.
+    """
+    require(len(prefix_ids) >= 1, "the prefix is empty; a causal model needs at least one token to start from")
+    settings = DecodeConfig(temperature=temperature, top_p=top_p)
+    pick = _drawer(model, settings, forbid, device, compile_draw)
+    grain = HEAD_ROWS if compile_draw else 1
+    rows = min(batch_size, -(-count // grain) * grain)
+    cache, parts = _Cache(), []
+    for start in range(0, count, rows):
+        # Always full batches: the surplus of the last one is cut off, and all shapes stay the same.
+        ids_B = torch.arange(first_row + start, first_row + start + rows, device=device)
+        cache.restart(len(prefix_ids) + new_tokens, rows)
+        parts.append(_sample_batch(model, prefix_ids, ids_B, new_tokens, cache, pick, seed))
+    return torch.cat(parts)[:count]
+
+
+Picker = Callable[[Tensor, Tensor], Tensor]
+
+
+def _sample_batch(
+    model: Any, prefix_ids: Sequence[int], ids_B: Tensor, new_tokens: int, cache: _Cache, pick: Picker, seed: int
+) -> Tensor:
+    tokens_BT = torch.tensor([list(prefix_ids)], device=ids_B.device).expand(len(ids_B), -1)
+    out_BT = torch.empty(len(ids_B), new_tokens, dtype=torch.long, device=ids_B.device)
+    for step in range(new_tokens):
+        h_BD = _forward(model.model, tokens_BT, cache)
+        step_ = torch.as_tensor(step, device=ids_B.device)
+        u_B = uniform(seed, ids_B, step_, step_)
+        chunks = zip(h_BD.split(HEAD_ROWS), u_B.split(HEAD_ROWS), strict=True)
+        out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
+        tokens_BT = out_BT[:, step : step + 1]
+    return out_BT.cpu()
+
+
+def _drawer(
+    model: Any, settings: DecodeConfig, forbid: Sequence[int], device: torch.device | str, compile_draw: bool
+) -> Picker:
+    """(states [C, D], uniforms [C]) -> tokens [C]."""
+    weight_VD = model.lm_head.weight
+    bias_V = forbid_bias(weight_VD.shape[0], forbid, device)
+    filtered = _filter(settings, compile_draw)
+
+    def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
+        return draw(filtered(h_CD @ weight_VD.T, bias_V), u_C, settings.temperature)
+
+    return pick
+
+
+@functools.cache
+def _filter(settings: DecodeConfig, compiled: bool) -> Picker:
+    """(logits [C, V], bias [V]) -> filtered fp32 logits; cached, so that it is compiled once in a process."""
+
+    def filtered(logits_CV: Tensor, bias_V: Tensor) -> Tensor:
+        return process(logits_CV.float() + bias_V, settings)
+
+    # Only the filter: it is the part with dozens of passes over the vocabulary.
+    return torch.compile(filtered, dynamic=False) if compiled else filtered
+
+
+def forbid_bias(size: int, forbid: Sequence[int], device: torch.device | str) -> Tensor:
+    """fp32 [V]: -inf at forbidden ids, 0 elsewhere; added to logits."""
+    bias_V = torch.zeros(size)
+    bias_V[list(forbid)] = -torch.inf
+    return bias_V.to(device)

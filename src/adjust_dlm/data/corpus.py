@@ -1,0 +1,320 @@
+"""The training corpus of an adapted base: canvases of one fixed length, most of them sampled from the AR model.
+
+Kinds (`KINDS`): `text` is `<|endoftext|>` and sampled tokens without control tokens; `chat` a user turn and a reply,
+both invented by the model; `lists` the tasks of `data.lists`; `files` the user's own texts. A canvas is its tokens and
+`prompt_len`, the tokens in front that are given and never masked; after its end it is filled with the first end token.
+
+Folder: `{split}-{kind}-{shard}.parquet` (tokens int32 [L], prompt_len int16, kind int8) and `manifest.json`. A shard
+depends on the settings and its own number alone: ranks make different shards, a finished one is never made again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_sample
+from adjust_dlm.data.lists import list_tasks
+from adjust_dlm.types import InputError, require
+
+KINDS = ("text", "chat", "lists", "files")
+SPLITS = ("train", "heldout")
+MANIFEST = "manifest.json"
+MAX_USER_TOKENS = 64
+MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
+HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
+MIN_YIELD = 0.005  # a model that invents fewer chats than this does not know the template
+logger = logging.getLogger(__name__)
+Canvas = tuple[list[int], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """What a corpus holds; a folder is resumed only with the same settings.
+
+    Attributes:
+        ar: name of the autoregressive source (recorded, and compared on resume).
+        text: canvases of plain text.
+        chat: canvases of chat.
+        lists: canvases of list tasks.
+        heldout: canvases of each of these kinds for evaluation.
+        files: .txt files (one text each) and .jsonl files (one text a line, field `text`).
+        length: L, tokens of every canvas.
+        temperature: of sampling.
+        top_p: of sampling.
+        seed: names the whole corpus.
+        shard_rows: canvases of a shard.
+    """
+
+    ar: str
+    text: int = 120_000
+    chat: int = 40_000
+    lists: int = 60_000
+    heldout: int = 1024
+    files: tuple[Path, ...] = ()
+    length: int = 129
+    temperature: float = 1.0
+    top_p: float = 0.95
+    seed: int = 0
+    shard_rows: int = 4096
+
+    def __post_init__(self) -> None:
+        require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
+        require(self.text + self.chat + self.lists + len(self.files) > 0, "the corpus is empty; ask for some canvases")
+
+    def rows(self, split: str, kind: str) -> int:
+        """Canvases of a sampled kind in a split."""
+        asked: int = getattr(self, kind)
+        return asked if split == "train" else self.heldout if asked else 0
+
+    def shards(self) -> list[tuple[str, str, int, int]]:
+        """(split, kind, shard number, rows) of all sampled shards."""
+        out = []
+        for split in SPLITS:
+            for kind in KINDS[:3]:
+                starts = range(0, self.rows(split, kind), self.shard_rows)
+                out += [(split, kind, n, min(self.shard_rows, self.rows(split, kind) - s)) for n, s in enumerate(starts)]
+        return out
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Canvases of one split in memory: tokens int32 [N, L], prompt_len int16 [N], kind int8 [N]."""
+
+    tokens_NL: Tensor
+    prompt_len_N: Tensor
+    kind_N: Tensor
+
+    def of_kind(self, kind: str) -> Corpus:
+        """The canvases of one kind."""
+        keep_N = self.kind_N == KINDS.index(kind)
+        return Corpus(self.tokens_NL[keep_N], self.prompt_len_N[keep_N], self.kind_N[keep_N])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where canvases come from: the causal model, its tokenizer and vocabulary, and how it is run.
+
+    Attributes:
+        model: causal LM on `device`, in eval mode.
+        tokenizer: its tokenizer.
+        vocabulary: its special ids.
+        batch_size: rows sampled at a time.
+        device: where sampling runs.
+    """
+
+    model: Any
+    tokenizer: Any
+    vocabulary: Vocabulary
+    batch_size: int
+    device: torch.device
+
+
+def build_corpus(folder: Path, config: CorpusConfig, source: Source, *, rank: int = 0, world: int = 1) -> None:
+    """Makes the missing shards of this rank; with several ranks, wait for all before `load_corpus`.
+
+    Raises:
+        InputError: the folder holds a corpus of other settings, the model cannot chat, or a file is unreadable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, config)
+    if config.chat or config.lists:
+        require(
+            source.vocabulary.chat,
+            "the tokenizer lacks <|im_start|> or <|im_end|>, which chat and list canvases need; ask for none of them",
+        )
+    for n, (split, kind, shard, rows) in enumerate(config.shards()):
+        path = folder / f"{split}-{kind}-{shard:05d}.parquet"
+        if n % world == rank and not path.is_file():
+            _write(path, list(islice(_canvases(config, source, split, kind, shard, rows), rows)), kind)
+            logger.info("corpus: %s, %d canvases", path.name, rows)
+    if config.files and rank == 0:
+        _build_files(folder, config, source)
+
+
+def load_corpus(folder: Path, split: str) -> Corpus:
+    """All canvases of a split, in shard order.
+
+    Raises:
+        InputError: no corpus there, or shards are missing.
+    """
+    import pyarrow.parquet as pq
+
+    require((folder / MANIFEST).is_file(), f"no corpus at {folder} ({MANIFEST} is missing)")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    names = [name for name in manifest["shards"] if name.startswith(f"{split}-")]
+    lost = [name for name in names if not (folder / name).is_file()]
+    require(not lost, f"the corpus {folder} is not complete: {len(lost)} shards are missing, such as {lost[:1]}")
+    length, parts = manifest["settings"]["length"], []
+    for table in (pq.read_table(folder / name) for name in names):
+        tokens = table["tokens"].combine_chunks().flatten().to_numpy().reshape(-1, length)
+        parts.append((tokens, table["prompt_len"].to_numpy(), table["kind"].to_numpy()))
+    require(bool(parts), f"the corpus {folder} has no {split} canvases")
+    tokens_NL, prompt_len_N, kind_N = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+    return Corpus(tokens_NL, prompt_len_N, kind_N)
+
+
+def chat_canvas(sample: list[int], prefix: list[int], turn: list[int], end_ids: tuple[int, ...], length: int) -> Canvas | None:
+    """A canvas from what the model wrote after the user prefix, or None if it is no chat.
+
+    A chat has a user turn of 1 to `MAX_USER_TOKENS` tokens, closed by `turn` (whose first token is the first end token
+    of the sample), and a reply of at least one token. The reply is given up to its first end token and filled with
+    end tokens; a reply without one is kept as it is cut.
+    """
+    start = next((n for n, token in enumerate(sample) if token in end_ids), None)
+    if start is None or not 1 <= start <= MAX_USER_TOKENS or sample[start : start + len(turn)] != turn:
+        return None
+    first = start + len(turn)
+    end = next((n for n in range(first, len(sample)) if sample[n] in end_ids), len(sample) - 1)
+    if end < first or sample[first] in end_ids:
+        return None
+    tokens = prefix + sample[: end + 1]
+    return tokens + [end_ids[0]] * (length - len(tokens)), len(prefix) + first
+
+
+def _canvases(
+    config: CorpusConfig, source: Source, split: str, kind: str, shard: int, rows: int
+) -> Iterator[Canvas]:
+    """The stream of canvases of one shard; its first `rows` are the shard."""
+    stream = 2 * KINDS.index(kind) + SPLITS.index(split)
+    first_row = (stream << 40) + (shard << 24)
+    if kind == "lists":
+        return _list_canvases(config, source, seed=(config.seed << 32) + shard, held_out=split == "heldout")
+    if kind == "text":
+        return _text_canvases(config, source, first_row, rows)
+    return _chat_canvases(config, source, first_row, rows)
+
+
+def _draw(config: CorpusConfig, source: Source, prefix: list[int], forbid: set[int], row: int, count: int) -> list[Any]:
+    limit = range(source.vocabulary.token_limit, source.vocabulary.size)
+    return ar_sample(
+        source.model, prefix, count=count, new_tokens=config.length - len(prefix), batch_size=source.batch_size,
+        seed=config.seed, temperature=config.temperature, top_p=config.top_p, forbid=sorted({*forbid, *limit}),
+        device=source.device, first_row=row, compile_draw=source.device.type == "cuda",
+    ).tolist()  # fmt: skip
+
+
+def _text_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
+    prefix = [source.vocabulary.bos_id]
+    for sample in _draw(config, source, prefix, set(source.vocabulary.control_ids), first_row, rows):
+        yield prefix + sample, 1
+
+
+def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
+    prefix: list[int] = source.tokenizer.encode(CHAT_USER, add_special_tokens=False)
+    turn: list[int] = source.tokenizer.encode(CHAT_TURN, add_special_tokens=False)
+    tried = kept = 0
+    count = min(source.batch_size, 4 * rows)
+    while True:
+        for sample in _draw(config, source, prefix, {source.vocabulary.mask_id}, first_row + tried, count):
+            canvas = chat_canvas(sample, prefix, turn, source.vocabulary.end_ids, config.length)
+            if canvas is not None:
+                kept += 1
+                yield canvas
+        tried += count
+        message = f"only {kept} of {tried} samples after {CHAT_USER!r} are a chat; ask for no chat canvases"
+        require(kept >= MIN_YIELD * tried, message)
+
+
+def _list_canvases(config: CorpusConfig, source: Source, seed: int, held_out: bool) -> Iterator[Canvas]:
+    tasks = list_tasks(seed, held_out=held_out)
+    end = source.vocabulary.end_ids[0]
+    while batch := list(islice(tasks, 1024)):
+        prompts = [CHAT_USER + task.prompt + CHAT_TURN for task in batch]
+        encoded = [source.tokenizer(texts, add_special_tokens=False)["input_ids"] for texts in (prompts, [t.answer for t in batch])]
+        fits = 0
+        for prompt, answer in zip(*encoded, strict=True):
+            tokens = [*prompt, *answer, end]
+            if len(tokens) <= config.length:
+                fits += 1
+                yield tokens + [end] * (config.length - len(tokens)), len(prompt)
+        require(fits > 0, f"no list task fits a canvas of {config.length} tokens; raise the length or ask for none")
+
+
+def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
+    """The user's texts: one shard of each split."""
+    paths = {split: folder / f"{split}-files-00000.parquet" for split in SPLITS}
+    if all(path.is_file() for path in paths.values()):
+        return
+    canvases = [canvas for path in config.files for text in _texts(path) for canvas in _cut(text, config, source)]
+    require(bool(canvases), f"the text files hold no piece of at least {MIN_FILE_TOKENS} tokens")
+    held = [n % HELD_OUT_EVERY == 0 and config.heldout > 0 and len(canvases) > 1 for n in range(len(canvases))]
+    for split, path in paths.items():
+        _write(path, [c for c, out in zip(canvases, held, strict=True) if out == (split == "heldout")], "files")
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """One text of a .txt file, or one of every line of a .jsonl file."""
+    require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if path.suffix == ".txt":
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                yield str(json.loads(line)["text"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{path}, line {number}: not an object with a field 'text'") from error
+
+
+def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
+    """Canvases of one text: start token and tokens; the last piece is filled with end tokens."""
+    ids: list[int] = source.tokenizer.encode(text, add_special_tokens=False)
+    size, end = config.length - 1, source.vocabulary.end_ids[0]
+    for start in range(0, len(ids), size):
+        piece = ids[start : start + size]
+        if len(piece) >= min(MIN_FILE_TOKENS, size):
+            yield [source.vocabulary.bos_id, *piece] + [end] * (size - len(piece)), 1
+
+
+def _claim(folder: Path, config: CorpusConfig) -> None:
+    """Writes the manifest, or checks that the one there says the same."""
+    from adjust_dlm.bases.adapted import file_digest
+
+    lost = [str(path) for path in config.files if not path.is_file()]
+    require(not lost, f"there is no file {', '.join(lost)}")
+    settings = asdict(config) | {"files": file_digest(*config.files) if config.files else None}
+    names = [f"{split}-{kind}-{shard:05d}.parquet" for split, kind, shard, _ in config.shards()]
+    names += [f"{split}-files-00000.parquet" for split in SPLITS if config.files]
+    path = folder / MANIFEST
+    if path.is_file():
+        then = json.loads(path.read_text())["settings"]
+        for key, value in settings.items():
+            require(then.get(key) == value, f"{folder} holds a corpus with {key} = {then.get(key)!r}, not {value!r}")
+    text = json.dumps({"format": 1, "kinds": KINDS, "settings": settings, "shards": names}, indent=2)
+    part = path.with_name(f".{MANIFEST}.{os.getpid()}.part")
+    part.write_text(text + "\n")
+    os.replace(part, path)
+
+
+def _write(path: Path, canvases: list[Canvas], kind: str) -> None:
+    """One shard, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tokens = np.array([tokens for tokens, _ in canvases], dtype=np.int32)
+    length = tokens.shape[1] if len(canvases) else 1
+    table = pa.table(
+        {
+            "tokens": pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), length),
+            "prompt_len": pa.array([prompt for _, prompt in canvases], pa.int16()),
+            "kind": pa.array([KINDS.index(kind)] * len(canvases), pa.int8()),
+        }
+    )
+    part = path.with_name(f".{path.name}.part")
+    pq.write_table(table, part, compression="zstd")
+    os.replace(part, path)

@@ -1,0 +1,148 @@
+"""A causal model turned into a masked diffusion base: LoRA on all linears, a MASK embedding, both-way attention."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
+from adjust_dlm.bases.layers import bidirectional, see_both_ways
+from adjust_dlm.data.ar import Vocabulary, forbid_bias
+from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, ce_chunk, chunked_ce
+from adjust_dlm.types import require
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class AdapterModel(nn.Module):
+    """The frozen model with live adapters.
+
+    Trainable are the LoRA matrices (fp32, fresh A from `seed`, B = 0) and the MASK embedding, which starts as the mean
+    of all embeddings. On a GPU the base stays in bf16 and autocast runs the adapters in bf16 too.
+    """
+
+    def __init__(self, causal: Any, vocabulary: Vocabulary, *, rank: int, alpha: float, seed: int, source: str) -> None:
+        """Wraps a `LlamaForCausalLM` or `Qwen2ForCausalLM` in place.
+
+        Raises:
+            InputError: the head is not tied to the embeddings (an adapted base reads its head from them).
+        """
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+
+        require(
+            causal.lm_head.weight is causal.model.embed_tokens.weight,
+            "the model's head is not tied to its embeddings; only models with tied embeddings can be adapted",
+        )
+        lora = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=list(LINEARS), lora_dropout=0.0, task_type="CAUSAL_LM"
+        )
+        with torch.random.fork_rng(devices=[]):
+            self.peft = get_peft_model(causal, lora).eval()
+        self.peft.peft_config["default"].base_model_name_or_path = source
+        self.body: Any = causal.model
+        self._see_both_ways()
+        self._fresh_adapters(seed)
+        head_VD: Tensor = self.body.embed_tokens.weight
+        self.mask_D = nn.Parameter(head_VD.float().mean(0))
+        self.register_buffer("bias_V", _forbidden(vocabulary, head_VD.device), persistent=False)
+        self._states: Callable[..., Tensor] = self._run
+        self._chunk: Chunk = ce_chunk
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Compiles the body and a chunk of the loss for fixed shapes."""
+        self._states = torch.compile(self._run, dynamic=False)
+        self._chunk = torch.compile(ce_chunk, dynamic=False)
+
+    def trainables(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter, in a fixed order."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def states(self, tokens_BL: Tensor, masked_BL: Tensor) -> Tensor:
+        """Post-final-norm states [B, L, D]; row i stands at position i (it scores token i + 1)."""
+        positions = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
+        cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
+        return self._states(tokens_BL, masked_BL, cos, sin)
+
+    def losses(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
+        """The weighted loss of a batch on the model's device, and the cross-entropy [R] of its rows."""
+        states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
+        h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
+        head_VD = self.body.embed_tokens.weight
+        return chunked_ce(
+            h_RD.to(head_VD.dtype), head_VD, self.bias_V, batch.targets_R, batch.weights_R, chunk=self._chunk
+        )  # type: ignore[arg-type]
+
+    def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The layers one by one, without a mask: nothing is padded, and attention takes its fastest path."""
+        with _autocast(self.body.embed_tokens.weight):
+            e_BLD = self.body.embed_tokens(tokens_BL)
+            h_BLD = torch.where(masked_BL[..., None], self.mask_D.to(e_BLD.dtype), e_BLD)
+            for layer in self.body.layers:
+                h_BLD = layer(h_BLD, None, None, None, False, (cos, sin))
+            out: Tensor = self.body.norm(h_BLD)
+            return out
+
+    def _see_both_ways(self) -> None:
+        self.body.config = bidirectional(self.body.config)
+        for layer in self.body.layers:
+            layer.self_attn.config = self.body.config
+        see_both_ways(self.body)
+
+    def _fresh_adapters(self, seed: int) -> None:
+        """A from a generator of its own, the same on every rank and device; no cast of the inputs to fp32."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        generator = torch.Generator().manual_seed(seed)
+        for part in self.body.modules():
+            if isinstance(part, BaseTunerLayer):
+                part.cast_input_dtype_enabled = False
+                weight = part.lora_A["default"].weight
+                fresh = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=5**0.5, generator=generator)
+                weight.data = fresh.to(weight.device)
+                part.lora_B["default"].weight.data = part.lora_B["default"].weight.data.float().zero_()
+
+    def save(self, folder: Path, facts: dict[str, Any]) -> None:
+        """Writes the folder that `load_base` reads: the adapter in peft's format as bf16, MASK, and the facts last."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save
+
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
+        half = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in weights.items()}
+        _replace(folder / ADAPTER, save(half, {"format": "pt"}))
+        mask = {"mask_embedding": self.mask_D.detach().to("cpu", torch.bfloat16)}
+        _replace(folder / MASK_EMBEDDING, save(mask, {"format": "pt"}))
+        config = self.peft.peft_config["default"]
+        was, config.inference_mode = config.inference_mode, True
+        config.save_pretrained(str(folder))
+        config.inference_mode = was
+        _replace(folder / FACTS, (json.dumps(facts, indent=2) + "\n").encode())
+
+
+def _forbidden(vocabulary: Vocabulary, device: torch.device) -> Tensor:
+    """fp32 [V]: MASK and ids beyond the tokenizer can never be the answer."""
+    return forbid_bias(vocabulary.size, [vocabulary.mask_id, *range(vocabulary.token_limit, vocabulary.size)], device)
+
+
+def _autocast(weight: Tensor) -> AbstractContextManager[Any]:
+    if weight.dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(weight.device.type, dtype=weight.dtype)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """The whole file or the old one."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)

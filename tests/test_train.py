@@ -1,0 +1,361 @@
+"""Algorithm 2, its loss and its trainer: DESIGN 8, proofs 2 and 3; cases H5, H8, H19."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases.dream import dream_base, dream_config
+from adjust_dlm.bases.exact import ExactBase, load_exact
+from adjust_dlm.data.store import open_stores
+from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.decoders import decode
+from adjust_dlm.losses import kl_rows, row_weights, weighted_kl
+from adjust_dlm.sampler import Sampler, load_sampler
+from adjust_dlm.train.batches import pack, random_slices
+from adjust_dlm.train.optim import learning_rate
+from adjust_dlm.train.trainer import TrainConfig, released_depth, train
+from adjust_dlm.train.unroll import unroll, unrolled_kl
+from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def exact() -> ExactBase:
+    return load_exact(device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def trajectories(exact: ExactBase) -> list[Trajectory]:
+    result = decode(exact, [[]] * 300, DecodeConfig(max_new_tokens=4), decoder="joint")
+    return [result.trajectory(b) for b in range(300)]
+
+
+# losses
+
+
+def test_kl_rows_by_hand() -> None:
+    """p = (1/2, 1/2, 0), q = (1/4, 3/4, 0): KL = ln 2 - ln 3 / 2."""
+    p = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    q = torch.tensor([[0.25, 0.75, 0.0]]).log()
+    assert kl_rows(p, q).item() == pytest.approx(0.693147 - 0.549306, abs=1e-5)
+
+
+def test_chunked_kl_equals_dense_in_value_and_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(23, 8, generator=generator)
+    teacher = torch.randn(37, 8, generator=generator)
+    weight = torch.rand(37, generator=generator)
+
+    def logits(h: Tensor) -> Tensor:
+        out = h @ head.T
+        out[:, 5] = -torch.inf
+        return out
+
+    dense, chunked = (torch.randn(37, 8, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in "ab")
+    a = (kl_rows(logits(teacher), logits(dense)) * weight).sum()
+    b = weighted_kl(teacher, chunked, weight, logits, head, chunk=10)
+    (3 * a).backward()
+    (3 * b).backward()
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(dense.grad, chunked.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_h8_loss_scale_survives_padding() -> None:
+    """KL of exactly 1 on 4 counted positions of 2 rows is 1.0, at L=8 and padded to L=16."""
+    for length in (8, 16):
+        masked = torch.zeros(2, length, dtype=torch.bool)
+        masked[0, -2:] = masked[1, -6:-4] = True
+        rank = torch.where(masked, 0, -1)
+        for kind in ("uniform", "next"):
+            weights = row_weights(rank, masked, kind) / 2
+            assert (weights * masked.float()).sum().item() == pytest.approx(1.0)
+
+
+def test_next_weights_by_hand() -> None:
+    rank = torch.tensor([[0, 3, -1, 6]])
+    weights = row_weights(rank, rank >= 0, "next")[0]
+    near = torch.tensor([1.0, torch.e**-1, 0.0, torch.e**-2])
+    expected = 0.9 * near / near.sum() + 0.1 * torch.tensor([1, 1, 0, 1]) / 3
+    torch.testing.assert_close(weights, expected)
+    assert row_weights(rank, rank >= 9, "next").sum() == 0
+
+
+# Algorithm 2
+
+
+def test_oracle_has_zero_kl_at_every_depth(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    """With g = f every unrolled KL is exactly 0 (H5); an index slip of either kind makes it positive."""
+
+    def oracle(h: Tensor, state: State) -> Tensor:
+        return exact.hidden(state)
+
+    def late(h: Tensor, state: State) -> Tensor:
+        """Sees the canvas before the latest commit."""
+        order = state.masked_BL.clone()
+        return torch.where(order.all(-1)[:, None, None], exact.hidden(state), h)
+
+    slices = random_slices(trajectories, range(300), count=32, length=4, rollout=3, key=(0,), pad_id=0)
+    right, wrong = unroll(exact, oracle, slices), unroll(exact, late, slices)
+    for k in (1, 2, 3):
+        for weights in ("next", "uniform"):
+            assert unrolled_kl(exact, right, k, weights=weights).item() == 0.0
+        if k < 3:
+            assert unrolled_kl(exact, wrong, k).item() > 1e-2
+            assert unrolled_kl(exact, right, k, stale=True).item() > 1e-2
+
+
+def test_unroll_feeds_g_the_canvas_after_its_commit(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    """Window s of trajectory n calls g at depth k on state(start + s + k), recomputed from the order alone."""
+    chosen, starts = trajectories[:3], [0, 1, 0]
+    seen: list[Tensor] = []
+
+    def spy(h: Tensor, state: State) -> Tensor:
+        seen.append(state.tokens_BL)
+        return exact.hidden(state)
+
+    unroll(exact, spy, pack(chosen, starts, 4, 0), rollout=2)
+    for k in (1, 2):
+        for s in (0, 1):
+            for n, (x, start) in enumerate(zip(chosen, starts, strict=True)):
+                t = min(start + s + k, x.commits)
+                assert seen[k - 1][s * 3 + n].tolist() == x.state(t, exact.spec.mask_id)[0].tolist()
+
+
+def test_shared_base_passes_equal_the_plain_form() -> None:
+    """S - rollout windows of one slice give the loss and gradient of as many single windows (fp32, tiny Dream)."""
+    config = dream_config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = dream_base(config, mask_id=49, end_ids=(48,), bos_id=47)
+    result = decode(base, [[47, 1], [47, 2, 3]], DecodeConfig(max_new_tokens=8), decoder="joint")
+    chosen = [result.trajectory(b) for b in range(2)]
+    sampler = Sampler(base)
+
+    def gradient(losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+        sampler.zero_grad()
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.flatten() for p in sampler.parameters() if p.grad is not None])
+
+    shared = unroll(base, sampler, pack(chosen, [0, 1], 5, 0), rollout=2)
+    sliced = gradient([unrolled_kl(base, shared, k) for k in (1, 2)])
+    singles = []
+    for s in range(3):
+        run = unroll(base, sampler, pack(chosen, [s, 1 + s], 3, 0), rollout=2)
+        singles += [unrolled_kl(base, run, k) for k in (1, 2)]
+    plain = gradient(singles)
+    torch.testing.assert_close(sliced, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_left_pads_do_not_change_the_loss() -> None:
+    config = dream_config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = dream_base(config, mask_id=49, end_ids=(48,), bos_id=47)
+    result = decode(base, [[47, 1], [47, 2, 3, 4, 5, 6, 7]], DecodeConfig(max_new_tokens=8), decoder="joint")
+    short, long = (result.trajectory(b) for b in range(2))
+    sampler = Sampler(base)
+
+    def loss(chosen: list[Trajectory]) -> Tensor:
+        return unrolled_kl(base, unroll(base, sampler, pack(chosen, [1] * len(chosen), 4, 0)), 2)
+
+    torch.testing.assert_close(loss([short, long]), (loss([short]) + loss([long])) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_every_window_start_is_equally_likely() -> None:
+    """T=6, S=4, rollout 2 (2 windows a slice): starts -1..4, so window starts 0..4 are covered twice each."""
+    x = Trajectory(torch.arange(6), torch.arange(6), 0, 0)
+    counts: Counter[int] = Counter()
+    for step in range(400):
+        slices = random_slices([x], range(1), count=8, length=4, rollout=2, key=(step,), pad_id=0)
+        for start in slices.start_N.tolist():
+            counts.update(t for t in (start, start + 1) if 0 <= t <= 4)
+    total = sum(counts.values())
+    assert sorted(counts) == [0, 1, 2, 3, 4]
+    assert all(abs(c / total - 0.2) < 0.03 for t, c in counts.items() if t < 4)
+
+
+def test_windows_before_the_first_state_do_not_count(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    run = unroll(exact, lambda h, s: h, pack(trajectories[:1], [-1], 4, 0), rollout=2)
+    assert all((rank[0] < 0).all() for rank in run.rank)
+    assert (run.rank[0][1] >= 0).sum() == 3 and (run.rank[1][1] >= 0).sum() == 2
+
+
+def test_states_after_the_end_do_not_count() -> None:
+    """A text that ended after 2 commits: its third state has no weight and its never-filled rows no rank."""
+    done = Trajectory(torch.tensor([1, 2, 0, 0]), torch.tensor([0, 1, -2, -2]), 0, 0)
+    rank = pack([done], [0], 4, 0).rank()
+    assert (rank[:2, 0] >= 0).sum(-1).tolist() == [4, 3]
+    assert (rank[2:] >= 0).sum() == 0
+
+
+def test_released_depths_follow_their_softmax() -> None:
+    counts = Counter(released_depth((0, step, 0), 3) for step in range(4000))
+    for depth, share in zip((1, 2, 3), (0.481, 0.292, 0.227), strict=True):
+        assert counts[depth] / 4000 == pytest.approx(share, abs=0.03)
+
+
+def test_learning_rate_by_hand() -> None:
+    at = [learning_rate(s, s / 100, warmup=10, decay=0.7) for s in (0, 9, 30, 65, 100)]
+    assert at == pytest.approx([0.1, 1.0, 1.0, 0.5, 0.0])
+    assert learning_rate(99, 0.99, warmup=0, decay=0.0) == 1.0
+
+
+# the trainer, on the enumerable base
+
+
+@pytest.fixture(scope="module")
+def folder(exact: ExactBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trajectories")
+    make_trajectories(
+        TrajectoriesConfig(base="exact", num=1024, output=str(out), max_new_tokens=4, batch_size=512), base=exact
+    )
+    return out
+
+
+def settings(folder: Path, output: Path, **changes: object) -> TrainConfig:
+    common = {
+        "base": "exact", "slice_states": 4, "slices": 8, "heldout": 64, "warmup": 5, "steps": 12, "eval_every": 6,
+        "checkpoint_every": 5, "accumulate": 2,
+    }  # fmt: skip
+    return TrainConfig(trajectories=(str(folder),), output=str(output), **{**common, **changes})  # type: ignore[arg-type]
+
+
+def weights(output: Path) -> dict[str, Tensor]:
+    return torch.load(output / "checkpoint.pt", weights_only=True)["sampler"]
+
+
+def test_trained_g_brings_total_variation_below_parallel(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    """Proof 3: K=4 on four tokens is one base pass; parallel is far from p*, a trained g much nearer."""
+    result = train(settings(folder, tmp_path, steps=800, slices=32, lr=1e-2, accumulate=1, eval_every=800), exact)
+    held = result["heldout"]
+    for k in (1, 2):
+        assert held[f"kl_{k}"] < 0.5 * held[f"stale_{k}"]
+    g = load_sampler(tmp_path / "sampler", exact)
+    n = 4000
+    config = DecodeConfig(tokens_per_step=4, max_new_tokens=4, seed=9)
+
+    def total_variation(decoder: str) -> float:
+        rows = decode(exact, [[]] * n, config, decoder=decoder, sampler=g).tokens_BL
+        counts = Counter(map(tuple, rows.tolist()))
+        return sum(
+            abs(counts[tuple(s)] / n - p) for s, p in zip(exact.strings_NL.tolist(), exact.p_N.tolist(), strict=True)
+        ) / 2
+
+    distance = {d: total_variation(d) for d in ("joint", "parallel", "adjust")}
+    assert distance["joint"] < 0.1  # sampling noise of 4000 draws from 256 strings
+    assert distance["parallel"] > 0.5
+    assert distance["adjust"] < 0.2
+
+
+def test_h19_resume_is_bit_for_bit(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    """12 steps in one go, and 7 + SIGTERM + 5: the same weights, metrics and sampler file."""
+    train(settings(folder, tmp_path / "whole"), exact)
+
+    class Stopping(ExactBase):
+        calls = 0
+
+        def hidden(self, state: State) -> Tensor:
+            Stopping.calls += 1
+            if Stopping.calls == 14:  # the 14th micro-batch ends step 7
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().hidden(state)
+
+    stopping = Stopping(exact.joint)
+    first = train(settings(folder, tmp_path / "parts", eval_every=100), stopping)
+    assert not first["finished"] and first["steps"] == 7
+    assert not (tmp_path / "parts" / "sampler").exists()
+    # eval_every is a setting too: a changed one is refused by name
+    with pytest.raises(InputError, match="eval_every was 100 and is now 6"):
+        train(settings(folder, tmp_path / "parts"), exact)
+    second = train(settings(folder, tmp_path / "parts", eval_every=100), exact)
+    assert second["finished"] and second["steps"] == 12
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[k], parts[k]) for k in whole)
+    files = [(tmp_path / p / "sampler" / "sampler.safetensors").read_bytes() for p in ("whole", "parts")]
+    assert files[0] == files[1]
+
+
+def test_metrics_hold_every_depth(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    train(settings(folder, tmp_path), exact)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [6, 12]
+    for k in (1, 2, 3):
+        assert {f"kl_{k}", f"stale_{k}", f"top1_{k}"} <= lines[-1].keys()
+
+
+def test_two_micro_batches_equal_one_twice_as_wide(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    """Micro-batches are averaged: accumulate=2 has the mean of their gradients, not the sum (scale of step 1)."""
+    train(settings(folder, tmp_path / "two", steps=1, accumulate=2, optimizer="adamw", warmup=0, decay=0.0), exact)
+    two = json.loads((tmp_path / "two" / "metrics.jsonl").read_text())
+    losses = []
+    for micro in (0, 1):
+        torch.manual_seed(0)
+        sampler = Sampler(exact)
+        store = list(open_stores([folder]))
+        run = unroll(exact, sampler, random_slices(store, range(960), count=8, length=4, rollout=3, key=(0, 0, micro), pad_id=0))
+        losses.append(sum(unrolled_kl(exact, run, k).item() for k in (1, 2, 3)) / 3)
+    assert two["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+
+
+def test_nan_stops_with_the_step_named(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    class Broken(ExactBase):
+        calls = 0
+
+        def hidden(self, state: State) -> Tensor:
+            Broken.calls += 1
+            h = super().hidden(state)
+            return h * float("nan") if Broken.calls > 6 else h
+
+    with pytest.raises(FloatingPointError, match="at step 3"):
+        train(settings(folder, tmp_path), Broken(exact.joint))
+
+
+def test_bad_input_is_named(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no trajectories"):
+        train(TrainConfig(base="exact", output=str(tmp_path)), exact)
+    with pytest.raises(InputError, match="1024 trajectories, of which 1024 are held out"):
+        train(settings(folder, tmp_path, heldout=1024), exact)
+    with pytest.raises(InputError, match="fingerprint"):
+        train(settings(folder, tmp_path), load_exact(device=CPU, dtype=torch.float32, seed=1))
+    with pytest.raises(InputError, match="slice_states is 3"):
+        settings(folder, tmp_path, slice_states=3)
+    with pytest.raises(InputError, match="lr is nan"):
+        settings(folder, tmp_path, lr=float("nan"))
+
+
+def test_full_disk_keeps_the_old_checkpoint(
+    exact: ExactBase, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(settings(folder, tmp_path, steps=5), exact)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    from adjust_dlm.train.checkpoint import save_checkpoint
+
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, {"run": {}})
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not list(tmp_path.glob(".*part"))
+
+
+def test_paper_preset_is_the_papers() -> None:
+    config = TrainConfig(preset="paper")
+    assert (config.optimizer, config.lr, config.warmup, config.weights) == ("adamw", 5e-5, 250, "uniform")
+    assert config.slices * (config.slice_states - config.rollout) == 32
