@@ -103,7 +103,7 @@ class TableBase(Base):
 def writer(tokens: list[int], certainty: list[float], words: int = 8, **options: Any) -> TableBase:
     """A base that writes `tokens`, the position with the largest certainty (logit) first."""
     logits_LV = torch.zeros(len(tokens), words)
-    logits_LV[range(len(tokens)), tokens] = torch.tensor(certainty)
+    logits_LV[range(len(tokens)), tokens] = torch.tensor(certainty).float()
     return TableBase(logits_LV, **options)
 
 
@@ -210,14 +210,20 @@ def _best(score: dict[int, float], count: int) -> tuple[int, ...]:
     return tuple(sorted(score, key=lambda i: (-round(score[i], 6), i))[:count])
 
 
+def _draws(p_LV: np.ndarray, positions: tuple[int, ...]) -> Iterator[tuple[float, dict[int, int]]]:
+    """(probability, {position: token}) of independent draws that are possible at all."""
+    for tokens in itertools.product(*(p_LV[i].nonzero()[0].tolist() for i in positions)):
+        yield (
+            math.prod(p_LV[i, t] for i, t in zip(positions, tokens, strict=True)),
+            dict(zip(positions, tokens, strict=True)),
+        )
+
+
 def _choices(p_LV: np.ndarray, open_: list[int], rule: str, count: int) -> Iterator[tuple[float, dict[int, int]]]:
     """(probability, {position: token}) of everything one round may commit."""
     if rule == "confidence":  # the order looks at tokens drawn for every open position
-        for tokens in itertools.product(range(p_LV.shape[1]), repeat=len(open_)):
-            drawn = dict(zip(open_, tokens, strict=True))
-            chance = math.prod(p_LV[i, t] for i, t in drawn.items())
-            if chance > 0:
-                yield chance, {i: drawn[i] for i in _best({i: p_LV[i, t] for i, t in drawn.items()}, count)}
+        for chance, drawn in _draws(p_LV, tuple(open_)):
+            yield chance, {i: drawn[i] for i in _best({i: p_LV[i, t] for i, t in drawn.items()}, count)}
         return
     if rule == "random":
         sets = list(itertools.combinations(open_, count))
@@ -228,10 +234,8 @@ def _choices(p_LV: np.ndarray, open_: list[int], rule: str, count: int) -> Itera
     else:
         sets = [_best({i: float(np.subtract(*np.sort(p_LV[i])[:-3:-1])) for i in open_}, count)]
     for positions in sets:
-        for tokens in itertools.product(range(p_LV.shape[1]), repeat=count):
-            chance = math.prod(p_LV[i, t] for i, t in zip(positions, tokens, strict=True)) / len(sets)
-            if chance > 0:
-                yield chance, dict(zip(positions, tokens, strict=True))
+        for chance, drawn in _draws(p_LV, positions):
+            yield chance / len(sets), drawn
 
 
 def parallel_law(

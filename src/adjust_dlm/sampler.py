@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from adjust_dlm.bases import Base
+from adjust_dlm.bases import Base, smol
 from adjust_dlm.bases.layers import BidirectionalLayer
 from adjust_dlm.types import InputError, State, require
 
@@ -71,8 +72,8 @@ class Sampler(nn.Module):
         eps = base.layer_config.rms_norm_eps
         self.norm_embed, self.norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
         self.norm_out = norm(width, eps=eps)
-        if self.config.norms:
-            nn.init.constant_(self.norm_out.weight, self.config.output_norm_init)
+        for weight in self.norm_out.parameters():
+            nn.init.constant_(weight, self.config.output_norm_init)
 
     def forward(self, h_BLD: Tensor, state: State) -> Tensor:
         """One step of the recursion h_{k+1} = g(h_k, x + the token just committed).
@@ -92,15 +93,15 @@ class Sampler(nn.Module):
         return h_BLD + z_BLD if self.config.residual else z_BLD
 
     def save(self, folder: Path | str, **provenance: Any) -> None:
-        """Writes config and weights (bf16), each atomically; `provenance` goes into the config file."""
+        """Writes config and weights (bf16), whole or not at all; `provenance` goes into the config file."""
         from safetensors.torch import save_file
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in self.state_dict().items()}
         facts = {"config": asdict(self.config), "base_fingerprint": self.base_fingerprint, **provenance}
-        _replace(folder / WEIGHTS, lambda p: save_file(weights, p))
-        _replace(folder / CONFIG, lambda p: p.write_text(json.dumps(facts, indent=2) + "\n"))
+        text = json.dumps(facts, indent=2) + "\n"
+        _replace({folder / WEIGHTS: lambda p: save_file(weights, p), folder / CONFIG: lambda p: p.write_text(text)})
 
 
 class _NoNorm(nn.Identity):
@@ -110,23 +111,34 @@ class _NoNorm(nn.Identity):
         super().__init__()
 
 
-def _replace(path: Path, write: Any) -> None:
-    """Writes through a temporary neighbour, so that a full disk leaves the old file whole."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+def _replace(writers: dict[Path, Callable[[Path], Any]]) -> None:
+    """Writes temporary neighbours first, so that a full disk leaves all the old files whole."""
+    parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in writers}
     try:
-        write(part)
-        os.replace(part, path)
+        for path, write in writers.items():
+            write(parts[path])
+        for path, part in parts.items():
+            os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        for part in parts.values():
+            part.unlink(missing_ok=True)
 
 
-def load_sampler(folder: Path | str, base: Base) -> Sampler:
-    """Loads g for its own base, in the base's dtype and on its device.
+def default_sampler(base_name: str) -> Path | None:
+    """Folder of the sampler that ships with the package for a base, if there is one."""
+    folder = smol.MODELS / f"{base_name}-sampler"
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
+    """Loads g for its own base, in the base's dtype and on its device; None takes the one that ships.
 
     Raises:
         InputError: no sampler there, unreadable or incomplete weights, or trained for another base.
     """
-    folder = Path(folder)
+    folder = folder or default_sampler(base.spec.name)
+    require(folder is not None, f"no sampler ships for base {base.spec.name!r}; name one")
+    folder = Path(str(folder))
     require((folder / CONFIG).is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
     facts = _read_config(folder / CONFIG)
     require(

@@ -118,9 +118,7 @@ def confidence(logits_RV: Tensor, token_R: Tensor) -> Tensor:
 _SCORES: dict[OrderRule, Callable[[Tensor], Tensor]] = {"entropy": negative_entropy, "margin": margin}
 
 
-def score_rows(
-    raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bool, config: DecodeConfig
-) -> Tensor:
+def score_rows(raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bool, config: DecodeConfig) -> Tensor:
     """Certainty of each row under a rule that looks at logits: fp32 [R], the largest is revealed first.
 
     Args:

@@ -70,8 +70,8 @@ class BidirectionalLayer(nn.Module):
                     nn.init.zeros_(part.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> BidirectionalLayer:
-        """`.to(...)`, `.cuda()`, ...: the rotary frequencies are made anew in fp32, for bf16 would turn far positions."""
-        super()._apply(fn, recurse)
+        """`.to(...)` and the like. Rotary frequencies are made anew in fp32: in bf16 far positions would be turned."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.rotary = self._rotary_class(config=self._config).to(next(self.layer.parameters()).device)
         return self
 

@@ -34,7 +34,8 @@ def _bases() -> list[dict[str, Any]]:
     """Every registered base; `ready` says that its weights need no download."""
     from adjust_dlm.bases import known_bases
     from adjust_dlm.bases.smol import MODELS
-    from adjust_dlm.commands.common import ar_partner, default_sampler
+    from adjust_dlm.commands.common import DEFAULT_BASE, ar_partner
+    from adjust_dlm.sampler import default_sampler
 
     return [
         {
@@ -42,7 +43,7 @@ def _bases() -> list[dict[str, Any]]:
             "description": text,
             "packaged_bytes": size(MODELS / name),
             "ar": (source := ar_partner(name)),
-            "ready": source is None or _ar_cached(source),
+            "ready": name != DEFAULT_BASE if source is None else _ar_cached(source),
             "sampler": str(sampler) if (sampler := default_sampler(name)) else None,
         }
         for name, text in known_bases().items()
@@ -61,7 +62,7 @@ def _ar_cached(source: str) -> bool:
 def _samplers() -> list[dict[str, Any]]:
     """The samplers that ship with the package."""
     from adjust_dlm.bases import known_bases
-    from adjust_dlm.commands.common import default_sampler
+    from adjust_dlm.sampler import default_sampler
 
     found = [(name, default_sampler(name)) for name in known_bases()]
     return [{"base": name, "path": str(path), "bytes": size(path)} for name, path in found if path]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from adjust_dlm.bases import Base
     from adjust_dlm.types import DecodeConfig, DecodeResult
 
-logger = logging.getLogger(__name__)
+DEFAULT_BASE = "smol"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class DecodeFlags:
         output: folder for result.json, samples.jsonl and run.yaml.
     """
 
-    base: str = "smol"
+    base: str = DEFAULT_BASE
     sampler: Path | None = None
     tokens_per_step: int = 4
     max_new_tokens: int = 64
@@ -115,18 +114,10 @@ def load_for(flags: DecodeFlags) -> Base:
 
 def load_sampler_for(flags: DecodeFlags, base: Base) -> Any:
     """The sampler that the flags name, else the one that ships for the base, else None."""
-    from adjust_dlm.sampler import load_sampler
+    from adjust_dlm.sampler import default_sampler, load_sampler
 
     folder = flags.sampler or default_sampler(flags.base)
     return None if folder is None else load_sampler(folder, base)
-
-
-def default_sampler(base_name: str) -> Path | None:
-    """Folder of the sampler that ships with the package for a base, if there is one."""
-    from adjust_dlm.bases.smol import MODELS
-
-    folder = MODELS / f"{base_name}-sampler"
-    return folder if (folder / "sampler.json").is_file() else None
 
 
 def ar_partner(base_name: str) -> str | None:

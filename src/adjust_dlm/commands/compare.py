@@ -22,6 +22,8 @@ from adjust_dlm.commands.common import (
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 if TYPE_CHECKING:
+    import torch
+
     from adjust_dlm.bases import Base
     from adjust_dlm.types import DecodeConfig
 
@@ -74,26 +76,28 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
 
 
 def _add_nll(flags: CompareConfig, base: Base, ids: list[int], samples: list[Record]) -> None:
-    """Puts `nll_sum` into every sample: -log p(completion | prompt) under the AR partner; None without one.
+    """Puts `nll_sum` into every sample: -log p(completion | prompt) under the AR partner; None without one."""
+    source, start = ar_partner(flags.base), base.spec.bos_id
+    prompt = ids[ids[:1] == [start] :]
+    texts = [prompt, *(prompt + s["tokens"][: s["completion_tokens"]] for s in samples)]
+    sums: list[float] | None = None
+    if source is None or start is None:
+        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
+    elif any(texts):
+        sums = _nll_sums(source, texts, start, base.device)
+    for n, sample in enumerate(samples):
+        # The prompt itself never counts: NLL(prompt + completion) - NLL(prompt).
+        sample["nll_sum"] = None if sums is None else sums[n + 1] - sums[0]
 
-    NLL(prompt + completion) - NLL(prompt), both given the start token, so the prompt itself never counts.
-    """
+
+def _nll_sums(source: str, texts: list[list[int]], start: int, device: torch.device) -> list[float]:
+    """NLL of each text given the start token."""
     from adjust_dlm.bases.adapted import load_ar
     from adjust_dlm.eval.nll import score_nll
 
-    source, start = ar_partner(flags.base), base.spec.bos_id
-    texts = [
-        ids[ids[:1] == [start] :],
-        *(ids[ids[:1] == [start] :] + s["tokens"][: s["completion_tokens"]] for s in samples),
-    ]
-    if source is None or start is None:
-        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
-    scored = source is not None and start is not None and any(texts)
-    if source is not None and start is not None and scored:
-        model, _ = load_ar(source, device=base.device)
-        sums = score_nll(model, texts, condition_id=start, batch_size=8, device=base.device).sum_nll_N.tolist()
-    for n, sample in enumerate(samples):
-        sample["nll_sum"] = sums[n + 1] - sums[0] if scored else None
+    model, _ = load_ar(source, device=device)
+    sums: list[float] = score_nll(model, texts, condition_id=start, batch_size=8, device=device).sum_nll_N.tolist()
+    return sums
 
 
 def _row(decoder: str, samples: list[Record]) -> Record:

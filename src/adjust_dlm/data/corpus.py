@@ -83,7 +83,9 @@ class CorpusConfig:
         for split in SPLITS:
             for kind in KINDS[:3]:
                 starts = range(0, self.rows(split, kind), self.shard_rows)
-                out += [(split, kind, n, min(self.shard_rows, self.rows(split, kind) - s)) for n, s in enumerate(starts)]
+                out += [
+                    (split, kind, n, min(self.shard_rows, self.rows(split, kind) - s)) for n, s in enumerate(starts)
+                ]
         return out
 
 
@@ -164,7 +166,9 @@ def load_corpus(folder: Path, split: str) -> Corpus:
     return Corpus(tokens_NL, prompt_len_N, kind_N)
 
 
-def chat_canvas(sample: list[int], prefix: list[int], turn: list[int], end_ids: tuple[int, ...], length: int) -> Canvas | None:
+def chat_canvas(
+    sample: list[int], prefix: list[int], turn: list[int], end_ids: tuple[int, ...], length: int
+) -> Canvas | None:
     """A canvas from what the model wrote after the user prefix, or None if it is no chat.
 
     A chat has a user turn of 1 to `MAX_USER_TOKENS` tokens, closed by `turn` (whose first token is the first end token
@@ -182,9 +186,7 @@ def chat_canvas(sample: list[int], prefix: list[int], turn: list[int], end_ids: 
     return tokens + [end_ids[0]] * (length - len(tokens)), len(prefix) + first
 
 
-def _canvases(
-    config: CorpusConfig, source: Source, split: str, kind: str, shard: int, rows: int
-) -> Iterator[Canvas]:
+def _canvases(config: CorpusConfig, source: Source, split: str, kind: str, shard: int, rows: int) -> Iterator[Canvas]:
     """The stream of canvases of one shard; its first `rows` are the shard."""
     stream = 2 * KINDS.index(kind) + SPLITS.index(split)
     first_row = (stream << 40) + (shard << 24)
@@ -231,7 +233,10 @@ def _list_canvases(config: CorpusConfig, source: Source, seed: int, held_out: bo
     end = source.vocabulary.end_ids[0]
     while batch := list(islice(tasks, 1024)):
         prompts = [CHAT_USER + task.prompt + CHAT_TURN for task in batch]
-        encoded = [source.tokenizer(texts, add_special_tokens=False)["input_ids"] for texts in (prompts, [t.answer for t in batch])]
+        encoded = [
+            source.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            for texts in (prompts, [t.answer for t in batch])
+        ]
         fits = 0
         for prompt, answer in zip(*encoded, strict=True):
             tokens = [*prompt, *answer, end]

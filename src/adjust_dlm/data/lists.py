@@ -11,26 +11,27 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-FIRST_NAMES = tuple(
-    """Aaron Abigail Adam Alan Alice Amanda Amy Andrea Andrew Angela Anna Anthony Arthur Ashley Barbara Benjamin Betty
+_FIRST = """
+    Aaron Abigail Adam Alan Alice Amanda Amy Andrea Andrew Angela Anna Anthony Arthur Ashley Barbara Benjamin Betty
     Brandon Brian Bruce Carl Carol Catherine Charles Christine Daniel David Deborah Dennis Diana Donald Donna Dorothy
     Douglas Dylan Edward Elizabeth Emily Emma Eric Ethan Eugene Frances Frank Gary George Gloria Grace Gregory Hannah
     Harold Heather Helen Henry Jack Jacob James Janet Jason Jean Jennifer Jeremy Jessica Joan John Jordan Joseph Joyce
     Judith Julia Karen Keith Kenneth Kevin Kyle Larry Laura Lauren Linda Lisa Logan Louis Madison Margaret Maria Mark
     Martha Mary Matthew Megan Michael Nancy Nathan Nicole Olivia Pamela Patrick Paul Peter Philip Rachel Ralph Randy
     Rebecca Richard Robert Roger Rose Ruth Samuel Sandra Sarah Scott Sharon Sophia Stephen Susan Teresa Thomas Tyler
-    Victoria Vincent Virginia Walter Wayne William""".split()
-)
-LAST_NAMES = tuple(
-    """Adams Allen Alvarez Anderson Bailey Baker Bennett Brooks Brown Butler Campbell Carter Castillo Chavez Clark
+    Victoria Vincent Virginia Walter Wayne William
+"""
+_LAST = """
+    Adams Allen Alvarez Anderson Bailey Baker Bennett Brooks Brown Butler Campbell Carter Castillo Chavez Clark
     Collins Cook Cooper Cox Cruz Davis Diaz Edwards Evans Fisher Flores Ford Foster Garcia Gibson Gomez Gonzalez Gray
     Green Griffin Hall Hamilton Harris Hayes Henderson Hernandez Hill Howard Hughes Hunter Jackson James Jenkins
     Johnson Jones Jordan Kelly Kennedy Kim King Lee Lewis Long Lopez Marshall Martin Martinez Mason McDonald Mendoza
     Miller Mitchell Moore Morales Morgan Morris Murphy Murray Myers Nelson Nguyen Ortiz Owens Parker Patel Perez Perry
     Peterson Phillips Powell Price Ramirez Ramos Reed Reyes Reynolds Richardson Rivera Roberts Robinson Rogers Ross
     Ruiz Russell Sanchez Sanders Scott Simmons Smith Stevens Stewart Sullivan Taylor Thomas Thompson Torres Turner
-    Walker Wallace Ward Watson West White Williams Wilson Wood Wright Young""".split()
-)
+    Walker Wallace Ward Watson West White Williams Wilson Wood Wright Young
+"""
+FIRST_NAMES, LAST_NAMES = tuple(_FIRST.split()), tuple(_LAST.split())
 HELD_OUT_EVERY = 5  # each fifth first and last name is kept for held-out tasks
 
 KINDS = ("copy", "reverse", "sort", "insert", "remove", "replace", "shuffle")

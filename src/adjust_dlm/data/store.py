@@ -10,10 +10,10 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -266,7 +266,7 @@ def _load_folder(folder: Path) -> tuple[dict[str, Any], Columns]:
     return manifest, columns
 
 
-class TrajectoryStore:
+class TrajectoryStore(Sequence[Trajectory]):
     """All trajectories of one or more folders in memory, in row order, folder after folder.
 
     Args:
@@ -326,8 +326,14 @@ class TrajectoryStore:
     def __len__(self) -> int:
         return len(self.columns.row_N)
 
-    def __getitem__(self, n: int) -> Trajectory:
+    @overload
+    def __getitem__(self, n: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Trajectory]: ...
+    def __getitem__(self, n: int | slice) -> Trajectory | list[Trajectory]:
         """The n-th trajectory (not row id n, when rows do not start at 0)."""
+        if isinstance(n, slice):
+            return [self[i] for i in range(*n.indices(len(self)))]
         if not -len(self) <= n < len(self):
             raise IndexError(f"trajectory {n} of {len(self)}")
         c, n = self.columns, n % len(self)
@@ -338,9 +344,6 @@ class TrajectoryStore:
             row=int(c.row_N[n]),
             seed=int(c.seed_N[n]),
         )
-
-    def __iter__(self) -> Iterator[Trajectory]:
-        return (self[n] for n in range(len(self)))
 
 
 def _copies(a: dict[str, Any], b: dict[str, Any]) -> bool:

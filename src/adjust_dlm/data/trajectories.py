@@ -53,7 +53,7 @@ class TrajectoriesConfig:
         chat: put each text of a file into the base's chat template (list tasks always are in it).
         seed: with a row's number, the only source of randomness.
         first_row: number of the first row; another start makes new rows of the same seed and prompts.
-        batch_size: rows decoded together; divides shard_rows, and does not change the result.
+        batch_size: rows decoded together; divides shard_rows, and does not change the result (but for bf16 rounding).
         shard_rows: rows per file, the unit of work and of loss when interrupted.
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is float32 on the CPU and bfloat16 on a GPU.
@@ -144,7 +144,9 @@ def make_trajectories(
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     require(0 <= rank < world, f"rank is {rank}; it must lie in 0..{world - 1}")
     base = base if base is not None else _load(config)
-    source = source or open_prompts(config.prompts, base, chat=config.chat, rows=config.first_row + config.num, seed=config.seed)
+    if source is None:
+        last = config.first_row + config.num
+        source = open_prompts(config.prompts, base, chat=config.chat, rows=last, seed=config.seed)
     run = _Run(config, base, source)
     run.prepare()
     ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]

@@ -153,6 +153,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     Raises:
         FloatingPointError: the states gave NaN; such a row could never be finished.
     """
+    _refuse_nan(base, h_BLD[canvas.masked_BL])
     score_BL = _scores(base, h_BLD, canvas)
     count = max(count, 1)
     position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :count]
@@ -161,10 +162,14 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     logits_RV = base.logits(h_BLD[row_BN, position_BN].flatten(0, 1), suppress_eos=canvas.config.suppress_eos)
     u_R = canvas.uniforms(position_BN, row_BN).flatten()
     processed_RV = process(logits_RV, canvas.config)
-    if bool(score_BL.isnan().any() | processed_RV.isnan().any()):
-        raise FloatingPointError(f"NaN logits from base {base.spec.name!r} or its sampler, dtype {h_BLD.dtype}")
+    _refuse_nan(base, score_BL, processed_RV)
     token_R = draw(processed_RV, u_R, canvas.config.temperature)
     return Picks(position_BN, token_R.view_as(position_BN), valid_BN)
+
+
+def _refuse_nan(base: Base, *parts: Tensor) -> None:
+    if any(bool(part.isnan().any()) for part in parts):
+        raise FloatingPointError(f"base {base.spec.name!r} or its sampler gave NaN ({base.dtype} on {base.device})")
 
 
 def _scores(base: Base, h_BLD: Tensor, canvas: Canvas) -> Tensor:

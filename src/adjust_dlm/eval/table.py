@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import decode
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
 from adjust_dlm.eval.mauve import features, mauve
@@ -63,6 +65,14 @@ class TableConfig:
     device: str = "auto"
     compile: bool = False
 
+    def __post_init__(self) -> None:
+        """Checks what decoding would otherwise find out late."""
+        require(self.n >= 2, f"n is {self.n}; a table needs at least 2 texts a cell")
+        require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
+        require(all(k >= 1 for k in self.tokens_per_step), f"tokens_per_step is {self.tokens_per_step}; all must be >= 1")
+        good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
+        require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
+
 
 def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
     """Generates every cell once, scores it, writes `samples.jsonl` and `table.md`, returns the numbers."""
@@ -73,18 +83,20 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
     if config.compile:
         base.compile()
     if sampler is None:
-        require(config.sampler is not None, f"no sampler given for base {config.base!r}; name one with --sampler")
-        sampler = load_sampler(str(config.sampler), base)
+        sampler = load_sampler(config.sampler, base)
+    judge, _ = load_ar(config.judge, device=device, dtype=base.dtype)
+    require(
+        judge.config.vocab_size == base.spec.vocab_size,
+        f"judge {config.judge!r} has {judge.config.vocab_size} tokens, base {config.base!r} {base.spec.vocab_size}: "
+        "token ids would mean other words",
+    )
     cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
     texts = {cell: _generate(base, sampler, config, *cell) for cell in cells}
     references = {t: _generate(base, sampler, config, t, "joint", 1, first_row=config.n) for t in config.temperatures}
     out: dict[str, Any] = {}
     if rank == 0:
-        out = _score(config, base, texts, references, device)
-        folder = Path(config.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "table.md").write_text(render(out))
-        _write_samples(folder / "samples.jsonl", base, texts)
+        out = _score(config, base, judge, texts, references)
+        _write(Path(config.output), render(out), base, texts)
     distributed.barrier()
     return out
 
@@ -118,12 +130,12 @@ def _generate(
 
 
 def _score(
-    config: TableConfig, base: Base, texts: dict[Any, Texts], references: dict[float, Texts], device: torch.device
+    config: TableConfig, base: Base, judge: Any, texts: dict[Any, Texts], references: dict[float, Texts]
 ) -> dict[str, Any]:
-    judge, _ = load_ar(config.judge, device=device, dtype=base.dtype)
     start = base.spec.bos_id if base.spec.bos_id is not None else base.spec.end_ids[0]
     nll = {
-        cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=device) for cell, rows in texts.items()
+        cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=judge.device)
+        for cell, rows in texts.items()
     }
     reference = {t: features(judge, rows, 64) for t, rows in references.items()}
     lines = []
@@ -161,13 +173,14 @@ def render(table: dict[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _write_samples(path: Path, base: Base, texts: dict[Any, Texts], limit: int = 20) -> None:
-    """The first texts of every cell, to be read by a person."""
-    with path.open("w") as file:
-        for (t, decoder, k), rows in texts.items():
-            for row, ids in enumerate(rows[:limit]):
-                text = base.decode(ids) if base.tokenizer is not None else " ".join(map(str, ids))
-                line = {"temperature": t, "decoder": decoder, "tokens_per_step": k, "row": row, "text": text}
-                file.write(json.dumps(line) + "\n")
-
-
+def _write(folder: Path, markdown: str, base: Base, texts: dict[Any, Texts], limit: int = 20) -> None:
+    """`table.md`, and the first texts of every cell, to be read by a person."""
+    lines = []
+    for (t, decoder, k), rows in texts.items():
+        for row, ids in enumerate(rows[:limit]):
+            text = base.decode(ids) if base.tokenizer is not None else " ".join(map(str, ids))
+            line = {"temperature": t, "decoder": decoder, "tokens_per_step": k, "row": row, "text": text}
+            lines.append(json.dumps(line) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "table.md", markdown.encode())
+    write_atomic(folder / "samples.jsonl", "".join(lines).encode())

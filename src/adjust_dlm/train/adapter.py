@@ -28,7 +28,9 @@ class AdapterModel(nn.Module):
     of all embeddings. On a GPU the base stays in bf16 and autocast runs the adapters in bf16 too.
     """
 
-    def __init__(self, causal: Any, vocabulary: Vocabulary, *, rank: int, alpha: float, seed: int, source: str) -> None:
+    bias_V: Tensor
+
+    def __init__(self, causal: Any, vocabulary: Vocabulary, *, rank: int, alpha: int, seed: int, source: str) -> None:
         """Wraps a `LlamaForCausalLM` or `Qwen2ForCausalLM` in place.
 
         Raises:
@@ -56,7 +58,7 @@ class AdapterModel(nn.Module):
         self._states: Callable[..., Tensor] = self._run
         self._chunk: Chunk = ce_chunk
 
-    def compile(self, *_: Any, **__: Any) -> None:
+    def compile_passes(self) -> None:
         """Compiles the body and a chunk of the loss for fixed shapes."""
         self._states = torch.compile(self._run, dynamic=False)
         self._chunk = torch.compile(ce_chunk, dynamic=False)
@@ -76,9 +78,7 @@ class AdapterModel(nn.Module):
         states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
         h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
         head_VD = self.body.embed_tokens.weight
-        return chunked_ce(
-            h_RD.to(head_VD.dtype), head_VD, self.bias_V, batch.targets_R, batch.weights_R, chunk=self._chunk
-        )  # type: ignore[arg-type]
+        return chunked_ce(h_RD, head_VD, self.bias_V, batch.targets_R, batch.weights_R, chunk=self._chunk)
 
     def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The layers one by one, without a mask: nothing is padded, and attention takes its fastest path."""
@@ -98,16 +98,15 @@ class AdapterModel(nn.Module):
 
     def _fresh_adapters(self, seed: int) -> None:
         """A from a generator of its own, the same on every rank and device; no cast of the inputs to fp32."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.tuners.lora import LoraLayer
 
         generator = torch.Generator().manual_seed(seed)
-        for part in self.body.modules():
-            if isinstance(part, BaseTunerLayer):
-                part.cast_input_dtype_enabled = False
-                weight = part.lora_A["default"].weight
-                fresh = nn.init.kaiming_uniform_(torch.empty(weight.shape), a=5**0.5, generator=generator)
-                weight.data = fresh.to(weight.device)
-                part.lora_B["default"].weight.data = part.lora_B["default"].weight.data.float().zero_()
+        parts: list[Any] = [part for part in self.body.modules() if isinstance(part, LoraLayer)]
+        for part in parts:
+            part.cast_input_dtype_enabled = False
+            a_RD, b_OR = part.lora_A["default"].weight, part.lora_B["default"].weight
+            fresh_RD = nn.init.kaiming_uniform_(torch.empty(a_RD.shape), a=5**0.5, generator=generator)
+            a_RD.data, b_OR.data = fresh_RD.to(a_RD.device), b_OR.data.float().zero_()
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         """Writes the folder that `load_base` reads: the adapter in peft's format as bf16, MASK, and the facts last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -87,4 +88,4 @@ def largest_remainder(shares: Mapping[str, float], total: int) -> dict[str, int]
 
 def _mixed(seed: int, stream: int, number: int) -> int:
     """A generator seed for each (seed, stream, number)."""
-    return hash((seed, stream, number)) & 0x7FFFFFFFFFFFFFFF  # integers hash alike in every process
+    return int.from_bytes(hashlib.blake2b(f"{seed} {stream} {number}".encode(), digest_size=7).digest(), "big")

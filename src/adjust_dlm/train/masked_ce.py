@@ -1,8 +1,8 @@
 """The loss of masked diffusion: which positions are masked, what each one weighs, and a cross-entropy without [R, V].
 
 L = 1/B sum_b 1/(t_b n_b) sum_{i masked in b} -log p(x_i | x_b masked), where n_b counts the positions of canvas b that
-can be masked (all but its prompt) and each of them is masked with probability t_b. With t uniform on (0, 1) this is, per
-token, the usual upper bound on the negative log-likelihood; every canvas counts alike, whatever its prompt's length.
+can be masked (all but its prompt), each of which is masked with probability t_b. With t uniform on (0, 1) this is the
+usual upper bound on the negative log-likelihood, per token; every canvas counts alike, whatever its prompt's length.
 
 Shape suffixes: B canvases, L positions, R masked positions, C rows of a chunk, D width, V vocabulary.
 """
@@ -42,10 +42,18 @@ class MaskedBatch:
 
     def to(self, device: torch.device) -> MaskedBatch:
         """A copy on a device."""
-        fields = (self.tokens_BL, self.masked_BL, self.rows_R, self.targets_R, self.weights_R)
-        if device.type == "cuda":
-            fields = tuple(field.pin_memory() for field in fields)  # type: ignore[assignment]
-        return MaskedBatch(*(field.to(device, non_blocking=True) for field in fields), self.masked)
+
+        def moved(field: Tensor) -> Tensor:
+            return field.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else field.to(device)
+
+        return MaskedBatch(
+            tokens_BL=moved(self.tokens_BL),
+            masked_BL=moved(self.masked_BL),
+            rows_R=moved(self.rows_R),
+            targets_R=moved(self.targets_R),
+            weights_R=moved(self.weights_R),
+            masked=self.masked,
+        )
 
 
 def stratified_times(size: int, generator: torch.Generator) -> Tensor:
@@ -122,7 +130,7 @@ class _ChunkedCE(torch.autograd.Function):
         return torch.where(weights_R > 0, ce_R * weights_R, 0).sum(), ce_R
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (grad_RD,) = ctx.saved_tensors
         return (grad_RD * grad.to(grad_RD.dtype), None, None, None, None, None, None)
 
@@ -145,5 +153,7 @@ def chunked_ce(
     Returns:
         fp32 scalar with a gradient to `h_RD`, and the plain cross-entropies [R] without one.
     """
-    out: tuple[Tensor, Tensor] = _ChunkedCE.apply(h_RD, head_VD, bias_V, targets_R, weights_R, size, chunk)
+    out: tuple[Tensor, Tensor] = _ChunkedCE.apply(  # type: ignore[no-untyped-call]
+        h_RD, head_VD, bias_V, targets_R, weights_R, size, chunk
+    )
     return out

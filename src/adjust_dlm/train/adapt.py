@@ -1,0 +1,365 @@
+"""Adapts an autoregressive model to masked diffusion: sample a corpus from it, train LoRA and MASK, write a base.
+
+Run it under torchrun for several GPUs; everything it needs is made or resumed in the output folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.data.ar import CHAT_TEMPLATE, Vocabulary, read_vocabulary
+from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
+from adjust_dlm.train import distributed
+from adjust_dlm.train.adapter import AdapterModel
+from adjust_dlm.train.canvas_batches import CanvasBatches
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
+from adjust_dlm.train.masked_ce import draw_masks, masked_batch
+from adjust_dlm.types import require
+
+EVAL_TIMES = (0.15, 0.5, 0.85)
+FLAT = 0.3  # the linear schedule decays over the rest
+# Settings that may differ between a run and its resumption: they change no weight.
+_FREE = {
+    "output",
+    "corpus",
+    "micro_batch",
+    "sample_batch",
+    "eval_every",
+    "log_every",
+    "checkpoint_every_seconds",
+    "resume",
+}
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig:
+    """Everything that decides what `adapt` makes.
+
+    Attributes:
+        output: folder of the adapted base, its checkpoint and its metrics.
+        ar: the autoregressive model: `smol`, or the path of a Llama or Qwen2 folder with tied embeddings.
+        corpus: folder of the corpus, made there if it is missing; None: `corpus` in the output folder.
+        text: canvases of plain text to sample.
+        chat: canvases of chat to sample.
+        lists: canvases of list tasks to make.
+        heldout: canvases of each of these kinds kept for evaluation.
+        text_files: .txt or .jsonl (field `text`) files of your own to learn from as well.
+        length: tokens of a canvas, the start token included.
+        sample_batch: rows sampled at a time.
+        sample_temperature: temperature of the corpus.
+        sample_top_p: nucleus of the corpus.
+        share_text: weight of plain text in every batch; kinds without canvases are left out.
+        share_chat: weight of chat.
+        share_lists: weight of list tasks.
+        share_files: weight of your own files.
+        batch_size: canvases of a step, over all processes.
+        micro_batch: canvases of one pass of one process; must divide its part of the batch.
+        steps: optimizer steps.
+        max_seconds: stop training (corpus and evaluation at the end not counted) after so long, the learning rate
+            following whichever of steps and time is further on; such a run is not reproducible bit for bit.
+        lr: peak learning rate of AdamW.
+        schedule: after the warm-up, `linear` is flat for 30 % and then decays to 0; `cosine` decays all along.
+        warmup: steps of linear warm-up.
+        clip: largest norm of the gradient.
+        lora_rank: rank of the adapters.
+        lora_alpha: their scale times the rank.
+        mask_id: id that becomes MASK; None: the first known unused token of the tokenizer.
+        eval_every: steps between evaluations; 0: only before and after training.
+        log_every: steps between lines of the log; the loss, the clock and signals are looked at then.
+        checkpoint_every_seconds: time between checkpoints.
+        compile: compile the passes (GPUs only).
+        seed: names the corpus, the adapters' start, the order, the times and the masks.
+        resume: `auto` goes on from the folder's checkpoint if there is one, `never` starts anew.
+    """
+
+    output: Path
+    ar: str = "smol"
+    corpus: Path | None = None
+    text: int = 120_000
+    chat: int = 40_000
+    lists: int = 60_000
+    heldout: int = 1024
+    text_files: tuple[Path, ...] = ()
+    length: int = 129
+    sample_batch: int = 4096
+    sample_temperature: float = 1.0
+    sample_top_p: float = 0.95
+    share_text: float = 0.55
+    share_chat: float = 0.25
+    share_lists: float = 0.2
+    share_files: float = 0.25
+    batch_size: int = 512
+    micro_batch: int = 256
+    steps: int = 4000
+    max_seconds: float | None = None
+    lr: float = 2e-3
+    schedule: Literal["linear", "cosine"] = "linear"
+    warmup: int = 100
+    clip: float = 1.0
+    lora_rank: int = 64
+    lora_alpha: int = 64
+    mask_id: int | None = None
+    eval_every: int = 0
+    log_every: int = 20
+    checkpoint_every_seconds: float = 120.0
+    compile: bool = True
+    seed: int = 0
+    resume: Literal["auto", "never"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every", "sample_batch"):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        require(self.lr > 0, f"lr is {self.lr}; it must be positive")
+        require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+
+    def corpus_config(self) -> CorpusConfig:
+        """The part that decides the corpus."""
+        return CorpusConfig(
+            ar=self.ar, text=self.text, chat=self.chat, lists=self.lists, heldout=self.heldout, files=self.text_files,
+            length=self.length, temperature=self.sample_temperature, top_p=self.sample_top_p, seed=self.seed,
+        )  # fmt: skip
+
+    def run(self) -> dict[str, Any]:
+        """The settings that a resumed run must share."""
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+        return fields | {"text_files": [str(path) for path in self.text_files]}
+
+
+def learning_rate(config: AdaptConfig, step: int, fraction: float) -> float:
+    """Rate of a step, `fraction` of the run being over."""
+    warm = min(1.0, (step + 1) / max(1, config.warmup))
+    if config.schedule == "cosine":
+        return config.lr * warm * 0.5 * (1 + math.cos(math.pi * fraction))
+    return config.lr * warm * min(1.0, (1 - fraction) / (1 - FLAT))
+
+
+def adapt(config: AdaptConfig) -> dict[str, Any]:
+    """Runs the whole adaptation, or goes on with it.
+
+    Returns:
+        `finished` (False after SIGTERM or SIGINT: run again to go on), `step`, `tokens` seen in training, `seconds` of
+        training, `tokens_per_second`, and `ce`: kind -> t -> held-out masked cross-entropy in nats a token.
+
+    Raises:
+        InputError: see `read_vocabulary`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
+        FloatingPointError: the loss of a step is not finite.
+    """
+    rank, world, device = distributed.start()
+    half = device.type == "cuda"
+    model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
+    vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
+    folder = config.corpus or config.output / "corpus"
+    source = Source(
+        model=model, tokenizer=tokenizer, vocabulary=vocabulary, batch_size=config.sample_batch, device=device
+    )
+    build_corpus(folder, config.corpus_config(), source, rank=rank, world=world)
+    distributed.barrier()
+    adapter = AdapterModel(
+        model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar
+    )
+    if half:
+        torch.cuda.empty_cache()  # the sampler's caches
+        if config.compile:
+            adapter.compile_passes()
+    batches = CanvasBatches(
+        load_corpus(folder, "train"), {kind: getattr(config, f"share_{kind}") for kind in KINDS},
+        batch_size=config.batch_size, seed=config.seed, rank=rank, world=world,
+    )  # fmt: skip
+    trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
+    result = trainer.run()
+    if result["finished"] and rank == 0:
+        context = model.config.max_position_embeddings
+        adapter.save(config.output, base_facts(config, vocabulary, context, provenance=result))
+    distributed.barrier()
+    return result
+
+
+def base_facts(
+    config: AdaptConfig, vocabulary: Vocabulary, context: int, *, provenance: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of base.json."""
+    return {
+        "ar": config.ar,
+        "mask_id": vocabulary.mask_id,
+        "end_ids": list(vocabulary.end_ids),
+        "pad_id": vocabulary.end_ids[0],
+        "bos_id": vocabulary.bos_id,
+        "token_limit": vocabulary.token_limit,
+        "context": context,
+        "order": "entropy",
+        "order_on": "processed",
+        **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
+        "training": {**provenance, "settings": config.run(), "torch": torch.__version__},
+    }
+
+
+class AdaptTrainer:
+    """The loop: batches, passes, steps, and what is looked at every `log_every` of them."""
+
+    def __init__(self, config: AdaptConfig, adapter: AdapterModel, batches: CanvasBatches, heldout: Corpus) -> None:
+        """Takes up the checkpoint in the output folder if there is one.
+
+        Raises:
+            InputError: the checkpoint belongs to other settings, or the batch does not divide.
+        """
+        self.config, self.adapter, self.batches, self.heldout = config, adapter, batches, heldout
+        self.device = adapter.mask_D.device
+        self.world, self.rank = batches.world, batches.rank
+        local = config.batch_size // self.world
+        self.micro = min(config.micro_batch, local)
+        require(local % self.micro == 0, f"micro_batch {self.micro} does not divide the {local} canvases of a process")
+        self.parameters = list(adapter.trainables().values())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=self.device.type == "cuda"
+        )
+        self.step, self.elapsed = 0, 0.0
+        self.losses: list[Tensor] = []
+        if config.resume == "auto":
+            self._restore()
+        self.metrics = MetricsLog(config.output, resume_step=self.step, enabled=self.rank == 0)
+
+    def run(self) -> dict[str, Any]:
+        """Trains to the end, to the time limit, or to a signal."""
+        ce = self.evaluate() if self.step == 0 else {}
+        self._started: float | None = None
+        self._before = self._saved = self.elapsed
+        with StopSignal() as stop:
+            stopped = False
+            while self._fraction() < 1 and not stopped:
+                self._train_step()
+                if self.step % self.config.log_every == 0 or self._fraction() >= 1:
+                    stopped = self._look(stop)
+                every = self.config.eval_every
+                if every and self.step % every == 0 and self._fraction() < 1 and not stopped:
+                    self.evaluate()
+        self._save()
+        if not stopped:
+            ce = self.evaluate()
+        tokens = self.step * self.config.batch_size * self.config.length
+        return {
+            "finished": not stopped, "step": self.step, "tokens": tokens, "seconds": round(self.elapsed, 1),
+            "tokens_per_second": round(tokens / max(self.elapsed, 1e-9)), "ce": ce,
+        }  # fmt: skip
+
+    def _fraction(self) -> float:
+        """How much of the run is over; the clock enters only if it may end the run."""
+        limit = self.config.max_seconds
+        return max(self.step / self.config.steps, min(1.0, self.elapsed / limit) if limit else 0.0)
+
+    def _train_step(self) -> None:
+        rate = learning_rate(self.config, self.step, self._fraction())
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), device=self.device)
+        for batch in self.batches.step(self.step, self.micro):
+            loss, _ = self.adapter.losses(batch.to(self.device))
+            loss.backward()
+            total += loss.detach()
+        distributed.average_gradients(self.parameters)
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(total)
+        self.step += 1
+        if self._started is None:
+            # The clock starts behind the first step, which on a GPU waits for the compiler.
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self._started = time.monotonic()
+
+    def _look(self, stop: StopSignal) -> bool:
+        """Everything that waits for the device or the other ranks; True when the run must stop."""
+        elapsed = self._before + time.monotonic() - (self._started or 0.0)
+        clock = torch.tensor([elapsed, float(stop.requested)], device=self.device)
+        *losses, now, stopped = distributed.mean(torch.cat([torch.stack(self.losses), clock])).tolist()
+        first = self.step - len(losses)
+        for n, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss of step {first + n} is {loss}; lower lr ({self.config.lr}) or look at the corpus"
+                )
+        speed = len(losses) * self.config.batch_size * self.config.length / max(now - self.elapsed, 1e-9)
+        self.losses, self.elapsed = [], now
+        rate = self.optimizer.param_groups[0]["lr"]
+        mean = sum(losses) / len(losses)
+        self.metrics.write(self.step, loss=mean, lr=rate, tokens_per_second=round(speed), seconds=round(now, 1))
+        if self.rank == 0:
+            logger.info("step %d: loss %.4f, lr %.2e, %.0f tokens/s", self.step, mean, rate, speed)
+        if now - self._saved >= self.config.checkpoint_every_seconds:
+            self._saved = now
+            self._save()
+        return bool(stopped > 0)
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Held-out masked cross-entropy: kind -> t -> nats per masked token, the masks fixed by the seed.
+
+        Gradients stay enabled, so that the compiled training graph serves here too.
+        """
+        out: dict[str, dict[str, float]] = {}
+        for n, kind in enumerate(KINDS):
+            part = self.heldout.of_kind(kind)
+            if len(part.tokens_NL):
+                out[kind] = {str(t): self._masked_ce(part, t, n) for t in EVAL_TIMES}
+                shown = ", ".join(f"{value:.3f} at t={t}" for t, value in out[kind].items())
+                if self.rank == 0:
+                    logger.info("step %d: held-out masked CE, %s: %s", self.step, kind, shown)
+        self.metrics.write(self.step, ce=out)
+        return out
+
+    def _masked_ce(self, part: Corpus, t: float, kind: int) -> float:
+        generator = torch.Generator().manual_seed(self.config.seed * 1000 + kind * 100 + round(t * 100))
+        rows = len(part.tokens_NL)
+        masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), part.tokens_NL.shape[1], generator)
+        mine = torch.arange(self.rank, rows, self.world)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for index in mine.split(self.micro):
+            # Always the training shape: missing rows are filled with row 0, at weight 0.
+            fill = self.micro - len(index)
+            weights_B = torch.cat([torch.ones(len(index)), torch.zeros(fill)])
+            index = torch.cat([index, index.new_zeros(fill)])
+            batch = masked_batch(part.tokens_NL[index], masked_NL[index], weights_B)
+            loss, _ = self.adapter.losses(batch.to(self.device))
+            total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
+        ce, count = distributed.mean(total).tolist()
+        return float(ce / max(count, 1.0))
+
+    def _save(self) -> None:
+        if self.rank == 0:
+            save_checkpoint(
+                self.config.output,
+                {
+                    "run": self.config.run(),
+                    "step": self.step,
+                    "elapsed": self.elapsed,
+                    "weights": {name: p.detach().cpu() for name, p in self.adapter.trainables().items()},
+                    "optimizer": self.optimizer.state_dict(),
+                },
+            )
+        distributed.barrier()
+
+    def _restore(self) -> None:
+        payload = load_checkpoint(self.config.output, self.config.run())
+        if payload is None:
+            return
+        weights = self.adapter.trainables()
+        require(
+            weights.keys() == payload["weights"].keys(), f"{self.config.output}: the checkpoint is of another model"
+        )
+        with torch.no_grad():
+            for name, parameter in weights.items():
+                parameter.copy_(payload["weights"][name])
+        self.optimizer.load_state_dict(payload["optimizer"])
+        self.step, self.elapsed = payload["step"], payload["elapsed"]
+        if self.rank == 0:
+            logger.info("going on from step %d", self.step)

@@ -1,0 +1,223 @@
+"""The corpus: AR samples follow the enumerated law; every kind of canvas has the structure training relies on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjust_dlm.data import corpus as corpus_module
+from adjust_dlm.data.ar import ar_sample, read_vocabulary
+from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, chat_canvas, load_corpus
+from adjust_dlm.types import InputError
+from tiny_ar import BOS, IM_END, IM_START, MASK, tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def next_law(model: Any, prefix: list[int], *, temperature: float, top_p: float, forbid: list[int]) -> Tensor:
+    """The filtered next-token distribution, with a sort and without a cache."""
+    logits_V = model(input_ids=torch.tensor([prefix])).logits[0, -1].double()
+    logits_V[forbid] = -torch.inf
+    p_V = (logits_V / temperature).softmax(-1)
+    order = p_V.argsort(descending=True)
+    before = p_V[order].cumsum(0) - p_V[order]
+    kept = torch.zeros_like(p_V)
+    kept[order[before < top_p]] = p_V[order[before < top_p]]
+    return kept / kept.sum()
+
+
+def chi_square_is_plausible(counts_V: Tensor, law_V: Tensor) -> bool:
+    """Pearson's statistic over cells of expectation >= 5 (the rest pooled) within 5 standard deviations."""
+    expected_V = law_V * counts_V.sum()
+    assert counts_V[law_V == 0].sum() == 0
+    big = expected_V >= 5
+    observed = torch.cat([counts_V[big], counts_V[~big].sum()[None]])
+    expected = torch.cat([expected_V[big], expected_V[~big].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    return bool(statistic < freedom + 5 * (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_samples_follow_the_enumerated_law(family: str) -> None:
+    model = tiny_model(family)
+    settings: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "forbid": [0, 5, 103]}
+    tokens = ar_sample(model, [BOS, 9], count=20_000, new_tokens=2, batch_size=7_000, seed=1, **settings)
+    first = next_law(model, [BOS, 9], **settings)
+    assert (first > 0).sum() > 10
+    assert chi_square_is_plausible(tokens[:, 0].bincount(minlength=104).double(), first)
+    likeliest = int(first.argmax())
+    second = next_law(model, [BOS, 9, likeliest], **settings)
+    seen = tokens[tokens[:, 0] == likeliest, 1].bincount(minlength=104).double()
+    assert chi_square_is_plausible(seen, second)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_cache_changes_no_greedy_token(family: str) -> None:
+    model, ids = tiny_model(family), [BOS, 7, 30]
+    got = ar_sample(model, ids, count=1, new_tokens=20, batch_size=4, seed=0, temperature=0)
+    for _ in range(20):
+        ids = [*ids, int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
+    assert got[0].tolist() == ids[3:]
+
+
+def test_a_sample_depends_on_its_row_alone() -> None:
+    model = tiny_model()
+    seven, three = (ar_sample(model, [BOS], count=7, new_tokens=12, batch_size=b, seed=5) for b in (7, 3))
+    late = ar_sample(model, [BOS], count=2, new_tokens=12, batch_size=2, seed=5, first_row=5)
+    assert torch.equal(seven, three)
+    assert torch.equal(seven[5:], late)
+    assert len({tuple(row) for row in seven.tolist()}) == 7
+
+
+def test_vocabulary_is_read_from_tokenizer_and_config() -> None:
+    words = read_vocabulary(TOKENIZER, tiny_model().config)
+    assert (words.bos_id, words.end_ids, words.mask_id) == (BOS, (IM_END, BOS), MASK)
+    assert (words.control_ids, words.token_limit, words.size, words.chat) == ((0, 1, 2, 3), 100, 104, True)
+    assert read_vocabulary(TOKENIZER, tiny_model().config, mask_id=102).mask_id == 102
+    with pytest.raises(InputError, match="mask id 2 starts or ends texts"):
+        read_vocabulary(TOKENIZER, tiny_model().config, mask_id=IM_END)
+    with pytest.raises(InputError, match=r"mask id 104 is not in the model's 0\.\.103"):
+        read_vocabulary(TOKENIZER, tiny_model().config, mask_id=104)
+
+
+def test_chat_canvases() -> None:
+    def canvas(sample: list[int]) -> tuple[list[int], int] | None:
+        return chat_canvas(sample, [1, 50], [2, 60, 1, 61], (2, 0), 14)
+
+    turn = [2, 60, 1, 61]
+    assert canvas([7, 8, *turn, 9, 10, 2, 11, 12, 13]) == ([1, 50, 7, 8, *turn, 9, 10, 2, 2, 2, 2], 8)
+    assert canvas([7, *turn, 9, 10, 0, 11, 12, 13, 14]) == ([1, 50, 7, *turn, 9, 10, 0, 2, 2, 2, 2], 7)
+    assert canvas([7, *turn, 9, 8, 9, 8, 9, 8, 9]) == ([1, 50, 7, *turn, 9, 8, 9, 8, 9, 8, 9], 7)
+    assert canvas([7, 2, 5, *turn, 9, 8, 9, 8, 9]) is None  # another end token first
+    assert canvas([*turn, 9, 8, 9, 8, 9, 8, 9, 8]) is None  # no user turn
+    assert canvas([7, *turn, 2, 8, 9, 8, 9, 8, 9]) is None  # no reply
+    assert canvas([7, 7, 7, 7, 7, 7, 7, 7, *turn]) is None  # no room for a reply
+    assert chat_canvas([7] * 65 + [*turn, 9], [1, 50], turn, (2, 0), 80) is None  # a user turn of 65 tokens
+
+
+def source(batch_size: int = 16) -> Source:
+    model = tiny_model()
+    words = read_vocabulary(TOKENIZER, model.config)
+    cpu = torch.device("cpu")
+    return Source(model=model, tokenizer=TOKENIZER, vocabulary=words, batch_size=batch_size, device=cpu)
+
+
+def config(**changes: Any) -> CorpusConfig:
+    fields: dict[str, Any] = {"ar": "tiny", "text": 20, "chat": 0, "lists": 0, "heldout": 6, "shard_rows": 8}
+    return CorpusConfig(**{**fields, "length": 17, **changes})
+
+
+def everything(folder: Path, split: str = "train") -> list[list[int]]:
+    corpus = load_corpus(folder, split)
+    lines: list[list[int]] = torch.cat([corpus.tokens_NL, corpus.prompt_len_N[:, None]], 1).tolist()
+    return lines
+
+
+def test_text_canvases_hold_no_control_token(tmp_path: Path) -> None:
+    build_corpus(tmp_path, config(), source())
+    train, held = load_corpus(tmp_path, "train"), load_corpus(tmp_path, "heldout")
+    assert (train.tokens_NL.shape, train.tokens_NL.dtype) == ((20, 17), torch.int32)
+    assert held.tokens_NL.shape == (6, 17)
+    assert train.tokens_NL[:, 0].eq(BOS).all()
+    assert train.tokens_NL[:, 1:].min() >= 4
+    assert train.tokens_NL[:, 1:].max() < 100
+    assert train.prompt_len_N.eq(1).all()
+    assert len({tuple(row) for row in everything(tmp_path) + everything(tmp_path, "heldout")}) == 26
+
+
+def test_ranks_share_the_work_and_a_finished_shard_stays(tmp_path: Path) -> None:
+    build_corpus(tmp_path / "one", config(), source(16))
+    for rank in (1, 0):
+        build_corpus(tmp_path / "two", config(), source(5), rank=rank, world=2)
+    assert everything(tmp_path / "one") == everything(tmp_path / "two")
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "one").glob("*.parquet")}
+    (tmp_path / "one" / "train-text-00001.parquet").unlink()
+    with pytest.raises(InputError, match="1 shards are missing"):
+        load_corpus(tmp_path / "one", "train")
+    build_corpus(tmp_path / "one", config(), source())
+    new = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "one").glob("*.parquet")}
+    assert {name for name in new if new[name] != times[name]} == {"train-text-00001.parquet"}
+    assert everything(tmp_path / "one") == everything(tmp_path / "two")
+
+
+def test_a_folder_belongs_to_its_settings(tmp_path: Path) -> None:
+    build_corpus(tmp_path, config(), source())
+    with pytest.raises(InputError, match="a corpus with seed = 0, not 1"):
+        build_corpus(tmp_path, config(seed=1), source())
+
+
+def test_list_canvases(tmp_path: Path) -> None:
+    build_corpus(tmp_path, config(text=0, lists=20, length=330), source())
+    corpus = load_corpus(tmp_path, "train")
+    assert len(corpus.tokens_NL) == 20
+    for tokens, prompt in zip(corpus.tokens_NL.tolist(), corpus.prompt_len_N.tolist(), strict=True):
+        assert tokens[0] == IM_START
+        assert TOKENIZER.decode(tokens[:prompt]).startswith("<|im_start|>user\n")
+        assert TOKENIZER.decode(tokens[:prompt]).endswith("<|im_end|>\n<|im_start|>assistant\n")
+        end = tokens.index(IM_END, prompt)
+        assert isinstance(json.loads(TOKENIZER.decode(tokens[prompt:end])), list)
+        assert set(tokens[end:]) == {IM_END}
+    with pytest.raises(InputError, match="no list task fits a canvas of 50 tokens"):
+        build_corpus(tmp_path / "short", config(text=0, lists=20, length=50), source())
+
+
+def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = [ord("a") - 29] * 3  # "a" is token 68
+    turn = TOKENIZER.encode("<|im_end|>\n<|im_start|>assistant\n")
+    good, bad = [*written, *turn, 70, 71, IM_END], [*written, 70, 71]
+    asked: list[dict[str, Any]] = []
+
+    def fake(model: Any, prefix: list[int], *, count: int, new_tokens: int, **options: Any) -> Tensor:
+        asked.append({"prefix": prefix, **options})
+        rows = [(bad if (options["first_row"] + n) % 4 else good) for n in range(count)]
+        return torch.tensor([row + [90] * (new_tokens - len(row)) for row in rows])
+
+    monkeypatch.setattr(corpus_module, "ar_sample", fake)
+    build_corpus(tmp_path, config(text=0, chat=9, length=40), source(8))
+    corpus = load_corpus(tmp_path, "train")
+    start = "<|im_start|>user\naaa<|im_end|>\n<|im_start|>assistant\n"
+    for tokens, prompt in zip(corpus.tokens_NL.tolist(), corpus.prompt_len_N.tolist(), strict=True):
+        assert TOKENIZER.decode(tokens[:prompt]) == start
+        assert tokens[prompt:] == [70, 71] + [IM_END] * (38 - prompt)
+    assert len(corpus.tokens_NL) == 9
+    assert all(call["forbid"] == [MASK, 100, 101, 102, 103] for call in asked)
+    monkeypatch.setattr(corpus_module, "MIN_YIELD", 0.5)
+    with pytest.raises(InputError, match="only 2 of 8 samples"):
+        build_corpus(tmp_path / "other", config(text=0, chat=9, length=40), source(8))
+
+
+def test_the_users_own_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 40)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "y" * 20}) + "\n\n" + json.dumps({"text": "short"}) + "\n")
+    files = (tmp_path / "a.txt", tmp_path / "b.jsonl")
+    build_corpus(tmp_path / "c", config(text=0, files=files), source())
+    texts = [
+        TOKENIZER.decode(line[:-1]) for split in ("heldout", "train") for line in everything(tmp_path / "c", split)
+    ]
+    ys = "<|endoftext|>" + "y" * 16
+    # 40 = 16 + 16 + 8 and 20 = 16 + 4: pieces under 16 tokens are dropped; the first of 50 is held out.
+    assert texts == ["<|endoftext|>" + "x" * 16] * 2 + [ys]
+    assert load_corpus(tmp_path / "c", "train").kind_N.tolist() == [KINDS.index("files")] * 2
+    (tmp_path / "a.txt").write_text("x" * 41)
+    with pytest.raises(InputError, match="a corpus with files = "):
+        build_corpus(tmp_path / "c", config(text=0, files=files), source())
+    (tmp_path / "d.jsonl").write_text('{"txt": 1}\n')
+    with pytest.raises(InputError, match=r"d\.jsonl, line 1: not an object with a field 'text'"):
+        build_corpus(tmp_path / "d", config(text=0, files=(tmp_path / "d.jsonl",)), source())
+
+
+def test_a_text_shorter_than_a_canvas_is_filled_with_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("z" * 20)
+    build_corpus(tmp_path / "c", config(text=0, files=(tmp_path / "a.txt",), length=31, heldout=0), source())
+    z = TOKENIZER.encode("z")[0]
+    assert everything(tmp_path / "c") == [[BOS, *[z] * 20, *[IM_END] * 10, 1]]
+
+
+def test_of_kind() -> None:
+    corpus = Corpus(torch.arange(6).view(3, 2), torch.ones(3), torch.tensor([0, 2, 0]))
+    assert corpus.of_kind("text").tokens_NL.tolist() == [[0, 1], [4, 5]]
+    assert corpus.of_kind("chat").tokens_NL.shape == (0, 2)

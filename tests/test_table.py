@@ -1,0 +1,88 @@
+"""The K-table: every cell recomputed from its own texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
+from adjust_dlm.decoders import decode
+from adjust_dlm.eval import table
+from adjust_dlm.eval.nll import nll_gap_closed, score_nll
+from adjust_dlm.eval.table import TableConfig, make_table
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import DecodeConfig, InputError
+
+N, NEW = 24, 6
+
+
+@pytest.fixture(scope="module")
+def base() -> DreamBase:
+    torch.manual_seed(0)
+    config = dream_config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64,
+    )  # fmt: skip
+    return dream_base(config, mask_id=49, end_ids=(48,), bos_id=47, head_weight=torch.randn(50, 32) / 2)
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    monkeypatch.setattr(table, "load_ar", lambda *_, **__: (model, None))
+    return model
+
+
+def test_cells_are_what_their_texts_say(base: DreamBase, judge: LlamaForCausalLM, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    sampler = Sampler(base).eval()
+    config = TableConfig(
+        base="dream", output=str(tmp_path), n=N, temperatures=(1.0,), tokens_per_step=(2,), max_new_tokens=NEW,
+        batch_size=10, seed=3, device="cpu",
+    )  # fmt: skip
+    cells = {(c["decoder"], c["tokens_per_step"]): c for c in make_table(config, base, sampler)["cells"]}
+    assert list(cells) == [("joint", 1), ("parallel", 2), ("adjust", 2)]
+    scores = {}
+    for decoder, k in cells:
+        settings = DecodeConfig(tokens_per_step=k, max_new_tokens=NEW, seed=3, suppress_eos=True)
+        rows = decode(base, [[47]] * N, settings, decoder=decoder, sampler=sampler).tokens_BL[:, 1:].tolist()
+        assert not any(48 in row for row in rows)  # no text ends early
+        scores[decoder] = score_nll(judge, rows, condition_id=47, batch_size=5, device="cpu")
+        assert cells[decoder, k]["nll"] == pytest.approx(scores[decoder].nll, rel=1e-6)
+        assert cells[decoder, k]["n"] == N
+    closed = nll_gap_closed(scores["joint"], scores["parallel"], scores["adjust"])
+    assert cells["adjust", 2]["gap_closed"] == pytest.approx(closed[0], rel=1e-4)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 3 * 20
+    assert (tmp_path / "table.md").read_text().count("\n") == 2 + 3
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(InputError, match="n is 0"):
+        TableConfig(n=0)
+    with pytest.raises(InputError, match="tokens_per_step is"):
+        TableConfig(tokens_per_step=(0,))
+    with pytest.raises(InputError, match="temperatures"):
+        TableConfig(temperatures=(float("nan"),))
+
+
+def test_a_judge_of_another_vocabulary_is_refused(base: DreamBase, tmp_path: Path, judge: LlamaForCausalLM) -> None:
+    judge.config.vocab_size = 40
+    config = TableConfig(base="dream", output=str(tmp_path), n=2, max_new_tokens=2, device="cpu")
+    with pytest.raises(InputError, match="judge"):
+        make_table(config, base, Sampler(base).eval())
+
+
+def test_load_ar_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="config.json is missing"):
+        load_ar(str(tmp_path))

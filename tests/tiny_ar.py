@@ -1,0 +1,45 @@
+"""Tiny random causal models with a real tokenizer, as folders: what adaptation starts from in tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<empty_output>")
+BOS, IM_START, IM_END, MASK = range(4)
+
+
+def tiny_tokenizer() -> Any:
+    """One token for each printable ASCII character, the space and the line feed, behind four special tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(code) for code in range(33, 127)] + ["\u0120", "\u010a"]  # byte-level names of space and line feed
+    vocab = {word: n for n, word in enumerate([*SPECIAL, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>")
+
+
+def tiny_model(family: str = "llama", *, seed: int = 0, vocab: int = 104, tied: bool = True) -> Any:
+    """A random LlamaForCausalLM or Qwen2ForCausalLM whose distributions are far from flat. 104 > 100 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    fields: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": vocab, "max_position_embeddings": 512, "initializer_range": 0.25,
+        "tie_word_embeddings": tied, "bos_token_id": BOS, "eos_token_id": IM_END,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**fields)).eval().requires_grad_(False)
+    return Qwen2ForCausalLM(Qwen2Config(**fields)).eval().requires_grad_(False)
+
+
+def save_tiny(folder: Path, family: str = "llama", **options: Any) -> Path:
+    """Writes model and tokenizer; returns the folder."""
+    tiny_model(family, **options).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
