@@ -4,7 +4,7 @@
 #   recipes/smol.sh OUTPUT [GPUS]
 #
 # Every stage resumes, so the script can be run again after an interruption. Times below are seconds of training on
-# two H100; on other machines set ADAPT_SECONDS and TRAIN_SECONDS.
+# two H100; on other machines set ADAPT_SECONDS and TRAIN_SECONDS. STAGES picks some of: adapt trajectories train eval.
 set -euo pipefail
 out=$1
 gpus=${2:-1}
@@ -14,21 +14,25 @@ text=${TEXT:-90000} chat=${CHAT:-24000} lists=${LISTS:-60000} num=${NUM:-8192} n
 batch=${BATCH:-512} slices=${SLICES:-8}
 compile=${COMPILE:---compile}
 
-run adapt --ar "${AR:-smol}" --output "$out/base" --text "$text" --chat "$chat" --lists "$lists" --heldout "$heldout" \
+stage() { [[ " ${STAGES:-adapt trajectories train eval} " == *" $1 "* ]]; }
+
+if stage adapt; then run adapt --ar "${AR:-smol}" --output "$out/base" --text "$text" --chat "$chat" --lists "$lists" --heldout "$heldout" \
     --share-text 0.65 --share-chat 0.2 --share-lists 0.15 \
     --steps "${ADAPT_STEPS:-100000}" --max-seconds "${ADAPT_SECONDS:-480}" --batch-size "$batch" \
-    --sample-batch "${SAMPLE_BATCH:-4096}" $compile
+    --sample-batch "${SAMPLE_BATCH:-4096}" $compile; fi
 
 common=(--base "$out/base" --batch-size "${DECODE_BATCH:-512}" --shard-rows 512)
-run trajectories "${common[@]}" --output "$out/text" --num "$num" --suppress-eos $compile
-run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 4)) --temperature 0.6 --suppress-eos --seed 1 $compile
-run trajectories "${common[@]}" --output "$out/chat" --num $((num / 4)) --prompts "corpus:$out/base/corpus" \
-    --max-new-tokens 64 --seed 2
-run trajectories "${common[@]}" --output "$out/lists" --num $((num / 8)) --prompts lists --max-new-tokens 48 --seed 3
+if stage trajectories; then
+    run trajectories "${common[@]}" --output "$out/text" --num "$num" --suppress-eos $compile
+    run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 4)) --temperature 0.6 --suppress-eos --seed 1 $compile
+    run trajectories "${common[@]}" --output "$out/chat" --num $((num / 4)) --prompts "corpus:$out/base/corpus" \
+        --max-new-tokens 64 --seed 2
+    run trajectories "${common[@]}" --output "$out/lists" --num $((num / 8)) --prompts lists --max-new-tokens 48 --seed 3
+fi
 
-run train --base "$out/base" --trajectories "$out/text" "$out/text-t06" "$out/chat" "$out/lists" \
+if stage train; then run train --base "$out/base" --trajectories "$out/text" "$out/text-t06" "$out/chat" "$out/lists" \
     --output "$out/train" --steps "${TRAIN_STEPS:-100000}" --max-seconds "${TRAIN_SECONDS:-300}" --slices "$slices" \
-    --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 1000 $compile
+    --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 1000 $compile; fi
 
-run eval --base "$out/base" --sampler "$out/train/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
-    --batch-size "${DECODE_BATCH:-512}" $compile
+if stage eval; then run eval --base "$out/base" --sampler "$out/train/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
+    --batch-size "${DECODE_BATCH:-512}" $compile; fi

@@ -1,0 +1,66 @@
+"""What only a card can show: the same tokens as the CPU, eager and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
+from adjust_dlm.decoders import decode
+from adjust_dlm.losses import kl_and_delta
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import uniform
+from adjust_dlm.types import DecodeConfig
+
+pytestmark = pytest.mark.gpu
+PROMPTS = [[47, 1, 2], [47, 3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+def build(device: str) -> tuple[DreamBase, Sampler]:
+    torch.manual_seed(0)
+    config = dream_config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64,
+    )  # fmt: skip
+    base = dream_base(config, mask_id=49, end_ids=(48,), bos_id=47, head_weight=torch.randn(50, 64) / 2)
+    sampler = Sampler(base).eval()
+    base.model.to(device)
+    base.head_matrix = base.head_matrix.to(device)
+    return base, sampler.to(device)
+
+
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_card_and_cpu_write_the_same_tokens(decoder: str, temperature: float) -> None:
+    config = DecodeConfig(tokens_per_step=4, max_new_tokens=12, temperature=temperature)
+    (base, g), (card, card_g) = build("cpu"), build("cuda")
+    here = decode(base, PROMPTS, config, decoder=decoder, sampler=g)
+    there = decode(card, PROMPTS, config, decoder=decoder, sampler=card_g)
+    assert torch.equal(here.tokens_BL, there.tokens_BL.cpu())
+    assert torch.equal(here.order_BL, there.order_BL.cpu())
+
+
+def test_compiled_base_writes_the_same_tokens() -> None:
+    config = DecodeConfig(tokens_per_step=4, max_new_tokens=12, temperature=0.0)
+    base, g = build("cuda")
+    eager = decode(base, [[47, 1]] * 8, config, decoder="adjust", sampler=g)
+    base.compile()
+    assert torch.equal(eager.tokens_BL, decode(base, [[47, 1]] * 8, config, decoder="adjust", sampler=g).tokens_BL)
+
+
+def test_uniforms_do_not_depend_on_the_device() -> None:
+    rows = torch.arange(1000)
+    here = uniform(7, rows, rows % 13, rows % 17)
+    assert torch.equal(here, uniform(7, rows.cuda(), (rows % 13).cuda(), (rows % 17).cuda()).cpu())
+
+
+def test_compiled_kl_equals_eager() -> None:
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = (torch.randn(64, 1000, generator=generator).cuda() for _ in "ab")
+    weight = torch.rand(64, generator=generator).cuda()
+    for a, b in zip(
+        kl_and_delta(teacher, student, weight),
+        torch.compile(kl_and_delta)(teacher, student, weight),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
