@@ -8,7 +8,7 @@
 set -euo pipefail
 out=$1
 gpus=${2:-1}
-run() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m adjust_dlm.cli "$@"; }
+run() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
 
 text=${TEXT:-90000} chat=${CHAT:-24000} lists=${LISTS:-60000} num=${NUM:-8192} n=${N:-1024} heldout=${HELDOUT:-1024}
 batch=${BATCH:-512} slices=${SLICES:-8}

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from adjust_dlm.data import corpus as corpus_module
 from adjust_dlm.data.ar import ar_sample, read_vocabulary
-from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, chat_canvas, load_corpus
+from adjust_dlm.data.corpus import (
+    KINDS,
+    Corpus,
+    CorpusConfig,
+    Source,
+    build_corpus,
+    chat_canvas,
+    chat_context,
+    load_corpus,
+)
 from adjust_dlm.types import InputError
 from tiny_ar import BOS, IM_END, IM_START, MASK, tiny_model, tiny_tokenizer
 
@@ -188,6 +197,15 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(corpus_module, "MIN_YIELD", 0.5)
     with pytest.raises(InputError, match="only 2 of 8 samples"):
         build_corpus(tmp_path / "other", config(text=0, chat=9, length=40), source(8))
+
+
+def test_chats_are_sampled_behind_the_models_own_system_turn() -> None:
+    from adjust_dlm.data.ar import CHAT_TEMPLATE
+
+    tokenizer = tiny_tokenizer()
+    assert chat_context(tokenizer) == ""
+    tokenizer.chat_template = "{{ '<|im_start|>system\\nhi<|im_end|>\\n' }}" + CHAT_TEMPLATE
+    assert chat_context(tokenizer) == "<|im_start|>system\nhi<|im_end|>\n"
 
 
 def test_the_users_own_files(tmp_path: Path) -> None:

@@ -187,11 +187,12 @@ def _sample_batch(
 ) -> Tensor:
     tokens_BT = torch.tensor([list(prefix_ids)], device=ids_B.device).expand(len(ids_B), -1)
     out_BT = torch.empty(len(ids_B), new_tokens, dtype=torch.long, device=ids_B.device)
+    # All uniforms at once: inside the loop, nothing waits for the device.
+    steps_T = torch.arange(new_tokens, device=ids_B.device)
+    u_TB = uniform(seed, ids_B[None], steps_T[:, None], steps_T[:, None])
     for step in range(new_tokens):
         h_BD = _forward(model.model, tokens_BT, cache)
-        step_ = torch.as_tensor(step, device=ids_B.device)
-        u_B = uniform(seed, ids_B, step_, step_)
-        chunks = zip(h_BD.split(HEAD_ROWS), u_B.split(HEAD_ROWS), strict=True)
+        chunks = zip(h_BD.split(HEAD_ROWS), u_TB[step].split(HEAD_ROWS), strict=True)
         out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
         tokens_BT = out_BT[:, step : step + 1]
     return out_BT.cpu()

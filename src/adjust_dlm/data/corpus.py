@@ -197,33 +197,54 @@ def _canvases(config: CorpusConfig, source: Source, split: str, kind: str, shard
     return _chat_canvases(config, source, first_row, rows)
 
 
-def _draw(config: CorpusConfig, source: Source, prefix: list[int], forbid: set[int], row: int, count: int) -> list[Any]:
+def chat_context(tokenizer: Any) -> str:
+    """What the model's own chat template puts before the user's first turn, such as a system turn.
+
+    Chats are sampled behind it, because the model invents many more there, and stored without it.
+    """
+    if not tokenizer.chat_template:
+        return ""
+    message = [{"role": "user", "content": "."}]
+    text: str = tokenizer.apply_chat_template(message, tokenize=False)
+    return text.partition(CHAT_USER)[0] if CHAT_USER in text else ""
+
+
+def _draw(
+    config: CorpusConfig, source: Source, context: list[int], prefix: list[int], forbid: set[int], row: int, count: int
+) -> list[list[int]]:
+    """`count` samples that fill a canvas behind `prefix`; `context` stands before it and is not part of the canvas."""
     limit = range(source.vocabulary.token_limit, source.vocabulary.size)
-    return ar_sample(
-        source.model, prefix, count=count, new_tokens=config.length - len(prefix), batch_size=source.batch_size,
-        seed=config.seed, temperature=config.temperature, top_p=config.top_p, forbid=sorted({*forbid, *limit}),
-        device=source.device, first_row=row, compile_draw=source.device.type == "cuda",
+    samples: list[list[int]] = ar_sample(
+        source.model, context + prefix, count=count, new_tokens=config.length - len(prefix),
+        batch_size=source.batch_size, seed=config.seed, temperature=config.temperature, top_p=config.top_p,
+        forbid=sorted({*forbid, *limit}), device=source.device, first_row=row,
+        compile_draw=source.device.type == "cuda",
     ).tolist()  # fmt: skip
+    return samples
 
 
 def _text_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
     prefix = [source.vocabulary.bos_id]
-    for sample in _draw(config, source, prefix, set(source.vocabulary.control_ids), first_row, rows):
+    samples = _draw(config, source, [], prefix, set(source.vocabulary.control_ids), first_row, rows)
+    for sample in samples:
         yield prefix + sample, 1
 
 
 def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
     prefix: list[int] = source.tokenizer.encode(CHAT_USER, add_special_tokens=False)
+    context: list[int] = source.tokenizer.encode(chat_context(source.tokenizer), add_special_tokens=False)
     turn: list[int] = source.tokenizer.encode(CHAT_TURN, add_special_tokens=False)
     tried = kept = 0
     count = min(source.batch_size, 4 * rows)
     while True:
-        for sample in _draw(config, source, prefix, {source.vocabulary.mask_id}, first_row + tried, count):
+        samples = _draw(config, source, context, prefix, {source.vocabulary.mask_id}, first_row + tried, count)
+        for sample in samples:
             canvas = chat_canvas(sample, prefix, turn, source.vocabulary.end_ids, config.length)
             if canvas is not None:
                 kept += 1
                 yield canvas
         tried += count
+        logger.info("corpus: %d of %d samples are chats", kept, tried)
         message = f"only {kept} of {tried} samples after {CHAT_USER!r} are a chat; ask for no chat canvases"
         require(kept >= MIN_YIELD * tried, message)
 
