@@ -85,7 +85,7 @@ def test_a_sample_depends_on_its_row_alone() -> None:
 def test_vocabulary_is_read_from_tokenizer_and_config() -> None:
     words = read_vocabulary(TOKENIZER, tiny_model().config)
     assert (words.bos_id, words.end_ids, words.mask_id) == (BOS, (IM_END, BOS), MASK)
-    assert (words.control_ids, words.token_limit, words.size, words.chat) == ((0, 1, 2, 3), 100, 104, True)
+    assert (words.token_limit, words.size, words.chat) == (100, 104, True)
     assert read_vocabulary(TOKENIZER, tiny_model().config, mask_id=102).mask_id == 102
     with pytest.raises(InputError, match="mask id 2 starts or ends texts"):
         read_vocabulary(TOKENIZER, tiny_model().config, mask_id=IM_END)
@@ -126,13 +126,13 @@ def everything(folder: Path, split: str = "train") -> list[list[int]]:
     return lines
 
 
-def test_text_canvases_hold_no_control_token(tmp_path: Path) -> None:
+def test_text_canvases_hold_no_mask(tmp_path: Path) -> None:
     build_corpus(tmp_path, config(), source())
     train, held = load_corpus(tmp_path, "train"), load_corpus(tmp_path, "heldout")
     assert (train.tokens_NL.shape, train.tokens_NL.dtype) == ((20, 17), torch.int32)
     assert held.tokens_NL.shape == (6, 17)
     assert train.tokens_NL[:, 0].eq(BOS).all()
-    assert train.tokens_NL[:, 1:].min() >= 4
+    assert train.tokens_NL.ne(MASK).all()
     assert train.tokens_NL[:, 1:].max() < 100
     assert train.prompt_len_N.eq(1).all()
     assert len({tuple(row) for row in everything(tmp_path) + everything(tmp_path, "heldout")}) == 26

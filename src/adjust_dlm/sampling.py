@@ -50,7 +50,7 @@ def _mix(x: Tensor) -> Tensor:
 def process(logits_RV: Tensor, config: DecodeConfig) -> Tensor:
     """temperature -> top_p -> top_k in fp32; removed tokens become -inf. T=0 leaves the scale alone."""
     logits_RV = logits_RV.float()
-    if config.temperature > 0:
+    if config.temperature not in (0, 1):
         # Largest logit 0 and T within fp32, so that no T > 0 gives inf - inf; beyond these bounds nothing changes.
         temperature = min(max(config.temperature, 1e-30), 1e30)
         logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature

@@ -53,6 +53,7 @@ class Base(ABC):
         head_matrix: W [V, D], frozen.
         layer_config: transformers config of one decoder layer of the base's own class and shape.
         tokenizer: any object with transformers' tokenizer interface, or None.
+        compiled: whether `compile` was called; decoders then compile their row scores too.
     """
 
     spec: BaseSpec
@@ -61,6 +62,7 @@ class Base(ABC):
     head_matrix: Tensor
     layer_config: Any
     tokenizer: Any = None
+    compiled: bool = False
 
     @abstractmethod
     def hidden(self, state: State) -> Tensor:

@@ -57,6 +57,7 @@ class TransformerBase(Base):
     def compile(self) -> None:
         """Compiles f for fixed shapes (30-60 s on first use; every new shape compiles once)."""
         self._body = torch.compile(self._forward, dynamic=False)
+        self.compiled = True
 
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:

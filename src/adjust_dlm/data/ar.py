@@ -35,7 +35,6 @@ class Vocabulary:
         bos_id: put before a text.
         end_ids: tokens that end a text; the first one also fills a canvas after its end.
         mask_id: MASK, a token the model never used.
-        control_ids: every special token; none of them belongs into plain text.
         token_limit: ids from here on are padding rows of the head.
         size: rows of the head.
         chat: whether the tokenizer has the tokens of `CHAT_USER` and `CHAT_TURN`.
@@ -44,7 +43,6 @@ class Vocabulary:
     bos_id: int
     end_ids: tuple[int, ...]
     mask_id: int
-    control_ids: tuple[int, ...]
     token_limit: int
     size: int
     chat: bool
@@ -72,12 +70,10 @@ def read_vocabulary(tokenizer: Any, config: Any, *, mask_id: int | None = None) 
     assert bos_id is not None and mask_id is not None
     require(0 <= mask_id < config.vocab_size, f"mask id {mask_id} is not in the model's 0..{config.vocab_size - 1}")
     require(mask_id not in (bos_id, *end_ids), f"mask id {mask_id} starts or ends texts; name an unused token")
-    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     return Vocabulary(
         bos_id=bos_id,
         end_ids=end_ids,
         mask_id=mask_id,
-        control_ids=tuple(sorted({*special, *end_ids, mask_id})),
         token_limit=min(config.vocab_size, max(words.values()) + 1),
         size=config.vocab_size,
         chat="<|im_start|>" in words and words.get("<|im_end|>") in end_ids,

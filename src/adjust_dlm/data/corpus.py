@@ -1,7 +1,7 @@
 """The training corpus of an adapted base: canvases of one fixed length, most of them sampled from the AR model.
 
-Kinds (`KINDS`): `text` is `<|endoftext|>` and sampled tokens without control tokens; `chat` a user turn and a reply,
-both invented by the model; `lists` the tasks of `data.lists`; `files` the user's own texts. A canvas is its tokens and
+Kinds (`KINDS`): `text` is `<|endoftext|>` and whatever the model samples behind it; `chat` a user turn and a reply, both
+invented by the model; `lists` the tasks of `data.lists`; `files` the user's own texts. A canvas is its tokens and
 `prompt_len`, the tokens in front that are given and never masked; after its end it is filled with the first end token.
 
 Folder: `{split}-{kind}-{shard}.parquet` (tokens int32 [L], prompt_len int16, kind int8) and `manifest.json`. A shard
@@ -225,7 +225,7 @@ def _draw(
 
 def _text_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
     prefix = [source.vocabulary.bos_id]
-    samples = _draw(config, source, [], prefix, set(source.vocabulary.control_ids), first_row, rows)
+    samples = _draw(config, source, [], prefix, {source.vocabulary.mask_id}, first_row, rows)
     for sample in samples:
         yield prefix + sample, 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -145,6 +146,11 @@ class Canvas(State):
         return uniform(self.config.seed, self.rows_B[row], self.commits_B[row], position - start_B[row], stream)
 
 
+@functools.cache
+def _compiled_score_rows() -> Callable[..., Tensor]:
+    return torch.compile(score_rows, dynamic=True)
+
+
 def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
 
@@ -191,10 +197,11 @@ def _logit_scores(base: Base, h_BLD: Tensor, canvas: Canvas, row_R: Tensor, posi
     config = canvas.config
     on_processed = (config.order_on or base.spec.order_on) == "processed"
     chunk = max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
+    score = _compiled_score_rows() if base.compiled else score_rows
     parts = [h_BLD.new_empty(0, dtype=torch.float32)]
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = base.logits(h_BLD[row, position], suppress_eos=config.suppress_eos)
         u_R = canvas.uniforms(position, row)
         rule = config.order or base.spec.order
-        parts.append(score_rows(logits_RV, u_R, rule, on_processed=on_processed, config=config))
+        parts.append(score(logits_RV, u_R, rule, on_processed=on_processed, config=config))
     return torch.cat(parts)

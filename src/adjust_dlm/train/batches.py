@@ -20,6 +20,7 @@ def random_slices(
     rollout: int,
     key: tuple[int, ...],
     pad_id: int,
+    pad_to: int = 0,
 ) -> Slices:
     """`count` slices of `length` states from random trajectories.
 
@@ -34,23 +35,26 @@ def random_slices(
         rollout: unrolled steps; a slice holds length - rollout windows.
         key: integers that decide the draw, for example (seed, step, micro-batch).
         pad_id: token put on left pads.
+        pad_to: least canvas length: one shape for every batch, which a compiled base needs.
     """
     generator = np.random.default_rng(key)
     chosen = [trajectories[rows[i]] for i in generator.integers(len(rows), size=count)]
     starts = [int(generator.integers(rollout + 1 - length, max(1, x.commits - 1))) for x in chosen]
-    return pack(chosen, starts, length, pad_id)
+    return pack(chosen, starts, length, pad_id, pad_to=pad_to)
 
 
-def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_id: int) -> Slices:
-    """Left-pads trajectories to one length."""
-    longest = max(len(x.tokens_L) for x in chosen)
+def pack(
+    chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_id: int, *, pad_to: int = 0
+) -> Slices:
+    """Left-pads trajectories to one length; a fixed one (`pad_to`) always comes with its padding mask."""
+    longest = max(pad_to, *(len(x.tokens_L) for x in chosen))
     tokens_NL = torch.full((len(chosen), longest), pad_id, dtype=torch.long)
     order_NL = torch.full((len(chosen), longest), GIVEN, dtype=torch.long)
     real_NL = torch.zeros((len(chosen), longest), dtype=torch.bool)
     for n, x in enumerate(chosen):
         at = longest - len(x.tokens_L)
         tokens_NL[n, at:], order_NL[n, at:], real_NL[n, at:] = x.tokens_L, x.order_L, True
-    return Slices(tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=not bool(real_NL.all()))
+    return Slices(tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all()))
 
 
 def to_device(slices: Slices, device: torch.device) -> Slices:

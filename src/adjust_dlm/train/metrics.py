@@ -20,7 +20,8 @@ _BATCHES, _SLICES = 8, 16
 
 @torch.no_grad()
 def held_out(
-    base: Base, sampler: Sampler, data: Sequence[Trajectory], rows: Sequence[int], config: Any, autocast: Any
+    base: Base, sampler: Sampler, data: Sequence[Trajectory], rows: Sequence[int], config: Any, autocast: Any,
+    pad_to: int = 0,
 ) -> dict[str, float]:
     """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row.
 
@@ -33,7 +34,7 @@ def held_out(
         key = (config.seed, 1 << 40, batch)
         slices = random_slices(
             data, rows, count=_SLICES, length=config.rollout + 1, rollout=config.rollout, key=key,
-            pad_id=base.spec.pad_id,
+            pad_id=base.spec.pad_id, pad_to=pad_to,
         )  # fmt: skip
         with autocast:
             run = unroll(base, sampler, to_device(slices, base.device), rollout=config.rollout)

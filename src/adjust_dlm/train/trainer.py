@@ -121,6 +121,7 @@ class Run:
     device: torch.device
     step: int = 0
     elapsed: float = 0.0
+    pad_to: int = 0
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
@@ -185,6 +186,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int, devi
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     if config.compile:
         base.compile()
+        run.pad_to = max(len(x.tokens_L) for x in data)
         run.delta = torch.compile(kl_and_delta, dynamic=True)
     return run
 
@@ -207,7 +209,7 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
         stopping = distributed.any_rank(stop.requested, run.device)
         leaving = stopping or not _unfinished(run)
         if run.step % config.eval_every == 0 or not _unfinished(run):
-            last = held_out(run.base, run.sampler, run.data, run.rows(True), config, _autocast(run))
+            last = held_out(run.base, run.sampler, run.data, run.rows(True), config, _autocast(run), run.pad_to)
         if run.step % config.eval_every == 0 or leaving:
             metrics.write(run.step, **losses, seconds=run.elapsed, **last)
             log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
@@ -247,7 +249,7 @@ def _micro_loss(run: Run, micro: int) -> Tensor:
     key = (config.seed, run.step, micro)
     slices = random_slices(
         run.data, run.rows(False), count=config.slices, length=config.slice_states, rollout=config.rollout,
-        key=key, pad_id=run.base.spec.pad_id,
+        key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
     )  # fmt: skip
     depths = range(1, config.rollout + 1)
     if config.loss == "released":
