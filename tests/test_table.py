@@ -84,5 +84,5 @@ def test_a_judge_of_another_vocabulary_is_refused(base: DreamBase, tmp_path: Pat
 
 
 def test_load_ar_names_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="config.json is missing"):
+    with pytest.raises(InputError, match=r"config\.json is missing"):
         load_ar(str(tmp_path))

@@ -21,7 +21,7 @@ from adjust_dlm.losses import kl_rows, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.optim import learning_rate
-from adjust_dlm.train.trainer import TrainConfig, released_depth, train
+from adjust_dlm.train.trainer import Run, TrainConfig, released_depth, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
 
@@ -251,9 +251,13 @@ def test_trained_g_brings_total_variation_below_parallel(exact: ExactBase, folde
     def total_variation(decoder: str) -> float:
         rows = decode(exact, [[]] * n, config, decoder=decoder, sampler=g).tokens_BL
         counts = Counter(map(tuple, rows.tolist()))
-        return sum(
-            abs(counts[tuple(s)] / n - p) for s, p in zip(exact.strings_NL.tolist(), exact.p_N.tolist(), strict=True)
-        ) / 2
+        return (
+            sum(
+                abs(counts[tuple(s)] / n - p)
+                for s, p in zip(exact.strings_NL.tolist(), exact.p_N.tolist(), strict=True)
+            )
+            / 2
+        )
 
     distance = {d: total_variation(d) for d in ("joint", "parallel", "adjust")}
     assert distance["joint"] < 0.1  # sampling noise of 4000 draws from 256 strings
@@ -306,7 +310,10 @@ def test_two_micro_batches_equal_one_twice_as_wide(exact: ExactBase, folder: Pat
         torch.manual_seed(0)
         sampler = Sampler(exact)
         store = list(open_stores([folder]))
-        run = unroll(exact, sampler, random_slices(store, range(960), count=8, length=4, rollout=3, key=(0, 0, micro), pad_id=0))
+        rows = Run(settings(folder, tmp_path), exact, sampler, store, 0, 1, CPU).rows(False)
+        run = unroll(
+            exact, sampler, random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, micro), pad_id=0)
+        )
         losses.append(sum(unrolled_kl(exact, run, k).item() for k in (1, 2, 3)) / 3)
     assert two["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
@@ -359,3 +366,12 @@ def test_paper_preset_is_the_papers() -> None:
     config = TrainConfig(preset="paper")
     assert (config.optimizer, config.lr, config.warmup, config.weights) == ("adamw", 5e-5, 250, "uniform")
     assert config.slices * (config.slice_states - config.rollout) == 32
+    with pytest.raises(InputError, match=r"preset paper sets lr to 5e-05; 0\.0001 was asked for"):
+        TrainConfig(preset="paper", lr=1e-4)
+
+
+def test_held_out_rows_are_spread_and_never_trained_on(exact: ExactBase, tmp_path: Path) -> None:
+    """Ten trajectories, two held out: the middles of the halves, whatever folder they come from."""
+    run = Run(TrainConfig(heldout=2), exact, Sampler(exact), list(range(10)), 0, 1, CPU)  # type: ignore[arg-type]
+    assert run.rows(True) == [2, 7]
+    assert run.rows(False) == [0, 1, 3, 4, 5, 6, 8, 9]

@@ -25,7 +25,7 @@ _WHERE = {
     "DecodeConfig": "adjust_dlm.types",
     "DecodeResult": "adjust_dlm.types",
 }
-__all__ = [*_WHERE, "__version__"]  # noqa: PLE0604
+__all__ = [*_WHERE, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec, register_base
-from adjust_dlm.bases.layers import bidirectional, see_both_ways
+from adjust_dlm.bases.layers import bidirectional, read_model, see_both_ways
 from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import InputError, require
@@ -44,7 +44,8 @@ def load_ar(source: str, *, device: torch.device | str = "cpu", dtype: torch.dty
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"cannot load the autoregressive model {folder}: {str(error).splitlines()[0]}") from error
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    return model.to(device).eval().requires_grad_(False), tokenizer
+    loaded: Any = model  # transformers types `.to` for quantized models only
+    return loaded.to(device).eval().requires_grad_(False), tokenizer
 
 
 def file_digest(*paths: Path) -> str:
@@ -73,9 +74,9 @@ def load_adapted(
     merged = cache_dir() / "merged" / digest
     if not (merged / "model.safetensors").is_file():
         _merge(path, facts, merged)
-    from transformers import AutoModel, PreTrainedTokenizerFast
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-    model = AutoModel.from_pretrained(merged, dtype=dtype, local_files_only=True).to(device)
+    model = read_model(merged, dtype=dtype, device=device)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(ar_folder(facts["ar"]), local_files_only=True)
     if facts.get("chat_template"):
         tokenizer.chat_template = facts["chat_template"]

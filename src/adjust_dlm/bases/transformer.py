@@ -22,6 +22,8 @@ _SHAPE_FIELDS = (
 class TransformerBase(Base):
     """f = model, W = head weight; `next_frame` says that state i-1 scores token i (Dream)."""
 
+    model: Any
+
     def __init__(
         self,
         model: nn.Module,
@@ -42,7 +44,7 @@ class TransformerBase(Base):
             tokenizer: optional.
             fingerprint: digest of the source files; computed from the weights when not given.
         """
-        self.model: Any = freeze(model)
+        self.model = freeze(model)
         self.head_matrix = head_weight.detach()
         self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
         self.layer_config = self.model.config

@@ -1,7 +1,7 @@
 """The training corpus of an adapted base: canvases of one fixed length, most of them sampled from the AR model.
 
-Kinds (`KINDS`): `text` is `<|endoftext|>` and whatever the model samples behind it; `chat` a user turn and a reply, both
-invented by the model; `lists` the tasks of `data.lists`; `files` the user's own texts. A canvas is its tokens and
+Kinds (`KINDS`): `text` is `<|endoftext|>` and whatever the model samples behind it; `chat` a user turn and a reply,
+both invented by the model; `lists` the tasks of `data.lists`; `files` the user's own texts. A canvas is its tokens and
 `prompt_len`, the tokens in front that are given and never masked; after its end it is filled with the first end token.
 
 Folder: `{split}-{kind}-{shard}.parquet` (tokens int32 [L], prompt_len int16, kind int8) and `manifest.json`. A shard

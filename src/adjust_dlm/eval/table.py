@@ -69,7 +69,9 @@ class TableConfig:
         """Checks what decoding would otherwise find out late."""
         require(self.n >= 2, f"n is {self.n}; a table needs at least 2 texts a cell")
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
-        require(all(k >= 1 for k in self.tokens_per_step), f"tokens_per_step is {self.tokens_per_step}; all must be >= 1")
+        require(
+            all(k >= 1 for k in self.tokens_per_step), f"tokens_per_step is {self.tokens_per_step}; all must be >= 1"
+        )
         good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
         require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,9 +44,7 @@ def random_slices(
     return pack(chosen, starts, length, pad_id, pad_to=pad_to)
 
 
-def pack(
-    chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_id: int, *, pad_to: int = 0
-) -> Slices:
+def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_id: int, *, pad_to: int = 0) -> Slices:
     """Left-pads trajectories to one length; a fixed one (`pad_to`) always comes with its padding mask."""
     longest = max(pad_to, *(len(x.tokens_L) for x in chosen))
     tokens_NL = torch.full((len(chosen), longest), pad_id, dtype=torch.long)
@@ -54,10 +53,16 @@ def pack(
     for n, x in enumerate(chosen):
         at = longest - len(x.tokens_L)
         tokens_NL[n, at:], order_NL[n, at:], real_NL[n, at:] = x.tokens_L, x.order_L, True
-    return Slices(tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all()))
+    return Slices(
+        tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all())
+    )
 
 
 def to_device(slices: Slices, device: torch.device) -> Slices:
     """Copies without waiting."""
-    moved = [t.to(device, non_blocking=True) for t in (slices.tokens_NL, slices.order_NL, slices.real_NL, slices.start_N)]
-    return Slices(*moved, length=slices.length, padded=slices.padded)
+    return replace(
+        slices,
+        **{
+            f: getattr(slices, f).to(device, non_blocking=True) for f in ("tokens_NL", "order_NL", "real_NL", "start_N")
+        },
+    )

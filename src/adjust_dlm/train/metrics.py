@@ -16,11 +16,14 @@ from adjust_dlm.types import Trajectory
 _BATCHES, _SLICES = 8, 16
 
 
-
-
 @torch.no_grad()
 def held_out(
-    base: Base, sampler: Sampler, data: Sequence[Trajectory], rows: Sequence[int], config: Any, autocast: Any,
+    base: Base,
+    sampler: Sampler,
+    data: Sequence[Trajectory],
+    rows: Sequence[int],
+    config: Any,
+    autocast: Any,
     pad_to: int = 0,
 ) -> dict[str, float]:
     """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row.

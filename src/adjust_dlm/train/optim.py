@@ -9,7 +9,9 @@ from torch import nn
 
 
 def build_optimizers(module: nn.Module, kind: Literal["muon", "adamw"], lr: float) -> list[torch.optim.Optimizer]:
-    """"muon": torch's Muon (update RMS matched to AdamW's) on matrices, AdamW at half its rate on the rest.
+    """Torch's optimisers for g.
+
+    "muon" is torch's Muon (update RMS matched to AdamW's) on matrices, AdamW at half its rate on the rest.
 
     Each group keeps its own `peak_lr`. The paper's AdamW has betas .9/.999 and no weight decay.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -23,7 +24,7 @@ from adjust_dlm.train.batches import random_slices, to_device
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
 from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.optim import build_optimizers, learning_rate
-from adjust_dlm.train.unroll import unroll, unrolled_kl
+from adjust_dlm.train.unroll import Step, unroll, unrolled_kl
 from adjust_dlm.types import Trajectory, require
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,11 @@ class TrainConfig:
         """Checks values, and fills in the paper's preset."""
         if self.preset == "paper":
             for name, value in PAPER.items():
+                given, default = getattr(self, name), self.__dataclass_fields__[name].default
+                require(
+                    given in (default, value),
+                    f"preset paper sets {name} to {value!r}; {given!r} was asked for: drop one of the two",
+                )
                 object.__setattr__(self, name, value)
         require(self.rollout >= 1, f"rollout is {self.rollout}; it must be at least 1")
         require(
@@ -125,10 +131,18 @@ class Run:
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
-    def rows(self, held: bool) -> range:
-        """Indices of the training part, or of the held-out tail."""
-        cut = len(self.data) - self.config.heldout
-        return range(cut, len(self.data)) if held else range(cut)
+    step_g: Step | None = None
+
+    @functools.cached_property
+    def training_rows(self) -> list[int]:
+        """The rows that training may see."""
+        return self.rows(False)
+
+    def rows(self, held: bool) -> list[int]:
+        """Indices of the training part, or of the held-out one, which is spread evenly over all folders."""
+        total, count = len(self.data), self.config.heldout
+        apart = [(2 * i + 1) * total // (2 * count) for i in range(count)]
+        return apart if held else sorted(set(range(total)) - set(apart))
 
     def settings(self) -> dict[str, Any]:
         """What must stay the same between start and resume."""
@@ -181,12 +195,15 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int, devi
         f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
     )
     torch.manual_seed(config.seed)
-    sampler = Sampler(base, SamplerConfig.paper() if config.preset == "paper" else SamplerConfig(pairing=config.pairing))
+    sampler = Sampler(
+        base, SamplerConfig.paper() if config.preset == "paper" else SamplerConfig(pairing=config.pairing)
+    )
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     if config.compile:
         base.compile()
         run.pad_to = max(len(x.tokens_L) for x in data)
+        run.step_g = torch.compile(sampler, dynamic=False)
         run.delta = torch.compile(kl_and_delta, dynamic=True)
     return run
 
@@ -230,7 +247,7 @@ def _step(run: Run) -> dict[str, float]:
     total = torch.zeros((), device=run.device)
     for j in range(config.accumulate):
         loss = _micro_loss(run, run.rank * config.accumulate + j) / config.accumulate
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.detach()
     distributed.average_gradients(run.sampler.parameters())
     norm = torch.nn.utils.clip_grad_norm_(run.sampler.parameters(), config.clip)
@@ -248,18 +265,16 @@ def _micro_loss(run: Run, micro: int) -> Tensor:
     config = run.config
     key = (config.seed, run.step, micro)
     slices = random_slices(
-        run.data, run.rows(False), count=config.slices, length=config.slice_states, rollout=config.rollout,
+        run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
         key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
     )  # fmt: skip
     depths = range(1, config.rollout + 1)
     if config.loss == "released":
         depths = [released_depth(key, config.rollout)]  # type: ignore[assignment]
     with _autocast(run):
-        states = unroll(run.base, run.sampler, to_device(slices, run.device), rollout=config.rollout)
+        states = unroll(run.base, run.step_g or run.sampler, to_device(slices, run.device), rollout=config.rollout)
         parts = [
-            unrolled_kl(
-                run.base, states, k, weights=config.weights, suppress_eos=config.suppress_eos, delta=run.delta
-            )
+            unrolled_kl(run.base, states, k, weights=config.weights, suppress_eos=config.suppress_eos, delta=run.delta)
             for k in depths
         ]
     return torch.stack(parts).mean()
