@@ -247,8 +247,6 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(
     # The folder's weights are rounded to bfloat16 (8 bits).
     error, learned = ((h_BLD - other).norm() / trained_BLD.norm() for other in (trained_BLD, plain_BLD))
     assert error < 0.02 < 0.2 < learned
-    same = base.logits(h_BLD[:, 5]).argmax(-1) == (trained_BLD[:, 5] @ kept[0].body.embed_tokens.weight.T).argmax(-1)
-    assert same.all()
 
 
 def test_the_adapter_loads_through_peft_alone(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_damaged_cache_is_rebuilt_and_said(
     damage(folder)
     with caplog.at_level(logging.WARNING):
         assert smol_ar_dir(wheel=tiny.wheel, source=tiny.source) == folder
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [r.levelname for r in caplog.records if r.levelno >= logging.WARNING] == ["WARNING"]
     assert str(folder) in caplog.text
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert left_in(cache) == [folder.name]

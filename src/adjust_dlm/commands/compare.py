@@ -120,15 +120,16 @@ def _row(decoder: str, samples: list[Record]) -> Record:
 
 
 def _show(flags: CompareConfig, rows: list[Record]) -> None:
-    """JSON lines, or a table; the NLL column is there only if something was scored."""
+    """JSON lines, or the decoders side by side; the NLL line is there only if something was scored."""
     if flags.json:
         for row in rows:
             say(to_json(row))
         return
-    columns = {
-        "decoder": "decoder", "tokens_per_step": "K", "text": "text", "nll": "NLL", "base_calls": "base passes",
-        "sampler_calls": "sampler passes", "seconds": "seconds", "tokens_per_second": "tokens/s",
+    lines = {
+        "text": "text", "nll": "NLL", "base_calls": "base passes", "sampler_calls": "sampler passes",
+        "seconds": "seconds", "tokens_per_second": "tokens/s",
     }  # fmt: skip
     if all(row["nll"] is None for row in rows):
-        del columns["nll"]
-    show_table(tuple(columns.values()), [[row[key] for key in columns] for row in rows])
+        del lines["nll"]
+    columns = ["", *(f"{row['decoder']}, K={row['tokens_per_step']}" for row in rows)]
+    show_table(columns, [[title, *(row[key] for row in rows)] for key, title in lines.items()], lines=True)

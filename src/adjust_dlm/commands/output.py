@@ -120,14 +120,17 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
-    """A table on stdout; numbers on the right, long texts folded."""
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None, lines: bool = False
+) -> None:
+    """A table on stdout; numbers on the right, long texts folded; `lines` puts a rule under every row."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     rows = [list(row) for row in rows]
-    table = Table(title=title, title_justify="left", show_lines=any("\n" in str(cell) for row in rows for cell in row))
+    lines = lines or any("\n" in str(cell) for row in rows for cell in row)
+    table = Table(title=title, title_justify="left", show_lines=lines)
     for n, name in enumerate(columns):
         numbers = all(isinstance(row[n], int | float) or row[n] is None for row in rows)
         table.add_column(name, justify="right" if numbers and rows else "left", overflow="fold", no_wrap=numbers)
