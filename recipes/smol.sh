@@ -21,10 +21,10 @@ if stage adapt; then run adapt --ar "${AR:-smol}" --output "$out/base" --text "$
     --steps "${ADAPT_STEPS:-100000}" --max-seconds "${ADAPT_SECONDS:-480}" --batch-size "$batch" \
     --lora-rank "${LORA_RANK:-64}" --lora-alpha "${LORA_RANK:-64}" --sample-batch "${SAMPLE_BATCH:-4096}" $compile; fi
 
-common=(--base "$out/base" --batch-size "${DECODE_BATCH:-512}" --shard-rows 512)
+common=(--base "$out/base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECODE_BATCH:-256}")
 if stage trajectories; then
     run trajectories "${common[@]}" --output "$out/text" --num "$num" --suppress-eos $compile
-    run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 4)) --temperature 0.6 --suppress-eos --seed 1 $compile
+    run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 4)) --temperature 0.6 --suppress-eos --seed 1
     run trajectories "${common[@]}" --output "$out/chat" --num $((num / 4)) --prompts "corpus:$out/base/corpus" \
         --max-new-tokens 64 --seed 2
     run trajectories "${common[@]}" --output "$out/lists" --num $((num / 8)) --prompts lists --max-new-tokens 48 --seed 3
@@ -35,4 +35,4 @@ if stage train; then run train --base "$out/base" --trajectories "$out/text" "$o
     --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 1000 $compile; fi
 
 if stage eval; then run eval --base "$out/base" --sampler "$out/train/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
-    --batch-size "${DECODE_BATCH:-512}" $compile; fi
+    --batch-size "${DECODE_BATCH:-256}" $compile; fi

@@ -386,6 +386,19 @@ def test_suppressed_ends_are_never_committed_by_base_or_g(decoder: str) -> None:
     assert not bool((held.order_BL == MASKED).any())
 
 
+@pytest.mark.parametrize("rule", ["entropy", "margin", "confidence"])
+def test_suppressed_ends_have_no_say_in_the_order(rule: str) -> None:
+    """Place 0 is sure of an end token and of nothing else; without that token place 1 is the surer one."""
+    logits_LV = torch.tensor([[0.0, 9.0, 0.0, 0.1], [0.0, 0.0, 0.0, 2.0]])
+    base = TableBase(logits_LV, end_ids=(END,))
+    config = DecodeConfig(max_new_tokens=2, temperature=0, order=rule)
+    for decoder in CORE:
+        free = decode(base, [[]], config, decoder=decoder, sampler=same)
+        held = decode(base, [[]], config.but(suppress_eos=True), decoder=decoder, sampler=same)
+        assert (free.tokens_BL.tolist(), free.order_BL.tolist()) == ([[END, END]], [[0, MASKED]])
+        assert (held.tokens_BL.tolist(), held.order_BL.tolist()) == ([[3, 3]], [[1, 0]])
+
+
 # Faults --------------------------------------------------------------------------------------------------------
 
 

@@ -78,7 +78,7 @@ class TableConfig:
 
 def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
     """Generates every cell once, scores it, writes `samples.jsonl` and `table.md`, returns the numbers."""
-    rank, _, device = distributed.start()
+    rank, world, device = distributed.start()
     if config.device != "auto":
         device = torch.device(config.device)
     base = base or load_base(config.base, device=device)
@@ -95,9 +95,9 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
     cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
     texts = {cell: _generate(base, sampler, config, *cell) for cell in cells}
     references = {t: _generate(base, sampler, config, t, "joint", 1, first_row=config.n) for t in config.temperatures}
-    out: dict[str, Any] = {}
+    lines = _score(config, base, judge, texts, references, cells[rank::world])
+    out = {"config": asdict(config), "cells": sorted(_from_all_ranks(lines), key=lambda c: cells.index(_cell(c)))}
     if rank == 0:
-        out = _score(config, base, judge, texts, references)
         _write(Path(config.output), render(out), base, texts)
     distributed.barrier()
     return out
@@ -124,16 +124,27 @@ def _generate(
         result = decode(base, [prompt] * len(rows), settings, decoder=decoder, sampler=sampler, rows=rows)
         texts |= dict(zip(rows, result.tokens_BL[:, len(prompt) :].tolist(), strict=True))
     log.info("T=%s %s K=%d: %d texts", temperature, decoder, k, len(texts))
-    if world > 1:
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, texts)
-        texts = {row: text for part in parts for row, text in part.items()}
-    return [texts[row] for row in sorted(texts)]
+    return [text for _, text in sorted(_from_all_ranks(list(texts.items())))]
+
+
+def _from_all_ranks(items: list[Any]) -> list[Any]:
+    """The items of every rank, on every rank."""
+    if not dist.is_initialized():
+        return items
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
 
 
 def _score(
-    config: TableConfig, base: Base, judge: Any, texts: dict[Any, Texts], references: dict[float, Texts]
-) -> dict[str, Any]:
+    config: TableConfig,
+    base: Base,
+    judge: Any,
+    texts: dict[Any, Texts],
+    references: dict[float, Texts],
+    mine: list[Any],
+) -> list[dict[str, Any]]:
+    """The lines of some cells (MAUVE's clustering is the slow part, so ranks share the cells)."""
     start = base.spec.bos_id if base.spec.bos_id is not None else base.spec.end_ids[0]
     nll = {
         cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=judge.device)
@@ -141,7 +152,8 @@ def _score(
     }
     reference = {t: features(judge, rows, 64) for t, rows in references.items()}
     lines = []
-    for (t, decoder, k), rows in texts.items():
+    for t, decoder, k in mine:
+        rows = texts[t, decoder, k]
         score = mauve(features(judge, rows, 64), reference[t], buckets=config.buckets or None)
         line = _line(t, decoder, k, rows, nll[t, decoder, k])
         line |= {"mauve": score.mean, "mauve_std": score.std, "mauve_settings": score.settings}
@@ -149,7 +161,11 @@ def _score(
             closed = nll_gap_closed(nll[t, "joint", 1], nll[t, "parallel", k], nll[t, "adjust", k])
             line |= {"gap_closed": closed[0], "gap_closed_ci95": closed[1]}
         lines.append(line)
-    return {"config": asdict(config), "cells": lines}
+    return lines
+
+
+def _cell(line: dict[str, Any]) -> tuple[float, str, int]:
+    return line["temperature"], line["decoder"], line["tokens_per_step"]
 
 
 def _line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[str, Any]:
