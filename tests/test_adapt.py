@@ -1,19 +1,24 @@
 """Adaptation: the loss recomputed naively, training that resumes bit for bit, and a folder that loads as a base."""
 
+import errno
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adjust_dlm.bases import load_base
+from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
 from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.train import adapt as adapt_module
@@ -261,6 +266,84 @@ def test_the_adapter_loads_through_peft_alone(tmp_path: Path) -> None:
     assert len(found) == 2 * 7 * 2
     for name, parameter in found.items():
         assert torch.equal(parameter, weights[name].bfloat16().float())
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, {"format": "pt"})
+
+
+def lost(weights: dict[str, Tensor]) -> None:
+    weights["other.weight"] = weights.pop(sorted(weights)[1])
+
+
+def cut(weights: dict[str, Tensor]) -> None:
+    name = sorted(weights)[1]
+    weights[name] = weights[name][:1].clone()
+
+
+@pytest.mark.parametrize("change", [lost, cut])
+def test_h14_no_weight_of_an_autoregressive_model_is_made_up(tmp_path: Path, change: Any) -> None:
+    save_tiny(tmp_path)
+    name = sorted(load_file(tmp_path / "model.safetensors"))[1]
+    rewrite(tmp_path / "model.safetensors", change)
+    with pytest.raises(InputError, match=f"missing or misshapen weights: {re.escape(name)}"):
+        load_ar(str(tmp_path))
+
+
+def test_h14_a_truncated_autoregressive_model_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="cannot load the autoregressive model"):
+        load_ar(str(tmp_path))
+
+
+def saved_base(tmp_path: Path) -> Path:
+    """A folder as `adapt` leaves it, without the training."""
+    ar = save_tiny(tmp_path / "ar")
+    facts = {"ar": str(ar), "mask_id": MASK, "end_ids": [IM_END], "pad_id": IM_END, "bos_id": BOS, "context": 64}
+    live_adapter().save(tmp_path / "base", {**facts, "order": "entropy", "order_on": "processed"})
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("adapter_model.safetensors", lost, "missing or unknown tensors .*other"),
+        ("adapter_model.safetensors", cut, "cannot read the adapter"),
+        ("mask_embedding.safetensors", lambda w: w.update(mask_embedding=torch.zeros(1)), r"shape \(1,\), wanted"),
+    ],
+)
+def test_h14_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, file: str, change: Any, said: str) -> None:
+    folder = saved_base(tmp_path)
+    load_base(str(folder))
+    rewrite(folder / file, change)
+    with pytest.raises(InputError, match=said):
+        load_base(str(folder))
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("content", "said"), [(b"\xff\xfe", "is not JSON"), (b"[]", "holds a list")])
+def test_facts_that_are_no_object_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    folder = saved_base(tmp_path)
+    (folder / "base.json").write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        load_base(str(folder))
+
+
+def test_a_merge_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved_base(tmp_path)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(InputError, match=r"could not write .*No space left.*; make room"):
+            load_base(str(folder))
+    assert not list((tmp_path / "cache" / "merged").iterdir())
 
 
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def check_company(base, given_, config, decoder, sampler, cuts) -> DecodeResult:
     return whole
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     given_=prompts(WORDS, WORDS, []), config=configs, decoder=st.sampled_from(CORE),
     cuts=st.lists(st.integers(0, 5), max_size=3), table=st.integers(0, 5),

@@ -382,7 +382,7 @@ def test_wrong_gguf_inside_is_refused_and_leaves_nothing(tiny: Tiny, cache: Path
 
 @pytest.mark.parametrize("name", [*smol_files.FILES, smol_files.MARKER])
 def test_full_disk_leaves_nothing(tiny: Tiny, cache: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = smol_files._write
+    write = smol_files.write_synced
 
     def full(path: Path, content: Any) -> None:
         write(path, content)
@@ -390,7 +390,7 @@ def test_full_disk_leaves_nothing(tiny: Tiny, cache: Path, name: str, monkeypatc
             os.truncate(path, 1)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(smol_files, "_write", full)
+    monkeypatch.setattr(smol_files, "write_synced", full)
     with pytest.raises(InputError) as refused:
         smol_ar_dir(wheel=tiny.wheel, source=tiny.source)
     assert str(cache) in str(refused.value) and "No space left" in str(refused.value)

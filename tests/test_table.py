@@ -67,6 +67,36 @@ def test_cells_are_what_their_texts_say(base: DreamBase, judge: LlamaForCausalLM
     assert (tmp_path / "table.md").read_text().count("\n") == 2 + 3
 
 
+def test_texts_end_at_their_end_token_and_one_token_a_step_is_joint(
+    base: DreamBase, judge: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """Ends allowed: what stands behind an end, filler included, is neither scored nor embedded; K=1 adds no row."""
+    torch.manual_seed(2)
+    sampler = Sampler(base).eval()
+    config = TableConfig(
+        base="dream", output=str(tmp_path), n=N, temperatures=(1.0,), tokens_per_step=(1, 2), max_new_tokens=NEW,
+        seed=3, device="cpu", suppress_eos=False, buckets=3,
+    )  # fmt: skip
+    cells = {(c["decoder"], c["tokens_per_step"]): c for c in make_table(config, base, sampler)["cells"]}
+    assert list(cells) == [("joint", 1), ("parallel", 2), ("adjust", 2)]
+    settings = DecodeConfig(max_new_tokens=NEW, seed=3)
+    rows = decode(base, [[47]] * N, settings, decoder="joint").tokens_BL[:, 1:].tolist()
+    texts = [row[: [*row, 48].index(48)] for row in rows]
+    assert texts != rows
+    score = score_nll(judge, texts, condition_id=47, batch_size=5, device="cpu")
+    joint = cells["joint", 1]
+    assert (joint["nll"], joint["n"]) == (pytest.approx(score.nll, rel=1e-6), sum(map(bool, texts)))
+    made = joint["mauve_settings"]
+    assert made["n_q"] == joint["n"]
+    assert (made["model"], made["pooling"], made["max_new_tokens"]) == ("smol", "mean", NEW)
+
+
+def test_a_missing_library_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"adjust-dlm\[eval\]"):
+        make_table(TableConfig(base="no such base"))
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(InputError, match="n is 0"):
         TableConfig(n=0)

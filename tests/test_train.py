@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from adjust_dlm.bases.dream import dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase, load_exact
+from adjust_dlm.bases.layers import new_model
 from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_rows, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.batches import pack, random_slices
+from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, released_depth, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
@@ -293,6 +296,91 @@ def test_h19_resume_is_bit_for_bit(exact: ExactBase, folder: Path, tmp_path: Pat
     assert files[0] == files[1]
 
 
+def metrics_of(output: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_a_stop_between_evaluations_leaves_the_same_metrics(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    """Stopped at step 7 of 12, evaluated at 6 and 12: the log of the two parts is the log of one run."""
+    train(settings(folder, tmp_path / "whole"), exact)
+
+    class Stopping(ExactBase):
+        calls = 0
+
+        def hidden(self, state: State) -> Tensor:
+            Stopping.calls += 1
+            if Stopping.calls == 22:  # 12 of six steps, 8 of the evaluation, 2 of step 7
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().hidden(state)
+
+    assert train(settings(folder, tmp_path / "parts"), Stopping(exact.joint))["steps"] == 7
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "ce": {"text": 1.0}')  # what a kill leaves
+    assert train(settings(folder, tmp_path / "parts"), exact)["steps"] == 12
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+    assert [line["step"] for line in metrics_of(tmp_path / "whole")] == [6, 12]
+
+
+def test_a_finished_run_started_again_changes_nothing(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    files = ("sampler/sampler.json", "sampler/sampler.safetensors", "metrics.jsonl")
+    first = train(settings(folder, tmp_path), exact)
+    before = [(tmp_path / name).read_bytes() for name in files]
+    assert first["heldout"]
+    assert train(settings(folder, tmp_path), exact)["heldout"] == first["heldout"]
+    assert [(tmp_path / name).read_bytes() for name in files] == before
+
+
+def test_other_trajectories_of_the_same_number_are_refused_on_resume(
+    exact: ExactBase, folder: Path, tmp_path: Path
+) -> None:
+    train(settings(folder, tmp_path / "run"), exact)
+    other = TrajectoriesConfig(base="exact", num=1024, output=str(tmp_path / "t"), max_new_tokens=4, seed=1)
+    make_trajectories(other, base=exact)
+    with pytest.raises(InputError, match=r"cannot resume .*: data_digest was"):
+        train(settings(tmp_path / "t", tmp_path / "run"), exact)
+
+
+def test_training_leaves_the_global_generator_alone(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train(settings(folder, tmp_path, steps=1), exact)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_held_out_means_are_over_the_states_that_count(exact: ExactBase, tmp_path: Path) -> None:
+    """Texts of two tokens: windows start at 0 only, depth 1 has one masked row, depths 2 and 3 have none."""
+    result = decode(exact, [[0, 1]] * 40, DecodeConfig(max_new_tokens=2), decoder="joint")
+    data, g = [result.trajectory(b) for b in range(40)], Sampler(exact)
+    metrics = held_out(exact, g, data, range(40), TrainConfig(), nullcontext())
+    assert metrics.keys() == {"kl_1", "stale_1", "top1_1"}
+    generator = [random_slices(
+        data, range(40), count=16, length=4, rollout=3, key=(0, 1 << 40, batch), pad_id=0
+    ) for batch in range(8)]  # fmt: skip
+    kl = [unrolled_kl(exact, unroll(exact, g, slices), 1).item() for slices in generator]
+    assert metrics["kl_1"] == pytest.approx(sum(kl) / 8, rel=1e-5)
+
+
+def test_a_bf16_base_trains_on_the_cpu(tmp_path: Path) -> None:
+    """g's weights stay fp32, its passes run in the base's precision."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = dream_config(**shape, num_key_value_heads=2, vocab_size=50, max_position_embeddings=64)
+    base = dream_base(
+        config, mask_id=49, end_ids=(48,), bos_id=47, model=new_model(config).bfloat16(),
+        head_weight=torch.randn(50, 32, dtype=torch.bfloat16),
+    )  # fmt: skip
+    make_trajectories(
+        TrajectoriesConfig(base="dream", num=16, output=str(tmp_path / "t"), max_new_tokens=6, suppress_eos=True),
+        base=base,
+    )
+    train(settings(tmp_path / "t", tmp_path / "run", heldout=4, steps=2), base)
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert saved["run"]["dtype"] == "bfloat16"
+    assert {w.dtype for w in saved["sampler"].values()} == {torch.float32}
+
+
 def test_metrics_hold_every_depth(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
     train(settings(folder, tmp_path), exact)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -342,6 +430,18 @@ def test_bad_input_is_named(exact: ExactBase, folder: Path, tmp_path: Path) -> N
         settings(folder, tmp_path, slice_states=3)
     with pytest.raises(InputError, match="lr is nan"):
         settings(folder, tmp_path, lr=float("nan"))
+    for name in ("steps", "slices", "accumulate", "eval_every", "checkpoint_every", "rollout", "max_seconds", "clip"):
+        with pytest.raises(InputError, match=f"{name} is 0; it must be"):
+            settings(folder, tmp_path, **{name: 0})
+    for name in ("warmup", "heldout", "seed"):
+        with pytest.raises(InputError, match=f"{name} is -1; it must be"):
+            settings(folder, tmp_path, **{name: -1})
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    torch.save({"step": 3}, tmp_path / "checkpoint.pt")
+    with pytest.raises(InputError, match=r"cannot read .*checkpoint\.pt: 'run'"):
+        train(settings(folder, tmp_path), exact)
 
 
 def test_full_disk_keeps_the_old_checkpoint(

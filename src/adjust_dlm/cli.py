@@ -1,6 +1,7 @@
 """`adjust`: finds the command, runs it, writes its files, and turns every failure into one line and an exit code.
 
-0 good, 1 failed, 2 bad input, 130 interrupted. Results go to stdout, everything else to stderr.
+0 good, 1 failed, 2 bad input, 130 interrupted (also when a training run saved its state first). Results go to stdout,
+everything else to stderr.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import difflib
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,17 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     verbose = "--verbose" in argv or bool(os.environ.get("ADJUST_DEBUG"))
     handler = _log_to_stderr(verbose)
-    if not sys.stderr.isatty():
+    main_thread = threading.current_thread() is threading.main_thread()
+    # SIGTERM unwinds like Ctrl-C, so that work folders and temporary files go away.
+    old = signal.signal(signal.SIGTERM, _interrupt) if main_thread else None
+    if not verbose:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars look at it, too
     try:
-        code = _dispatch(argv)
+        with warnings.catch_warnings():
+            if not verbose:
+                # Between libraries, nothing for a user: peft asks transformers for what it has renamed.
+                warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+            code = _dispatch(argv)
         sys.stdout.flush()
     except SystemExit as stop:  # help and wrong flags
         code = stop.code if isinstance(stop.code, int) else GOOD
@@ -45,9 +56,15 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = _failed(error, verbose)
     finally:
+        if main_thread:
+            signal.signal(signal.SIGTERM, old)
         logging.getLogger("adjust_dlm").removeHandler(handler)
     _flush_or_drop(sys.stdout)
     return code
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -103,6 +120,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         write_outcome(folder, name, settings, outcome)
     if not shown:
         show_results(outcome.results)
+    if outcome.results.get("finished") is False:  # `train` and `adapt` save when they are told to stop
+        return _complain("stopped before the end; the same command goes on from here", INTERRUPTED)
     return GOOD
 
 

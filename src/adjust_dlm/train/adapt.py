@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.adapted import FACTS, load_ar
 from adjust_dlm.data.ar import CHAT_TEMPLATE, Vocabulary, read_vocabulary
 from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
 from adjust_dlm.train import distributed
@@ -177,8 +177,10 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
         batch_size=config.batch_size, seed=config.seed, rank=rank, world=world,
     )  # fmt: skip
     trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
+    # A finished base is not written again: its fingerprint would follow the rounding of the last evaluation.
+    written = trainer.finished and (config.output / FACTS).is_file()
     result = trainer.run()
-    if result["finished"] and rank == 0:
+    if result["finished"] and rank == 0 and not written:
         context = model.config.max_position_embeddings
         adapter.save(config.output, base_facts(config, vocabulary, context, provenance=result))
     distributed.barrier()
@@ -251,6 +253,11 @@ class AdaptTrainer:
             "finished": not stopped, "step": self.step, "tokens": tokens, "seconds": round(self.elapsed, 1),
             "tokens_per_second": round(tokens / max(self.elapsed, 1e-9)), "ce": ce,
         }  # fmt: skip
+
+    @property
+    def finished(self) -> bool:
+        """Whether the checkpoint taken up is that of the end."""
+        return self._fraction() >= 1
 
     def _fraction(self) -> float:
         """How much of the run is over; the clock enters only if it may end the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from adjust_dlm.data.store import write_atomic
 from adjust_dlm.types import InputError, require
 
 NAME = "checkpoint.pt"
@@ -45,10 +47,11 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        settings = payload["run"]
     except Exception as error:
-        raise InputError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"cannot read {path}: {(str(error) or repr(error)).splitlines()[0]}") from error
     for key, value in run.items():
-        then = payload["run"].get(key)
+        then = settings.get(key)
         require(then == value, f"cannot resume {folder}: {key} was {then!r} and is now {value!r}")
     return payload
 
@@ -62,19 +65,26 @@ class MetricsLog:
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
             kept = self._kept(resume_step)
-            self.path.write_text("".join(line + "\n" for line in kept))
+            write_atomic(self.path, "".join(line + "\n" for line in kept).encode())
 
     def _kept(self, step: int) -> list[str]:
         if not step or not self.path.is_file():
             return []
-        lines = [line for line in self.path.read_text().splitlines() if line.endswith("}")]
-        return [line for line in lines if json.loads(line)["step"] <= step]
+        return [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
 
     def write(self, step: int, **values: Any) -> None:
         """Appends one line."""
         if self.enabled:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinite for one that a kill or a full disk cut off."""
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
 
 
 class StopSignal:

@@ -28,11 +28,13 @@ def held_out(
 ) -> dict[str, float]:
     """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row.
 
-    The same slices at every call: 8 batches of 16 windows from the held-out rows.
+    The same slices at every call: 8 batches of 16 windows from the held-out rows. Means over all states that count
+    at a depth; a depth that no trajectory is long enough for is left out.
     """
     if not rows:
         return {}
     sums: dict[str, float] = {}
+    counts: dict[int, int] = {}
     for batch in range(_BATCHES):
         key = (config.seed, 1 << 40, batch)
         slices = random_slices(
@@ -42,17 +44,22 @@ def held_out(
         with autocast:
             run = unroll(base, sampler, to_device(slices, base.device), rollout=config.rollout)
             for k in range(1, config.rollout + 1):
-                for name, value in _depth(base, run, k, config).items():
-                    sums[f"{name}_{k}"] = sums.get(f"{name}_{k}", 0.0) + value / _BATCHES
-    return sums
+                count, means = _depth(base, run, k, config)
+                counts[k] = counts.get(k, 0) + count
+                for name, value in means.items():
+                    sums[f"{name}_{k}"] = sums.get(f"{name}_{k}", 0.0) + count * value
+    return {name: value / counts[int(name.rpartition("_")[2])] for name, value in sums.items()}
 
 
-def _depth(base: Base, run: Unrolled, k: int, config: Any) -> dict[str, float]:
+def _depth(base: Base, run: Unrolled, k: int, config: Any) -> tuple[int, dict[str, float]]:
+    """How many states count (each has one next row), and means over them; none of the latter without the former."""
     settings = {"weights": config.weights, "suppress_eos": config.suppress_eos}
     next_row = (run.rank[k - 1] == 0).nonzero(as_tuple=True)
+    if not len(next_row[0]):
+        return 0, {}
     teacher_RV = base.logits(run.teacher[k - 1][next_row], suppress_eos=config.suppress_eos)
     student_RV = base.logits(run.student[k - 1][next_row], suppress_eos=config.suppress_eos)
-    return {
+    return len(next_row[0]), {
         "kl": float(unrolled_kl(base, run, k, **settings)),
         "stale": float(unrolled_kl(base, run, k, stale=True, **settings)),
         "top1": float((teacher_RV.argmax(-1) == student_RV.argmax(-1)).float().mean()),

@@ -57,7 +57,7 @@ class TrainConfig:
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
         pairing: see `SamplerConfig.pairing`.
-        dtype: the base's type; bf16 on a GPU and fp32 on the CPU unless given.
+        dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         compile: compile the base's body and the KL kernel (CUDA).
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
     """
@@ -98,14 +98,18 @@ class TrainConfig:
                     f"preset paper sets {name} to {value!r}; {given!r} was asked for: drop one of the two",
                 )
                 object.__setattr__(self, name, value)
-        require(self.rollout >= 1, f"rollout is {self.rollout}; it must be at least 1")
+        for name in ("rollout", "steps", "slices", "accumulate", "eval_every", "checkpoint_every"):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("warmup", "heldout", "seed"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(
             self.slice_states > self.rollout,
             f"slice_states is {self.slice_states}; it must exceed rollout ({self.rollout})",
         )
-        require(self.steps >= 1, f"steps is {self.steps}; it must be at least 1")
         require(math.isfinite(self.lr) and self.lr > 0, f"lr is {self.lr}; it must be a positive number")
         require(0 <= self.decay <= 1, f"decay is {self.decay}; it is a share of the run, 0..1")
+        require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
+        require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
 
 
 PAPER: dict[str, Any] = {
@@ -130,8 +134,8 @@ class Run:
     pad_to: int = 0
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-
     step_g: Step | None = None
+    data_digest: str = ""
 
     @functools.cached_property
     def training_rows(self) -> list[int]:
@@ -147,7 +151,10 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """What must stay the same between start and resume."""
         fixed = {k: v for k, v in asdict(self.config).items() if k not in ("output", "compile", "trajectories")}
-        return {**fixed, "base_fingerprint": self.base.fingerprint, "trajectories": len(self.data), "world": self.world}
+        return {
+            **fixed, "dtype": str(self.base.dtype).removeprefix("torch."), "base_fingerprint": self.base.fingerprint,
+            "trajectories": len(self.data), "data_digest": self.data_digest, "world": self.world,
+        }  # fmt: skip
 
 
 def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
@@ -194,11 +201,12 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int, devi
         len(data) > config.heldout,
         f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
     )
-    torch.manual_seed(config.seed)
-    sampler = Sampler(
-        base, SamplerConfig.paper() if config.preset == "paper" else SamplerConfig(pairing=config.pairing)
-    )
-    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        sampler = Sampler(
+            base, SamplerConfig.paper() if config.preset == "paper" else SamplerConfig(pairing=config.pairing)
+        )
+    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, data_digest=data.digest())
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     if config.compile:
         base.compile()
@@ -215,19 +223,17 @@ def _unfinished(run: Run) -> bool:
 
 def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict[str, float]:
     """Steps until the end, a clock or a signal; saves on the way and when leaving."""
-    config, last = run.config, {}
+    config = run.config
+    last = {} if _unfinished(run) else _held_out(run)  # a finished run that is started again
     started, before = time.monotonic(), run.elapsed
     while _unfinished(run):
         losses = _step(run)
         run.step += 1
-        if run.device.type == "cuda" and run.step % 50 == 0:
-            torch.cuda.synchronize()
         run.elapsed = float(distributed.mean(torch.tensor(before + time.monotonic() - started, device=run.device)))
         stopping = distributed.any_rank(stop.requested, run.device)
         leaving = stopping or not _unfinished(run)
         if run.step % config.eval_every == 0 or not _unfinished(run):
-            last = held_out(run.base, run.sampler, run.data, run.rows(True), config, _autocast(run), run.pad_to)
-        if run.step % config.eval_every == 0 or leaving:
+            last = _held_out(run)
             metrics.write(run.step, **losses, seconds=run.elapsed, **last)
             log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
         if run.rank == 0 and (run.step % config.checkpoint_every == 0 or leaving):
@@ -235,6 +241,10 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
         if stopping:
             break
     return last
+
+
+def _held_out(run: Run) -> dict[str, float]:
+    return held_out(run.base, run.sampler, run.data, run.rows(True), run.config, _autocast(run), run.pad_to)
 
 
 def _step(run: Run) -> dict[str, float]:
@@ -289,8 +299,9 @@ def released_depth(key: tuple[int, ...], rollout: int) -> int:
 
 
 def _autocast(run: Run) -> Any:
-    """bf16 for g on a GPU; nothing on the CPU, so that a resumed run is equal bit for bit."""
-    return torch.autocast("cuda", torch.bfloat16) if run.device.type == "cuda" else nullcontext()
+    """bf16 passes of the fp32 g on a half-precision base; nothing on an fp32 one (on the CPU bit for bit on resume)."""
+    half = run.base.dtype != torch.float32
+    return torch.autocast(run.device.type, torch.bfloat16) if half else nullcontext()
 
 
 def _payload(run: Run) -> dict[str, Any]:
