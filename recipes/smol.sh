@@ -19,7 +19,7 @@ stage() { [[ " ${STAGES:-adapt trajectories train eval} " == *" $1 "* ]]; }
 if stage adapt; then run adapt --ar "${AR:-smol}" --output "$out/base" --text "$text" --chat "$chat" --lists "$lists" --heldout "$heldout" \
     --share-text 0.65 --share-chat 0.2 --share-lists 0.15 \
     --steps "${ADAPT_STEPS:-100000}" --max-seconds "${ADAPT_SECONDS:-480}" --batch-size "$batch" \
-    --lora-rank "${LORA_RANK:-64}" --lora-alpha "${LORA_RANK:-64}" --sample-batch "${SAMPLE_BATCH:-4096}" $compile; fi
+    --lora-rank "${LORA_RANK:-64}" --lora-alpha "${LORA_RANK:-64}" --sample-top-p "${TOP_P:-0.9}" --sample-batch "${SAMPLE_BATCH:-4096}" $compile; fi
 
 common=(--base "$out/base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECODE_BATCH:-256}")
 if stage trajectories; then

@@ -147,7 +147,7 @@ def show_value(value: Any) -> str:
 
 
 def show_results(results: Mapping[str, Any]) -> None:
-    """Any result: a table of its single values, and one for every list of records in it."""
+    """Any result: a table of its single values, and one for every mapping and every list of records in it."""
     results = plain(results)
     single = [(key, value) for key, value in results.items() if not isinstance(value, dict | list)]
     if single:
@@ -155,6 +155,10 @@ def show_results(results: Mapping[str, Any]) -> None:
     for key, value in results.items():
         if isinstance(value, dict) and value and not any(isinstance(item, dict | list) for item in value.values()):
             show_table(("", "value"), [(name, show_value(item)) for name, item in value.items()], title=key)
+        elif isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values()):
+            columns = list(dict.fromkeys(name for row in value.values() for name in row))
+            rows = [[name, *(row.get(column) for column in columns)] for name, row in value.items()]
+            show_table(["", *columns], rows, title=key)
         elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
             columns = list(dict.fromkeys(name for row in value for name in row))
             show_table(columns, [[row.get(name) for name in columns] for row in value], title=key)
