@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
-PROMPT ?= Write two sentences about the sea.
+PROMPT ?= What is the capital of France?
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt

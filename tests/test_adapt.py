@@ -370,6 +370,27 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
         adapt(run_config(tmp_path, "parts", corpus=config.corpus, eval_every=3, lr=0.02))
 
 
+def test_a_finished_base_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(tmp_path, steps=1)
+    adapt(config)
+    before = (config.output / "base.json").read_bytes()
+    monkeypatch.setattr(AdaptTrainer, "evaluate", lambda _: {"text": {"0.5": 1.0}})  # another device, say
+    assert adapt(config)["ce"] == {"text": {"0.5": 1.0}}
+    assert (config.output / "base.json").read_bytes() == before
+
+
+def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
+    folder = saved_base(tmp_path)
+    load_base(str(folder))
+    (weights,) = (tmp_path / "cache" / "merged").glob("*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(InputError, match=f"cannot load .*; delete {weights.parent}"):
+        load_base(str(folder))
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(InputError, match=r"adapter_config\.json is missing"):
+        load_base(str(folder))
+
+
 def test_a_loss_that_is_not_finite_names_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, calls = AdapterModel.losses, itertools.count()
 

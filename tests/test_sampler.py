@@ -282,7 +282,7 @@ def test_a_full_disk_leaves_the_old_files_whole(saved, monkeypatch, full_at: str
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if full_at == "weights":
-        monkeypatch.setattr("safetensors.torch.save_file", lambda weights, path: no_space(path))
+        monkeypatch.setattr(Path, "write_bytes", lambda self, data: no_space(self))
     else:
         monkeypatch.setattr(Path, "write_text", lambda self, text: no_space(self))
     with pytest.raises(OSError, match="No space left"):

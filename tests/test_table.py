@@ -102,6 +102,8 @@ def test_settings_are_checked() -> None:
         TableConfig(n=0)
     with pytest.raises(InputError, match="tokens_per_step is"):
         TableConfig(tokens_per_step=(0,))
+    with pytest.raises(InputError, match="device is 'abacus'"):
+        TableConfig(device="abacus")
     with pytest.raises(InputError, match="temperatures"):
         TableConfig(temperatures=(float("nan"),))
 

@@ -381,6 +381,17 @@ def test_a_bf16_base_trains_on_the_cpu(tmp_path: Path) -> None:
     assert {w.dtype for w in saved["sampler"].values()} == {torch.float32}
 
 
+def test_resume_never_starts_anew(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    """The checkpoint of another run is in the way with "auto" and ignored with "never"."""
+    train(settings(folder, tmp_path, steps=2), exact)
+    with pytest.raises(InputError, match="steps was 2 and is now 3"):
+        train(settings(folder, tmp_path, steps=3), exact)
+    assert train(settings(folder, tmp_path, steps=3, resume="never"), exact)["steps"] == 3
+    whole = weights(tmp_path)
+    train(settings(folder, tmp_path / "other", steps=3), exact)
+    assert all(torch.equal(whole[k], value) for k, value in weights(tmp_path / "other").items())
+
+
 def test_metrics_hold_every_depth(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
     train(settings(folder, tmp_path), exact)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -343,6 +343,13 @@ def test_bad_runs_are_refused_before_anything_is_written(dream: Base, tmp_path: 
         make_trajectories(settings(tmp_path / "file"), dream)
 
 
+@pytest.mark.parametrize("device", ["abacus", "cuda:99", "cuda:x"])
+def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"device is '{device}'"):
+        make_trajectories(TrajectoriesConfig(output=str(tmp_path / "out"), device=device))
+    assert not (tmp_path / "out").exists()
+
+
 def test_ranks_come_from_the_environment(dream: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "RANK", "2")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "3")

@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     old = signal.signal(signal.SIGTERM, _interrupt) if main_thread else None
     if not verbose:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars look at it, too
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings, we check ourselves
     try:
         with warnings.catch_warnings():
             if not verbose:

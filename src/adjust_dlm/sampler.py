@@ -94,14 +94,16 @@ class Sampler(nn.Module):
 
     def save(self, folder: Path | str, **provenance: Any) -> None:
         """Writes config and weights (bf16), whole or not at all; `provenance` goes into the config file."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in self.state_dict().items()}
         facts = {"config": asdict(self.config), "base_fingerprint": self.base_fingerprint, **provenance}
         text = json.dumps(facts, indent=2) + "\n"
-        _replace({folder / WEIGHTS: lambda p: save_file(weights, p), folder / CONFIG: lambda p: p.write_text(text)})
+        _replace(
+            {folder / WEIGHTS: lambda p: p.write_bytes(save(weights)), folder / CONFIG: lambda p: p.write_text(text)}
+        )
 
 
 class _NoNorm(nn.Identity):

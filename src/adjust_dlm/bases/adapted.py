@@ -183,7 +183,8 @@ def _write_merged(body: Any, merged: Path) -> None:
         weights = {name: w.to(torch.bfloat16).contiguous() for name, w in body.state_dict().items()}
         # save, not save_file: a full disk is then an OSError like any other.
         write_synced(work / "model.safetensors", save(weights, {"format": "pt"}))
-        write_synced(work / "config.json", body.config.to_json_string().encode())
+        facts = {"architectures": [type(body).__name__], "dtype": "bfloat16"}
+        write_synced(work / "config.json", body.config.to_diff_dict() | facts)
         shutil.rmtree(merged, ignore_errors=True)
         os.replace(work, merged)
     finally:

@@ -108,10 +108,13 @@ def write_together(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path.parent)) from error  # a full disk names no file
 
 
 def say(text: str) -> None:
@@ -136,7 +139,11 @@ def show_table(
         table.add_column(name, justify="right" if numbers and rows else "left", overflow="fold", no_wrap=numbers)
     for row in rows:
         table.add_row(*(Text(show_value(cell)) for cell in row))
-    Console(file=sys.stdout).print(table)
+    console = Console(file=sys.stdout)
+    # A table that cannot be folded into the terminal is wider than it; no column ever vanishes.
+    needed = console.measure(table, options=console.options.update(width=1000)).minimum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def show_value(value: Any) -> str:
@@ -160,5 +167,12 @@ def show_results(results: Mapping[str, Any]) -> None:
             rows = [[name, *(row.get(column) for column in columns)] for name, row in value.items()]
             show_table(["", *columns], rows, title=key)
         elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-            columns = list(dict.fromkeys(name for row in value for name in row))
+            names = dict.fromkeys(name for row in value for name in row)
+            columns = [name for name in names if _worth_showing([row.get(name) for row in value])]
             show_table(columns, [[row.get(name) for name in columns] for row in value], title=key)
+
+
+def _worth_showing(cells: list[Any]) -> bool:
+    """Whether a column belongs in a table: no nested values, and no sentence repeated in every row."""
+    nested = any(isinstance(cell, dict | list) for cell in cells)
+    return not nested and not (len(cells) > 1 and len({str(cell) for cell in cells}) == 1 and len(str(cells[0])) > 20)

@@ -73,6 +73,10 @@ class TableConfig:
         require(
             all(k >= 1 for k in self.tokens_per_step), f"tokens_per_step is {self.tokens_per_step}; all must be >= 1"
         )
+        require(
+            self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:"),
+            f"device is {self.device!r}; it must be auto, cpu or cuda",
+        )
         good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
         require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
 from adjust_dlm.bases.layers import bidirectional, see_both_ways
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
+from adjust_dlm.data.store import write_atomic
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, ce_chunk, chunked_ce
 from adjust_dlm.types import require
 
@@ -116,14 +116,14 @@ class AdapterModel(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         half = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in weights.items()}
-        _replace(folder / ADAPTER, save(half, {"format": "pt"}))
+        write_atomic(folder / ADAPTER, save(half, {"format": "pt"}))
         mask = {"mask_embedding": self.mask_D.detach().to("cpu", torch.bfloat16)}
-        _replace(folder / MASK_EMBEDDING, save(mask, {"format": "pt"}))
+        write_atomic(folder / MASK_EMBEDDING, save(mask, {"format": "pt"}))
         config = self.peft.peft_config["default"]
         was, config.inference_mode = config.inference_mode, True
         config.save_pretrained(str(folder))
         config.inference_mode = was
-        _replace(folder / FACTS, (json.dumps(facts, indent=2) + "\n").encode())
+        write_atomic(folder / FACTS, (json.dumps(facts, indent=2) + "\n").encode())
 
 
 def _forbidden(vocabulary: Vocabulary, device: torch.device) -> Tensor:
@@ -135,13 +135,3 @@ def _autocast(weight: Tensor) -> AbstractContextManager[Any]:
     if weight.dtype == torch.float32:
         return nullcontext()
     return torch.autocast(weight.device.type, dtype=weight.dtype)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """The whole file or the old one."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

@@ -59,6 +59,7 @@ class TrainConfig:
         pairing: see `SamplerConfig.pairing`.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         compile: compile the base's body and the KL kernel (CUDA).
+        resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
     """
 
@@ -87,6 +88,7 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool = False
     max_seconds: float | None = None
+    resume: Literal["auto", "never"] = "auto"
 
     def __post_init__(self) -> None:
         """Checks values, and fills in the paper's preset."""
@@ -150,7 +152,9 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What must stay the same between start and resume."""
-        fixed = {k: v for k, v in asdict(self.config).items() if k not in ("output", "compile", "trajectories")}
+        fixed = {
+            k: v for k, v in asdict(self.config).items() if k not in ("output", "compile", "trajectories", "resume")
+        }
         return {
             **fixed, "dtype": str(self.base.dtype).removeprefix("torch."), "base_fingerprint": self.base.fingerprint,
             "trajectories": len(self.data), "data_digest": self.data_digest, "world": self.world,
@@ -170,7 +174,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     rank, world, device = distributed.start()
     run = _prepare(config, base, rank, world, device)
     folder = Path(config.output)
-    saved = load_checkpoint(folder, run.settings())
+    saved = load_checkpoint(folder, run.settings()) if config.resume == "auto" else None
     if saved:
         _restore(run, saved)
         log.info("resumed %s at step %d", folder, run.step)
