@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.dream import dream_base, dream_config
+from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.data.store import open_stores
@@ -229,6 +230,16 @@ def folder(exact: ExactBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def tiny_dream() -> DreamBase:
+    config = dream_config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return dream_base(config, mask_id=49, end_ids=(48,), bos_id=47, head_weight=torch.randn(50, 32) / 2)
+
+
 def settings(folder: Path, output: Path, **changes: object) -> TrainConfig:
     common = {
         "base": "exact", "slice_states": 4, "slices": 8, "heldout": 64, "warmup": 5, "steps": 12, "eval_every": 6,
@@ -379,6 +390,30 @@ def test_a_bf16_base_trains_on_the_cpu(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert saved["run"]["dtype"] == "bfloat16"
     assert {w.dtype for w in saved["sampler"].values()} == {torch.float32}
+
+
+def test_a_compiled_run_trains_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One canvas length, traced base, g and KL (traced by dynamo, run eagerly: a card's kernels are another matter)."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    folders = []
+    for length in (8, 5):
+        folders.append(tmp_path / str(length))
+        make_trajectories(
+            TrajectoriesConfig(base="dream", num=16, output=str(folders[-1]), max_new_tokens=length, batch_size=16,
+                               shard_rows=16, seed=length),
+            base=tiny_dream(),
+        )  # fmt: skip
+    for compiled in (False, True):
+        train(
+            TrainConfig(
+                base="dream", trajectories=tuple(map(str, folders)), output=str(tmp_path / str(compiled)), steps=3,
+                slices=4, slice_states=5, heldout=4, eval_every=3, compile=compiled,
+            ),
+            tiny_dream(),
+        )  # fmt: skip
+    eager, traced = weights(tmp_path / "False"), weights(tmp_path / "True")
+    for name, value in eager.items():
+        torch.testing.assert_close(traced[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_resume_never_starts_anew(exact: ExactBase, folder: Path, tmp_path: Path) -> None:

@@ -285,8 +285,9 @@ def _micro_loss(run: Run, micro: int) -> Tensor:
     depths = range(1, config.rollout + 1)
     if config.loss == "released":
         depths = [released_depth(key, config.rollout)]  # type: ignore[assignment]
+    g = run.sampler if run.step_g is None else run.step_g
     with _autocast(run):
-        states = unroll(run.base, run.step_g or run.sampler, to_device(slices, run.device), rollout=config.rollout)
+        states = unroll(run.base, g, to_device(slices, run.device), rollout=config.rollout)
         parts = [
             unrolled_kl(run.base, states, k, weights=config.weights, suppress_eos=config.suppress_eos, delta=run.delta)
             for k in depths
