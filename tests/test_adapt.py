@@ -446,3 +446,14 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     ces = [json.loads((tmp_path / name / "base.json").read_text())["training"]["ce"] for name in ("one", "two")]
     for kind in ("text", "files"):
         assert ces[0][kind] == pytest.approx(ces[1][kind], rel=1e-3)
+
+
+def test_every_file_of_the_folder_makes_the_fingerprint(tmp_path: Path) -> None:
+    """A changed LoRA scale is another base: it must not find the old merge, nor a sampler of the old one."""
+    config = run_config(tmp_path, steps=2)
+    adapt(config)
+    before = load_base(str(config.output)).fingerprint
+    lora = config.output / "adapter_config.json"
+    facts = json.loads(lora.read_text())
+    lora.write_text(json.dumps({**facts, "lora_alpha": 2 * facts["lora_alpha"]}))
+    assert load_base(str(config.output)).fingerprint != before

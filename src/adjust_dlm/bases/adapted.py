@@ -22,7 +22,9 @@ from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir, write_synced
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import InputError, require
 
-ADAPTER, MASK_EMBEDDING, FACTS = "adapter_model.safetensors", "mask_embedding.safetensors", "base.json"
+FACTS, LORA = "base.json", "adapter_config.json"
+ADAPTER, MASK_EMBEDDING = "adapter_model.safetensors", "mask_embedding.safetensors"
+FILES = (FACTS, LORA, ADAPTER, MASK_EMBEDDING)  # all of them make the fingerprint
 
 
 def ar_folder(source: str) -> Path:
@@ -83,7 +85,7 @@ def load_adapted(
     require(path is not None, "the base 'adapted' is loaded by the path of its folder")
     assert path is not None
     facts = _facts(path)
-    digest = file_digest(path / FACTS, path / ADAPTER, path / MASK_EMBEDDING)
+    digest = file_digest(*(path / name for name in FILES))
     merged = cache_dir() / "merged" / digest
     if not _is_merged(merged):
         _merge_once(path, facts, merged)
@@ -118,7 +120,7 @@ def wrap_adapted(
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    for file in (FACTS, "adapter_config.json", ADAPTER, MASK_EMBEDDING):
+    for file in FILES:
         require((path / file).is_file(), f"{path} is not an adapted base: {file} is missing")
     try:
         facts: dict[str, Any] = json.loads((path / FACTS).read_text())
