@@ -103,7 +103,7 @@ def test_settings_are_checked() -> None:
     with pytest.raises(InputError, match="tokens_per_step is"):
         TableConfig(tokens_per_step=(0,))
     with pytest.raises(InputError, match="device is 'abacus'"):
-        TableConfig(device="abacus")
+        make_table(TableConfig(base="exact", device="abacus"))
     with pytest.raises(InputError, match="temperatures"):
         TableConfig(temperatures=(float("nan"),))
 

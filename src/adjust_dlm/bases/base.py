@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,22 +136,46 @@ def cut_at_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
 
 
 Loader = Callable[..., Base]
-_REGISTRY: dict[str, tuple[Loader, str]] = {}
 
 
-def register_base(name: str, description: str) -> Callable[[Loader], Loader]:
+@dataclass(frozen=True)
+class _Entry:
+    load: Loader
+    description: str
+    cpu_only: bool
+
+
+_REGISTRY: dict[str, _Entry] = {}
+
+
+def register_base(name: str, description: str, *, cpu_only: bool = False) -> Callable[[Loader], Loader]:
     """Decorator: makes `load_base(name)` call the function. One line per base."""
 
     def add(loader: Loader) -> Loader:
-        _REGISTRY[name] = (loader, description)
+        _REGISTRY[name] = _Entry(loader, description, cpu_only)
         return loader
 
     return add
 
 
+def pick_device(name: str) -> torch.device:
+    """The device of a `--device` flag; auto is this process's GPU (torchrun's LOCAL_RANK) if there is one.
+
+    Raises:
+        InputError: no such device.
+    """
+    if name == "auto":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    known = re.fullmatch(r"cpu|cuda(:\d+)?", name)
+    require(known is not None, f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
+    count, number = torch.cuda.device_count(), int(name.partition(":")[2] or 0)
+    require(name == "cpu" or number < count, f"device is {name!r}; {count} CUDA devices are visible")
+    return torch.device(name)
+
+
 def known_bases() -> dict[str, str]:
     """Names and one-line descriptions."""
-    return {name: text for name, (_, text) in sorted(_REGISTRY.items())}
+    return {name: entry.description for name, entry in sorted(_REGISTRY.items())}
 
 
 def load_base(
@@ -159,19 +185,21 @@ def load_base(
 
     Args:
         name_or_path: a name from `known_bases()` or a folder with `base.json`.
-        device: where to put it.
+        device: where to put it; "auto" is the GPU if there is one and the base can use it.
         dtype: floating type; fp32 on the CPU and bf16 on a GPU unless given.
         options: passed to the loader (for example `length=` of the exact base).
 
     Raises:
         InputError: the name is unknown, or the folder is not a base.
     """
-    device = torch.device(device)
+    if device == "auto" and name_or_path in _REGISTRY and _REGISTRY[name_or_path].cpu_only:
+        device = "cpu"
+    device = pick_device(device) if isinstance(device, str) else device
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if name_or_path in _REGISTRY:
-        return _REGISTRY[name_or_path][0](device=device, dtype=dtype, **options)
+        return _REGISTRY[name_or_path].load(device=device, dtype=dtype, **options)
     if Path(name_or_path, "base.json").is_file():
-        return _REGISTRY["adapted"][0](path=Path(name_or_path), device=device, dtype=dtype, **options)
+        return _REGISTRY["adapted"].load(path=Path(name_or_path), device=device, dtype=dtype, **options)
     raise InputError(
         f"unknown base {name_or_path!r}; known are {', '.join(known_bases())}, or the path of a folder that "
         "`adjust adapt` wrote (it holds base.json)"

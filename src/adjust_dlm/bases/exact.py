@@ -97,7 +97,7 @@ def two_sentences() -> tuple[ExactBase, list[str]]:
     return ExactBase(joint), words
 
 
-@register_base("exact", "enumerable toy with a known joint (proofs and tutorials)")
+@register_base("exact", "enumerable toy with a known joint (proofs and tutorials)", cpu_only=True)
 def load_exact(
     *, device: torch.device, dtype: torch.dtype, words: int = 4, length: int = 4, seed: int = 0, **options: Any
 ) -> ExactBase:

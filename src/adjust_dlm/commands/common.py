@@ -68,30 +68,6 @@ class DecodeFlags:
         return DecodeConfig(**{field.name: getattr(self, field.name) for field in fields(DecodeConfig)})
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of a `--device` flag; auto is the GPU if there is one.
-
-    Raises:
-        InputError: no such device.
-    """
-    import torch
-
-    from adjust_dlm.types import InputError, require
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"device is {name!r}; it must be auto, cpu, cuda or cuda:N") from None
-    count = torch.cuda.device_count()
-    require(device.type in ("cpu", "cuda"), f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
-    require(
-        device.type == "cpu" or (device.index or 0) < count, f"device is {name!r}; {count} CUDA devices are visible"
-    )
-    return device
-
-
 def pick_dtype(name: str) -> torch.dtype | None:
     """The dtype of a `--dtype` flag; None leaves it to the base."""
     import torch
@@ -107,9 +83,7 @@ def load_for(flags: DecodeFlags) -> Base:
     """The base that the flags name, on their device."""
     from adjust_dlm.bases import load_base
 
-    # The enumerable base lives on the CPU only: auto must not send it to a card.
-    device = "cpu" if (flags.base, flags.device) == ("exact", "auto") else flags.device
-    return load_base(flags.base, device=pick_device(device), dtype=pick_dtype(flags.dtype))
+    return load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype))
 
 
 def load_sampler_for(flags: DecodeFlags, base: Base) -> Any:

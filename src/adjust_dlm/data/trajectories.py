@@ -12,7 +12,6 @@ import importlib.metadata
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -160,17 +159,8 @@ def make_trajectories(
 
 
 def _load(config: TrajectoriesConfig) -> Base:
-    device = config.device
-    if (config.base, device) == ("exact", "auto"):
-        device = "cpu"  # the enumerable base lives there only
-    if device == "auto":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    known = re.fullmatch(r"cpu|cuda(:\d+)?", device)
-    require(known is not None, f"device is {device!r}; it must be auto, cpu, cuda or cuda:N")
-    count = torch.cuda.device_count()
-    number = int(device.partition(":")[2] or 0)
-    require(device == "cpu" or number < count, f"device is {device!r}; {count} CUDA devices are visible")
-    return load_base(config.base, device=device, dtype=None if config.dtype == "auto" else getattr(torch, config.dtype))
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    return load_base(config.base, device=config.device, dtype=dtype)
 
 
 def _versions() -> dict[str, str]:

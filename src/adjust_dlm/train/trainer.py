@@ -171,8 +171,8 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
         InputError: no or too few trajectories, another base's trajectories, changed settings on resume.
         FloatingPointError: the loss is not finite; the step is named.
     """
-    rank, world, device = distributed.start()
-    run = _prepare(config, base, rank, world, device)
+    rank, world, _ = distributed.start()
+    run = _prepare(config, base, rank, world)
     folder = Path(config.output)
     saved = load_checkpoint(folder, run.settings()) if config.resume == "auto" else None
     if saved:
@@ -191,9 +191,9 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int, device: torch.device) -> Run:
+def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> Run:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    base = base or load_base(config.base, device=device, dtype=dtype)
+    base = base or load_base(config.base, device="auto", dtype=dtype)
     require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`")
     data = open_stores([Path(p) for p in config.trajectories])
     require(
