@@ -136,12 +136,8 @@ def test_unroll_feeds_g_the_canvas_after_its_commit(exact: ExactBase, trajectori
 
 def test_shared_base_passes_equal_the_plain_form() -> None:
     """S - rollout windows of one slice give the loss and gradient of as many single windows (fp32, tiny Dream)."""
-    config = dream_config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=50, max_position_embeddings=64,
-    )  # fmt: skip
     torch.manual_seed(0)
-    base = dream_base(config, mask_id=49, end_ids=(48,), bos_id=47)
+    base = tiny_dream()
     result = decode(base, [[47, 1], [47, 2, 3]], DecodeConfig(max_new_tokens=8), decoder="joint")
     chosen = [result.trajectory(b) for b in range(2)]
     sampler = Sampler(base)
@@ -163,12 +159,8 @@ def test_shared_base_passes_equal_the_plain_form() -> None:
 
 
 def test_left_pads_do_not_change_the_loss() -> None:
-    config = dream_config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=50, max_position_embeddings=64,
-    )  # fmt: skip
     torch.manual_seed(0)
-    base = dream_base(config, mask_id=49, end_ids=(48,), bos_id=47)
+    base = tiny_dream()
     result = decode(base, [[47, 1], [47, 2, 3, 4, 5, 6, 7]], DecodeConfig(max_new_tokens=8), decoder="joint")
     short, long = (result.trajectory(b) for b in range(2))
     sampler = Sampler(base)
