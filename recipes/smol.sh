@@ -10,24 +10,24 @@ out=$1
 gpus=${2:-1}
 run() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
 
-text=${TEXT:-90000} chat=${CHAT:-24000} lists=${LISTS:-60000} num=${NUM:-8192} n=${N:-1024} heldout=${HELDOUT:-1024}
+text=${TEXT:-90000} chat=${CHAT:-20000} lists=${LISTS:-30000} num=${NUM:-8192} n=${N:-1024} heldout=${HELDOUT:-1024}
 batch=${BATCH:-512} slices=${SLICES:-8}
 compile=${COMPILE:---compile}
 
 stage() { [[ " ${STAGES:-adapt trajectories train eval} " == *" $1 "* ]]; }
 
 if stage adapt; then run adapt --ar "${AR:-smol}" --output "$out/base" --text "$text" --chat "$chat" --lists "$lists" --heldout "$heldout" \
-    --share-text 0.65 --share-chat 0.2 --share-lists 0.15 \
+    --share-text 0.7 --share-chat 0.2 --share-lists 0.1 \
     --steps "${ADAPT_STEPS:-100000}" --max-seconds "${ADAPT_SECONDS:-480}" --batch-size "$batch" \
     --lora-rank "${LORA_RANK:-64}" --lora-alpha "${LORA_RANK:-64}" --sample-top-p "${TOP_P:-0.9}" --sample-batch "${SAMPLE_BATCH:-4096}" $compile; fi
 
 common=(--base "$out/base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECODE_BATCH:-256}")
 if stage trajectories; then
     run trajectories "${common[@]}" --output "$out/text" --num "$num" --suppress-eos $compile
-    run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 4)) --temperature 0.6 --suppress-eos --seed 1
-    run trajectories "${common[@]}" --output "$out/chat" --num $((num / 4)) --prompts "corpus:$out/base/corpus" \
+    run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 6)) --temperature 0.6 --suppress-eos --seed 1
+    run trajectories "${common[@]}" --output "$out/chat" --num $((num / 6)) --prompts "corpus:$out/base/corpus" \
         --max-new-tokens 64 --seed 2
-    run trajectories "${common[@]}" --output "$out/lists" --num $((num / 8)) --prompts lists --max-new-tokens 48 --seed 3
+    run trajectories "${common[@]}" --output "$out/lists" --num $((num / 12)) --prompts lists --max-new-tokens 48 --seed 3
 fi
 
 if stage train; then run train --base "$out/base" --trajectories "$out/text" "$out/text-t06" "$out/chat" "$out/lists" \

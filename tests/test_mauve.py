@@ -218,3 +218,16 @@ def test_missing_scikit_learn_is_one_clear_line(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.cluster", None)
     with pytest.raises(InputError, match=r"pip install 'adjust-dlm\[eval\]'"):
         module.mauve(*gaussians(0, n=20))
+
+
+def test_h23_interval_of_mauve_covers_new_draws_of_texts() -> None:
+    # One-dimensional, two far clusters: MAUVE depends on two binomial shares alone, so fresh draws are cheap.
+    rng = np.random.default_rng(0)
+
+    def sample(share: float, n: int = 400) -> np.ndarray:
+        return np.stack([rng.random(n) < share, np.zeros(n)], axis=1) + rng.normal(0, 1e-3, (n, 2))
+
+    scores = [mauve(sample(0.5), sample(0.8), seeds=(0,), buckets=2) for _ in range(40)]
+    spread = 1.96 * np.std([s.mean for s in scores], ddof=1)
+    assert np.mean([s.ci95 for s in scores]) == pytest.approx(spread, rel=0.3)
+    assert mauve(sample(0.5), sample(0.5), seeds=(0,), buckets=2).ci95 < spread

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,8 +14,8 @@ from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.decoders import decode
 from adjust_dlm.eval import table
-from adjust_dlm.eval.nll import nll_gap_closed, score_nll
-from adjust_dlm.eval.table import TableConfig, make_table
+from adjust_dlm.eval.nll import nll_gap_closed, score_nll, summarize
+from adjust_dlm.eval.table import TableConfig, gap_facts, make_table, render
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError
 
@@ -89,6 +90,22 @@ def test_texts_end_at_their_end_token_and_one_token_a_step_is_joint(
     made = joint["mauve_settings"]
     assert made["n_q"] == joint["n"]
     assert (made["model"], made["pooling"], made["max_new_tokens"]) == ("smol", "mean", NEW)
+
+
+def test_no_share_is_claimed_where_there_is_no_gap() -> None:
+    at = lambda mean: summarize(np.full(50, 10 * mean) + np.arange(50) % 2, np.full(50, 10), "")  # noqa: E731
+    joint = at(4.0)
+    for parallel in (at(3.5), at(4.0), at(4.0 + joint.ci95)):
+        assert gap_facts(joint, parallel, at(3.9)) == {"gap_closed": None, "gap_closed_ci95": None}
+    share = gap_facts(joint, at(5.0), at(4.25))["gap_closed"]
+    assert share == pytest.approx(0.75, rel=1e-6)
+    cell = dict.fromkeys(("nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "distinct_4", "repeated"), 0.5)
+    named = {"temperature": 1.0, "decoder": "adjust", "tokens_per_step": 2, "n": 9, **cell}
+    lines = [gap_facts(joint, at(3.5), at(3.9)), gap_facts(joint, at(5.0), at(4.25)), {}]
+    shown = [row.split("|")[7].strip() for row in render({"cells": [named | x for x in lines]}).splitlines()[2:]]
+    assert shown[0] == "no gap"
+    assert shown[1].startswith("75.0 +- ")
+    assert shown[2] == ""
 
 
 def test_a_missing_library_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ SMALL_N = 1000  # below it the score moves more with n and the seed than between
 EXPLAINED_VARIANCE = 0.9
 KMEANS_RUNS = 5
 KMEANS_STEPS = 500
+RESAMPLES = 200
 
 Pooling = Literal["mean", "last"]
 
@@ -41,12 +42,15 @@ class MauveScore:
     Attributes:
         mean: mean over the seeds, in (0, 1]; 1 when P and Q are the same.
         std: standard deviation over the seeds (n - 1); nan for one seed. It is not the error of sampling texts.
+        ci95: half-width of the 95 % interval of `mean`: texts of both sets resampled within their clusters, and the
+            seeds' own spread.
         per_seed: one score per seed.
         settings: everything the numbers depend on, and `warnings`, a list of lines.
     """
 
     mean: float
     std: float
+    ci95: float
     per_seed: tuple[float, ...]
     settings: dict[str, object]
 
@@ -81,11 +85,9 @@ def mauve(
     require(scale > 0, f"scale is {scale}; it must be above 0")
     require(len(seeds) > 0, "seeds is empty; give at least one")
     reduced_ND = reduce_features(np.concatenate([p, q]))
-    per_seed = []
-    for seed in seeds:
-        labels_N = _clusters(reduced_ND, buckets, seed)
-        p_J, q_J = (np.bincount(part, minlength=buckets) for part in (labels_N[: len(p)], labels_N[len(p) :]))
-        per_seed.append(area(divergence_curve(p_J / len(p), q_J / len(q), scale=scale)))
+    labels = [_clusters(reduced_ND, buckets, seed) for seed in seeds]
+    everyone = np.arange(len(p)), np.arange(len(q))
+    per_seed = [_score(labels_N, *everyone, buckets, scale) for labels_N in labels]
     settings: dict[str, object] = {
         **(about or {}),
         "n_p": len(p),
@@ -100,7 +102,9 @@ def mauve(
         "warnings": _warnings(len(p), len(q)),
     }
     std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else float("nan")
-    return MauveScore(float(np.mean(per_seed)), std, tuple(per_seed), settings)
+    error = _error(labels, len(p), len(q), buckets, scale)
+    spread = std**2 / len(seeds) if len(seeds) > 1 else 0.0
+    return MauveScore(float(np.mean(per_seed)), std, 1.96 * (error**2 + spread) ** 0.5, tuple(per_seed), settings)
 
 
 def features(
@@ -183,6 +187,22 @@ def _clusters(x_ND: Floats, buckets: int, seed: int) -> Ints:
     kmeans = KMeans(buckets, n_init=KMEANS_RUNS, max_iter=KMEANS_STEPS, random_state=seed)
     with threadpool_limits(1, user_api="openmp"):
         return np.asarray(kmeans.fit_predict(x_ND), np.int64)
+
+
+def _score(labels_N: Ints, p_rows: Ints, q_rows: Ints, buckets: int, scale: float) -> float:
+    """MAUVE of some rows of P and of Q (counted from 0 in each), the clusters given."""
+    n_p = len(p_rows)
+    p_J = np.bincount(labels_N[p_rows], minlength=buckets) / n_p
+    q_J = np.bincount(labels_N[n_p + q_rows], minlength=buckets) / len(q_rows)
+    return area(divergence_curve(p_J, q_J, scale=scale))
+
+
+def _error(labels: Sequence[Ints], n_p: int, n_q: int, buckets: int, scale: float) -> float:
+    """Standard error of the mean over seeds from sampling texts: a bootstrap over texts with the clusters kept."""
+    rng = np.random.default_rng(0)
+    draws = [(rng.integers(n_p, size=n_p), rng.integers(n_q, size=n_q)) for _ in range(RESAMPLES)]
+    means = [np.mean([_score(labels_N, *rows, buckets, scale) for labels_N in labels]) for rows in draws]
+    return float(np.std(means, ddof=1))
 
 
 def _pool(hidden_BLD: Tensor, real_BL: Tensor, pooling: Pooling) -> Tensor:

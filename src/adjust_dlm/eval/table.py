@@ -157,12 +157,19 @@ def _score(
         rows = texts[t, decoder, k]
         score = mauve(reference[t], _features(judge, rows), buckets=config.buckets or None, about=about)
         line = _line(t, decoder, k, rows, nll[t, decoder, k])
-        line |= {"mauve": score.mean, "mauve_std": score.std, "mauve_settings": score.settings}
+        line |= {"mauve": score.mean, "mauve_ci95": score.ci95, "mauve_std": score.std, "mauve_settings": score.settings}
         if decoder == "adjust":
-            closed = nll_gap_closed(nll[t, "joint", 1], nll[t, "parallel", k], nll[t, "adjust", k])
-            line |= {"gap_closed": closed[0], "gap_closed_ci95": closed[1]}
+            line |= gap_facts(nll[t, "joint", 1], nll[t, "parallel", k], nll[t, "adjust", k])
         lines.append(line)
     return lines
+
+
+def gap_facts(joint: NllScore, parallel: NllScore, adjust: NllScore) -> dict[str, float | None]:
+    """Share of the gap closed; None where parallel text does not score worse than joint beyond both intervals."""
+    if parallel.nll - parallel.ci95 <= joint.nll + joint.ci95:
+        return {"gap_closed": None, "gap_closed_ci95": None}
+    share, half = nll_gap_closed(joint, parallel, adjust)
+    return {"gap_closed": share, "gap_closed_ci95": half}
 
 
 def _features(judge: Any, rows: Texts) -> Any:
@@ -187,10 +194,13 @@ def render(table: dict[str, Any]) -> str:
     head = ["T", "decoder", "K", "n", "NLL", "MAUVE", "gap closed", "distinct-2", "distinct-4", "repeated"]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for c in table["cells"]:
-        closed = f"{100 * c['gap_closed']:.1f} +- {100 * c['gap_closed_ci95']:.1f} %" if "gap_closed" in c else ""
+        closed = ""
+        if "gap_closed" in c:
+            share, half = c["gap_closed"], c["gap_closed_ci95"]
+            closed = "no gap" if share is None else f"{100 * share:.1f} +- {100 * half:.1f} %"
         cells = [
             c["temperature"], c["decoder"], c["tokens_per_step"], c["n"], f"{c['nll']:.3f} +- {c['nll_ci95']:.3f}",
-            f"{c['mauve']:.3f} (sd {c['mauve_std']:.3f})", closed, f"{c['distinct_2']:.3f}", f"{c['distinct_4']:.3f}",
+            f"{c['mauve']:.3f} +- {c['mauve_ci95']:.3f}", closed, f"{c['distinct_2']:.3f}", f"{c['distinct_4']:.3f}",
             f"{c['repeated']:.3f}",
         ]  # fmt: skip
         rows.append("| " + " | ".join(str(x) for x in cells) + " |")
