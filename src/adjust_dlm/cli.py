@@ -7,6 +7,7 @@ everything else to stderr.
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import logging
 import os
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code.
     """
     argv = sys.argv[1:] if argv is None else argv
+    gc.set_threshold(100_000, 20, 20)  # importing torch and transformers with the usual one takes half a second longer
     verbose = "--verbose" in argv or bool(os.environ.get("ADJUST_DEBUG"))
     handler = _log_to_stderr(verbose)
     main_thread = threading.current_thread() is threading.main_thread()

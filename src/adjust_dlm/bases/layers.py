@@ -57,22 +57,30 @@ def new_model(config: Any) -> nn.Module:
 def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The bidirectional model in a folder with `config.json` and one `model.safetensors`: strict, and quick.
 
-    Built without weights and filled from the file, which skips transformers' generic loader (2 s of a start).
+    Built without weights and filled from the file, which skips transformers' generic loader (2 s of a start); a thread
+    reads the file while the rest of transformers is imported.
 
     Raises:
         InputError: unreadable or truncated file; a missing, extra or misshapen tensor, by name.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    facts = json.loads((folder / "config.json").read_text())
-    config = bidirectional(_config_class(facts["model_type"]).from_dict(facts))
-    model_class, _, rotary_class = _classes(config)
+    def read() -> dict[str, Tensor]:
+        weights = load_file(folder / "model.safetensors", device=str(device))
+        return {name: w.to(dtype) for name, w in weights.items()}
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        facts = json.loads((folder / "config.json").read_text())
+        config = bidirectional(_config_class(facts["model_type"]).from_dict(facts))
+        model_class, _, rotary_class = _classes(config)
     with torch.device("meta"):
         model = model_class(config)
     try:
-        weights = load_file(folder / "model.safetensors", device=str(device))
-        model.load_state_dict({k: v.to(dtype) for k, v in weights.items()}, assign=True)
+        model.load_state_dict(reading.result(), assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise InputError(f"cannot load {folder / 'model.safetensors'}: {' '.join(str(error).split())}") from error
     model.rotary_emb = rotary_class(config=config).to(device)

@@ -157,7 +157,8 @@ def _score(
         rows = texts[t, decoder, k]
         score = mauve(reference[t], _features(judge, rows), buckets=config.buckets or None, about=about)
         line = _line(t, decoder, k, rows, nll[t, decoder, k])
-        line |= {"mauve": score.mean, "mauve_ci95": score.ci95, "mauve_std": score.std, "mauve_settings": score.settings}
+        line |= {"mauve": score.mean, "mauve_ci95": score.ci95, "mauve_std": score.std}
+        line["mauve_settings"] = score.settings
         if decoder == "adjust":
             line |= gap_facts(nll[t, "joint", 1], nll[t, "parallel", k], nll[t, "adjust", k])
         lines.append(line)
