@@ -4,13 +4,13 @@
 #   recipes/smol.sh OUTPUT [GPUS]
 #
 # Every stage resumes, so the script can be run again after an interruption. Times below are seconds of training on
-# two H100; on other machines set ADAPT_SECONDS and TRAIN_SECONDS. STAGES picks some of: adapt trajectories train eval.
+# two H200; on other machines set ADAPT_SECONDS and TRAIN_SECONDS. STAGES picks some of: adapt trajectories train eval.
 set -euo pipefail
 out=$1
 gpus=${2:-1}
 run() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
 
-text=${TEXT:-90000} chat=${CHAT:-20000} lists=${LISTS:-30000} num=${NUM:-8192} n=${N:-1024} heldout=${HELDOUT:-1024}
+text=${TEXT:-90000} chat=${CHAT:-20000} lists=${LISTS:-30000} num=${NUM:-5120} n=${N:-1024} heldout=${HELDOUT:-1024}
 batch=${BATCH:-512} slices=${SLICES:-8}
 compile=${COMPILE:---compile}
 
@@ -18,7 +18,7 @@ stage() { [[ " ${STAGES:-adapt trajectories train eval} " == *" $1 "* ]]; }
 
 if stage adapt; then run adapt --ar "${AR:-smol}" --output "$out/base" --text "$text" --chat "$chat" --lists "$lists" --heldout "$heldout" \
     --share-text 0.7 --share-chat 0.2 --share-lists 0.1 \
-    --steps "${ADAPT_STEPS:-100000}" --max-seconds "${ADAPT_SECONDS:-480}" --batch-size "$batch" \
+    --steps "${ADAPT_STEPS:-100000}" --max-seconds "${ADAPT_SECONDS:-420}" --batch-size "$batch" \
     --lora-rank "${LORA_RANK:-64}" --lora-alpha "${LORA_RANK:-64}" --sample-top-p "${TOP_P:-0.9}" --sample-batch "${SAMPLE_BATCH:-4096}" $compile; fi
 
 common=(--base "$out/base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECODE_BATCH:-256}")
@@ -31,7 +31,7 @@ if stage trajectories; then
 fi
 
 if stage train; then run train --base "$out/base" --trajectories "$out/text" "$out/text-t06" "$out/chat" "$out/lists" \
-    --output "$out/train" --steps "${TRAIN_STEPS:-100000}" --max-seconds "${TRAIN_SECONDS:-300}" --slices "$slices" \
+    --output "$out/train" --steps "${TRAIN_STEPS:-100000}" --max-seconds "${TRAIN_SECONDS:-390}" --slices "$slices" \
     --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 1000 $compile; fi
 
 if stage eval; then run eval --base "$out/base" --sampler "$out/train/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \

@@ -325,6 +325,19 @@ def test_h14_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, file: str, 
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
+def test_a_second_start_does_without_transformers(tmp_path: Path) -> None:
+    """Importing it takes longer than everything else in a start together."""
+    folder = saved_base(tmp_path)
+    load_base(str(folder))  # merges
+    code = (
+        "import sys; from adjust_dlm import load_base; from adjust_dlm.sampler import Sampler; "
+        f"base = load_base({str(folder)!r}); Sampler(base); base.encode('a'); "
+        "print([m for m in ('transformers', 'peft', 'torch._dynamo', 'sympy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(("content", "said"), [(b"\xff\xfe", "is not JSON"), (b"[]", "holds a list")])
 def test_facts_that_are_no_object_are_refused(tmp_path: Path, content: bytes, said: str) -> None:
     folder = saved_base(tmp_path)

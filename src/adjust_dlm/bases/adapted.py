@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec, register_base
-from adjust_dlm.bases.layers import bidirectional, read_model, see_both_ways
+from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir, write_synced
+from adjust_dlm.bases.text import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import InputError, require
 
@@ -89,26 +90,18 @@ def load_adapted(
     merged = cache_dir() / "merged" / digest
     if not _is_merged(merged):
         _merge_once(path, facts, merged)
-    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
     try:
         model = read_model(merged, dtype=dtype, device=device)
     except InputError as error:
         raise InputError(f"{error}; delete {merged}, it is made again") from error
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(ar_folder(facts["ar"]), local_files_only=True)
-    if facts.get("chat_template"):
-        tokenizer.chat_template = facts["chat_template"]
+    tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
     return wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
 
 
 def wrap_adapted(
-    model: Any, facts: dict[str, Any], *, tokenizer: Any, fingerprint: str | None, name: str
+    model: Body, facts: dict[str, Any], *, tokenizer: Any, fingerprint: str | None, name: str
 ) -> TransformerBase:
-    """The base around a tied-head body whose adapter is merged (or, while training, live)."""
-    model.config = bidirectional(model.config)
-    for layer in model.layers:
-        layer.self_attn.config = model.config
-    see_both_ways(model)
+    """The base around a tied-head body whose adapter is merged."""
     spec = BaseSpec(
         name=name, mask_id=facts["mask_id"], end_ids=tuple(facts["end_ids"]), pad_id=facts["pad_id"],
         bos_id=facts["bos_id"], vocab_size=model.config.vocab_size,

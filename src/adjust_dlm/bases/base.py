@@ -53,7 +53,7 @@ class Base(ABC):
         width: D.
         fingerprint: hex digest of what it was loaded from; a sampler names the base it belongs to.
         head_matrix: W [V, D], frozen.
-        layer_config: transformers config of one decoder layer of the base's own class and shape.
+        layer_config: the shape of one decoder layer of the base (`bases.layers.Shape`).
         tokenizer: any object with transformers' tokenizer interface, or None.
         compiled: whether `compile` was called; decoders then compile their row scores too.
     """

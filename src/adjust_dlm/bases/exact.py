@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import Base, BaseSpec, register_base
+from adjust_dlm.bases.layers import Shape
 from adjust_dlm.types import OrderRule, State, require
 
 _FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
@@ -76,13 +77,11 @@ class ExactBase(Base):
         return self.head_matrix[tokens_BL]
 
 
-def _layer_config(width: int) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=8, max_position_embeddings=64,
-    )  # fmt: skip
+def _layer_config(width: int) -> Shape:
+    return Shape.of({
+        "model_type": "llama", "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "vocab_size": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    })  # fmt: skip
 
 
 def two_sentences() -> tuple[ExactBase, list[str]]:

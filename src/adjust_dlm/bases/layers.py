@@ -1,135 +1,312 @@
-"""Bidirectional transformers classes: the whole model for f, one layer of it for g.
+"""The bidirectional body: RMSNorm, rotary attention and a gated MLP, as in Llama and Qwen2, without a causal mask.
 
-transformers' Llama and Qwen2 classes are causal unless `config.is_causal` is False; with no padding mask
-their attention falls back to each module's own flag, so that is set as well (a test looks at both).
+Tensor names are those of the families' checkpoints. transformers' own classes are what the tests compare with; they
+are not used here because importing them takes longer than everything else in a start together.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from adjust_dlm.types import InputError, State
+from adjust_dlm.types import InputError, State, require
 
-
-def bidirectional(config: Any) -> Any:
-    """A copy of a transformers config whose models see both ways."""
-    config = copy.deepcopy(config)
-    config.is_causal = False
-    config.use_cache = False
-    if config._attn_implementation is None:
-        config._attn_implementation = "sdpa"
-    return config
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+STATIC_ROPE = ("linear", "llama3", "yarn")  # forms of rotary scaling whose frequencies do not depend on the canvas
 
 
-def see_both_ways(module: nn.Module) -> nn.Module:
-    """Clears the causal flag of every attention module below `module`."""
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a body is built from: names and values of a family's `config.json`.
+
+    Attributes:
+        model_type: llama or qwen2.
+        hidden_size: D.
+        intermediate_size: width of the MLP.
+        num_hidden_layers: layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads.
+        head_dim: width of a head.
+        vocab_size: V.
+        max_position_embeddings: the context the family was trained for.
+        rms_norm_eps: of every norm.
+        qkv_bias, output_bias, mlp_bias: which projections have a bias.
+        rope: rotary settings, `rope_theta` and `rope_type` among them.
+        initializer_range: standard deviation of fresh weights.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    rope: dict[str, Any]
+    initializer_range: float
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """The shape in a transformers config, in the content of a `config.json`, or itself.
+
+        Raises:
+            InputError: another family, or a form of attention, activation or rotary scaling that is not built here.
+        """
+        if isinstance(config, Shape):
+            return config
+        facts: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        kind = str(facts.get("model_type"))
+        require(kind in ("llama", "qwen2"), f"model_type is {kind!r}; known are llama and qwen2")
+        act = facts.get("hidden_act", "silu")
+        require(act == "silu", f"hidden_act is {act!r}; the body is built with silu")
+        require(not facts.get("use_sliding_window"), "use_sliding_window is true; the body attends to everything")
+        lost = [name for name in _NEEDED if name not in facts]
+        require(not lost, f"the config lacks {', '.join(lost)}")
+        heads = facts["num_attention_heads"]
+        bias = bool(facts.get("attention_bias", False))
+        return cls(
+            model_type=kind, hidden_size=facts["hidden_size"], intermediate_size=facts["intermediate_size"],
+            num_hidden_layers=facts["num_hidden_layers"], num_attention_heads=heads,
+            num_key_value_heads=facts.get("num_key_value_heads") or heads,
+            head_dim=facts.get("head_dim") or facts["hidden_size"] // heads, vocab_size=facts["vocab_size"],
+            max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
+            rms_norm_eps=facts.get("rms_norm_eps", 1e-6),
+            qkv_bias=bias or kind == "qwen2", output_bias=bias and kind == "llama",
+            mlp_bias=bool(facts.get("mlp_bias", False)) and kind == "llama", rope=_rope(facts),
+            initializer_range=facts.get("initializer_range", 0.02),
+        )  # fmt: skip
+
+
+def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings as transformers 5 writes them, or as older files do (`rope_theta`, `rope_scaling`)."""
+    older = {"rope_theta": facts.get("rope_theta", 10000.0), **(facts.get("rope_scaling") or {})}
+    rope = {**older, **(facts.get("rope_parameters") or {})}
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    known = ("default", *STATIC_ROPE)
+    require(rope["rope_type"] in known, f"rope_type is {rope['rope_type']!r}; known are {', '.join(known)}")
+    return rope
+
+
+class Rotary:
+    """cos and sin of the rotary embedding. Not a module: its fp32 frequencies must survive a cast to bf16."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Frequencies theta^(-2i/d), scaled where the family says so."""
+        rope, d = shape.rope, shape.head_dim
+        self.scale = 1.0
+        if rope["rope_type"] == "default":
+            self.inverse_F = 1.0 / (rope["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float, device="cpu") / d))
+        else:
+            self.inverse_F, self.scale = _scaled_frequencies(shape)
+
+    def __call__(self, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [B, 1, L, d]; angles in fp32."""
+        if self.inverse_F.device != positions_BL.device:
+            self.inverse_F = self.inverse_F.to(positions_BL.device)
+        angle_BLF = positions_BL[..., None].float() * self.inverse_F
+        angle_B1LE = torch.cat([angle_BLF, angle_BLF], -1)[:, None]
+        return (angle_B1LE.cos() * self.scale).to(dtype), (angle_B1LE.sin() * self.scale).to(dtype)
+
+
+def _scaled_frequencies(shape: Shape) -> tuple[Tensor, float]:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads, head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings, rope_parameters=shape.rope,
+    )  # fmt: skip
+    inverse_F, scale = ROPE_INIT_FUNCTIONS[shape.rope["rope_type"]](config, torch.device("cpu"))
+    return inverse_F, float(scale)
+
+
+class Linear(nn.Linear):
+    """Without torch's own initialisation: weights are drawn by `_draw_weights` or read from a file."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
+class Embedding(nn.Embedding):
+    """As `Linear`."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
+class Norm(nn.Module):
+    """RMSNorm: the mean square in fp32, the weight applied in the states' own dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, h_BLD: Tensor) -> Tensor:
+        """Same shape."""
+        return self.weight * F.rms_norm(h_BLD.float(), self.weight.shape, None, self.eps).to(h_BLD.dtype)
+
+
+class Attention(nn.Module):
+    """Every position sees every real one."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width, d = shape.hidden_size, shape.head_dim
+        queries, keys = shape.num_attention_heads * d, shape.num_key_value_heads * d
+        self.q_proj = Linear(width, queries, bias=shape.qkv_bias)
+        self.k_proj = Linear(width, keys, bias=shape.qkv_bias)
+        self.v_proj = Linear(width, keys, bias=shape.qkv_bias)
+        self.o_proj = Linear(queries, width, bias=shape.output_bias)
+
+    def forward(self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Same shape; `mask_B11L` is False on keys that nobody may see."""
+        parts = (
+            proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, L, d]
+        q, k = _turn(q, *rotary), _turn(k, *rotary)
+        share = self.shape.num_attention_heads // self.shape.num_key_value_heads
+        # With a mask, grouped heads would send CUDA to the slow kernel.
+        grouped = share > 1 and mask_B11L is None and q.is_cuda
+        if share > 1 and not grouped:
+            k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B11L, enable_gqa=grouped)
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (x_i, x_{i + d/2})."""
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+class Mlp(nn.Module):
+    """down(silu(gate) * up)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        self.gate_proj = Linear(width, inner, bias=bias)
+        self.up_proj = Linear(width, inner, bias=bias)
+        self.down_proj = Linear(inner, width, bias=bias)
+
+    def forward(self, h_BLD: Tensor) -> Tensor:
+        """Same shape."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(h_BLD)) * self.up_proj(h_BLD))
+        return out
+
+
+class Layer(nn.Module):
+    """One decoder layer, pre-norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(shape), Mlp(shape)
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Same shape."""
+        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_B11L, rotary)
+        return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
+
+
+class Body(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Matrices hold nothing yet: see `new_model` and `read_model`."""
+        super().__init__()
+        self.config = shape
+        self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(shape)
+
+    def forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
+        """Post-final-norm states [B, L, D], row i at position i.
+
+        Args:
+            tokens_BL: ids.
+            real_BL: False on pads; None promises that there are none.
+            positions_BL: 0 on the first real token.
+        """
+        h_BLD = self.embed_tokens(tokens_BL)
+        mask_B11L = None if real_BL is None else real_BL[:, None, None, :]
+        rotary = self.rotary(positions_BL, h_BLD.dtype)
+        for layer in self.layers:
+            h_BLD = layer(h_BLD, mask_B11L, rotary)
+        out: Tensor = self.norm(h_BLD)
+        return out
+
+
+def _draw_weights(module: nn.Module, std: float) -> None:
+    """The families' initialisation: normal matrices, zero biases."""
     for part in module.modules():
-        if hasattr(part, "is_causal"):
-            part.is_causal = False  # type: ignore[assignment]
-    return module
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=std)
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            nn.init.zeros_(part.bias)
 
 
-def _classes(config: Any) -> tuple[Any, Any, Any]:
-    """(model class, layer class, rotary class) of a config's family."""
-    if config.model_type == "llama":
-        from transformers.models.llama import modeling_llama as m
-
-        return m.LlamaModel, m.LlamaDecoderLayer, m.LlamaRotaryEmbedding
-    if config.model_type == "qwen2":
-        from transformers.models.qwen2 import modeling_qwen2 as q
-
-        return q.Qwen2Model, q.Qwen2DecoderLayer, q.Qwen2RotaryEmbedding
-    raise InputError(f"model_type is {config.model_type!r}; a bidirectional layer exists for llama and qwen2")
+def new_model(config: Any) -> Body:
+    """A randomly initialised body of a config (see `Shape.of`)."""
+    shape = Shape.of(config)
+    body = Body(shape)
+    _draw_weights(body, shape.initializer_range)
+    return body
 
 
-def new_model(config: Any) -> nn.Module:
-    """A randomly initialised bidirectional model of the config's class."""
-    config = bidirectional(config)
-    return see_both_ways(_classes(config)[0](config))
-
-
-def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The bidirectional model in a folder with `config.json` and one `model.safetensors`: strict, and quick.
-
-    Built without weights and filled from the file, which skips transformers' generic loader (2 s of a start); a thread
-    reads the file while the rest of transformers is imported.
+def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Body:
+    """The body in a folder with `config.json` and one `model.safetensors`: strict.
 
     Raises:
         InputError: unreadable or truncated file; a missing, extra or misshapen tensor, by name.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    def read() -> dict[str, Tensor]:
-        weights = load_file(folder / "model.safetensors", device=str(device))
-        return {name: w.to(dtype) for name, w in weights.items()}
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        facts = json.loads((folder / "config.json").read_text())
-        config = bidirectional(_config_class(facts["model_type"]).from_dict(facts))
-        model_class, _, rotary_class = _classes(config)
     with torch.device("meta"):
-        model = model_class(config)
+        body = Body(Shape.of(json.loads((folder / "config.json").read_text())))
     try:
-        model.load_state_dict(reading.result(), assign=True)
+        weights = load_file(folder / "model.safetensors", device=str(device))
+        body.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise InputError(f"cannot load {folder / 'model.safetensors'}: {' '.join(str(error).split())}") from error
-    model.rotary_emb = rotary_class(config=config).to(device)
-    return see_both_ways(model)
-
-
-def _config_class(model_type: str) -> Any:
-    if model_type == "llama":
-        from transformers.models.llama.configuration_llama import LlamaConfig
-
-        return LlamaConfig
-    if model_type == "qwen2":
-        from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-
-        return Qwen2Config
-    raise InputError(f"model_type is {model_type!r}; known are llama and qwen2")
+    return body
 
 
 class BidirectionalLayer(nn.Module):
-    """One decoder layer of the base's own class and shape, with its rotary embedding."""
+    """One layer of the base's own shape, with its rotary embedding: the body of g."""
 
     def __init__(self, config: Any) -> None:
         """Fresh weights with the family's own initialiser range."""
         super().__init__()
-        self._config = config = bidirectional(config)
-        config._attn_implementation = "sdpa"  # the boolean key mask of `forward` is sdpa's
-        _, layer_class, self._rotary_class = _classes(config)
-        self.layer = see_both_ways(layer_class(config, layer_idx=0))
-        self.rotary = self._rotary_class(config=config)
-        for part in self.layer.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=config.initializer_range)
-                if part.bias is not None:
-                    nn.init.zeros_(part.bias)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> BidirectionalLayer:
-        """`.to(...)` and the like. Rotary frequencies are made anew in fp32: in bf16 far positions would be turned."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.rotary = self._rotary_class(config=self._config).to(next(self.layer.parameters()).device)
-        return self
+        shape = Shape.of(config)
+        self.layer, self.rotary = Layer(shape), Rotary(shape)
+        _draw_weights(self.layer, shape.initializer_range)
 
     def forward(self, z_BLD: Tensor, state: State) -> Tensor:
         """Same shape out; pads are invisible as keys."""
-        positions_BL = state.positions_BL
-        mask = state.real_BL[:, None, None, :] if state.padded else None
-        out = self.layer(
-            z_BLD, attention_mask=mask, position_ids=positions_BL, position_embeddings=self.rotary(z_BLD, positions_BL)
-        )
-        return out if isinstance(out, Tensor) else out[0]
+        mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
+        out: Tensor = self.layer(z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
+        return out
 
 
 def shift_right(states_BLD: Tensor, state: State) -> Tensor:

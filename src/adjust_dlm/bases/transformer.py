@@ -1,4 +1,4 @@
-"""A base made of a transformers decoder class run bidirectionally: everything the families share."""
+"""A base made of a bidirectional body and a head: everything the families share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TransformerBase(Base):
         tokenizer: Any = None,
         fingerprint: str | None = None,
     ) -> None:
-        """Wraps a bidirectional `LlamaModel` or `Qwen2Model` (see `bases.layers.new_model`).
+        """Wraps a body (see `bases.layers`).
 
         Args:
             model: the body, without its head.
@@ -52,8 +52,8 @@ class TransformerBase(Base):
         self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix)
         self._body = self._forward
 
-    def _forward(self, tokens_BL: Tensor, mask_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
-        out: Tensor = self.model(input_ids=tokens_BL, attention_mask=mask_BL, position_ids=positions_BL)[0]
+    def _forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
+        out: Tensor = self.model(tokens_BL, real_BL, positions_BL)
         return out
 
     def compile(self) -> None:
@@ -69,8 +69,8 @@ class TransformerBase(Base):
             length <= self.spec.context,
             f"canvas of {length} tokens; base {self.spec.name!r} takes at most {self.spec.context}",
         )
-        mask = state.real_BL.long() if state.padded else None
-        return self.to_frame(self._body(state.tokens_BL, mask, state.positions_BL), state)
+        real_BL = state.real_BL if state.padded else None
+        return self.to_frame(self._body(state.tokens_BL, real_BL, state.positions_BL), state)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
         """See `Base.to_frame`."""

@@ -16,6 +16,9 @@ from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, State, require
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
 
 
+_Kept = tuple[Tensor, Tensor]  # [B, L] row numbers, [R, V] logits
+
+
 @dataclass
 class Picks:
     """Positions and tokens of one commit: [B, N] each; `valid_BN` is False where a row has nothing to do."""
@@ -154,18 +157,19 @@ def _compiled_score_rows() -> Callable[..., Tensor]:
 def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
 
-    The head runs on masked rows only, in chunks, and once more on the chosen ones.
+    The head runs on masked rows only. Their logits are kept for the draw if they fit into one chunk; else it runs
+    once more on the chosen ones.
 
     Raises:
         FloatingPointError: the states gave NaN; such a row could never be finished.
     """
     _refuse_nan(base, h_BLD[canvas.masked_BL])
-    score_BL = _scores(base, h_BLD, canvas)
+    score_BL, kept_RV = _scores(base, h_BLD, canvas)
     count = max(count, 1)
     position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     valid_BN = score_BL.gather(1, position_BN) > -torch.inf
     row_BN = torch.arange(len(score_BL), device=h_BLD.device)[:, None].expand_as(position_BN)
-    logits_RV = base.logits(h_BLD[row_BN, position_BN].flatten(0, 1), suppress_eos=canvas.config.suppress_eos)
+    logits_RV = _logits_of(base, h_BLD, canvas, row_BN, position_BN, kept_RV)
     u_R = canvas.uniforms(position_BN, row_BN).flatten()
     processed_RV = process(logits_RV, canvas.config)
     _refuse_nan(base, score_BL, processed_RV)
@@ -178,30 +182,47 @@ def _refuse_nan(base: Base, *parts: Tensor) -> None:
         raise FloatingPointError(f"base {base.spec.name!r} or its sampler gave NaN ({base.dtype} on {base.device})")
 
 
-def _scores(base: Base, h_BLD: Tensor, canvas: Canvas) -> Tensor:
-    """Certainty of every open position, -inf elsewhere: [B, L]."""
+def _logits_of(
+    base: Base, h_BLD: Tensor, canvas: Canvas, row_BN: Tensor, position_BN: Tensor, kept: _Kept | None
+) -> Tensor:
+    """Logits [B * N, V] of chosen positions; of ones that are not open (invalid picks) any will do."""
+    if kept is None:
+        return base.logits(h_BLD[row_BN, position_BN].flatten(0, 1), suppress_eos=canvas.config.suppress_eos)
+    index_BL, logits_RV = kept
+    return logits_RV[index_BL[row_BN, position_BN].flatten()]
+
+
+def _scores(base: Base, h_BLD: Tensor, canvas: Canvas) -> tuple[Tensor, _Kept | None]:
+    """Certainty of every open position, -inf elsewhere: [B, L]; and the logits behind it, if all are at hand."""
     rule = canvas.config.order or base.spec.order
     row_R, position_R = (canvas.masked_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
     score_BL = torch.full(canvas.tokens_BL.shape, -torch.inf, device=h_BLD.device)
+    kept = None
     if rule == "left_to_right":
         score_R = -position_R.float()
     elif rule == "random":
         score_R = canvas.uniforms(position_R, row_R, ORDER).float()
     else:
-        score_R = _logit_scores(base, h_BLD, canvas, row_R, position_R)
+        score_R, logits_RV = _logit_scores(base, h_BLD, canvas, row_R, position_R)
+        if logits_RV is not None:
+            index_BL = torch.zeros_like(canvas.tokens_BL)
+            index_BL[row_R, position_R] = torch.arange(len(row_R), device=h_BLD.device)
+            kept = index_BL, logits_RV
     score_BL[row_R, position_R] = score_R
-    return score_BL
+    return score_BL, kept
 
 
-def _logit_scores(base: Base, h_BLD: Tensor, canvas: Canvas, row_R: Tensor, position_R: Tensor) -> Tensor:
+def _logit_scores(
+    base: Base, h_BLD: Tensor, canvas: Canvas, row_R: Tensor, position_R: Tensor
+) -> tuple[Tensor, Tensor | None]:
     config = canvas.config
     on_processed = (config.order_on or base.spec.order_on) == "processed"
     chunk = max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
     score = _compiled_score_rows() if base.compiled else score_rows
-    parts = [h_BLD.new_empty(0, dtype=torch.float32)]
+    parts, logits_RV = [h_BLD.new_empty(0, dtype=torch.float32)], None
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = base.logits(h_BLD[row, position], suppress_eos=config.suppress_eos)
         u_R = canvas.uniforms(position, row)
         rule = config.order or base.spec.order
         parts.append(score(logits_RV, u_R, rule, on_processed=on_processed, config=config))
-    return torch.cat(parts)
+    return torch.cat(parts), logits_RV if 0 < len(row_R) <= chunk else None

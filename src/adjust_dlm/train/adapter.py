@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
-from adjust_dlm.bases.layers import bidirectional, see_both_ways
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, ce_chunk, chunked_ce
@@ -91,10 +91,11 @@ class AdapterModel(nn.Module):
             return out
 
     def _see_both_ways(self) -> None:
-        self.body.config = bidirectional(self.body.config)
+        """transformers' layers take their direction from the config and, without a mask, from a flag of their own."""
+        self.body.config = copy.deepcopy(self.body.config)
+        self.body.config.is_causal = self.body.config.use_cache = False
         for layer in self.body.layers:
-            layer.self_attn.config = self.body.config
-        see_both_ways(self.body)
+            layer.self_attn.config, layer.self_attn.is_causal = self.body.config, False
 
     def _fresh_adapters(self, seed: int) -> None:
         """A from a generator of its own, the same on every rank and device; no cast of the inputs to fp32."""
