@@ -115,8 +115,8 @@ class _Pointer(nn.Module):
         self.config, self.ahead = config, ahead
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> tuple[Tensor]:
-        return (20.0 * nn.functional.one_hot(position_ids + self.ahead, self.config.hidden_size),)
+    def forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
+        return 20.0 * nn.functional.one_hot(positions_BL + self.ahead, self.config.hidden_size)
 
 
 def pointer_base(family: str, ahead: int) -> TransformerBase:
