@@ -181,16 +181,18 @@ def known_bases() -> dict[str, str]:
 def load_base(
     name_or_path: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, **options: Any
 ) -> Base:
-    """Loads a base by registered name or by the path of a folder that `adjust adapt` wrote.
+    """Loads a base by registered name, or by the path or Hub id of its model.
 
     Args:
-        name_or_path: a name from `known_bases()` or a folder with `base.json`.
+        name_or_path: a name from `known_bases()`; a folder that `adjust adapt` wrote (it has `base.json`); or a
+            Dream or LLaDA checkpoint: folder, `.gguf` file or Hub id (see `bases.checkpoint`).
         device: where to put it; "auto" is the GPU if there is one and the base can use it.
         dtype: floating type; fp32 on the CPU and bf16 on a GPU unless given.
-        options: passed to the loader (for example `length=` of the exact base).
+        options: passed to the loader (`length=` of the exact base; `quantize=`, `device_map=`, `revision=` of a
+            checkpoint).
 
     Raises:
-        InputError: the name is unknown, or the folder is not a base.
+        InputError: the name is unknown, or what is there is not a base.
     """
     if device == "auto" and name_or_path in _REGISTRY and _REGISTRY[name_or_path].cpu_only:
         device = "cpu"
@@ -200,9 +202,11 @@ def load_base(
         return _REGISTRY[name_or_path].load(device=device, dtype=dtype, **options)
     if Path(name_or_path, "base.json").is_file():
         return _REGISTRY["adapted"].load(path=Path(name_or_path), device=device, dtype=dtype, **options)
+    if Path(name_or_path).exists() or "/" in name_or_path or name_or_path.endswith(".gguf"):
+        return _REGISTRY["checkpoint"].load(source=name_or_path, device=device, dtype=dtype, **options)
     raise InputError(
-        f"unknown base {name_or_path!r}; known are {', '.join(known_bases())}, or the path of a folder that "
-        "`adjust adapt` wrote (it holds base.json)"
+        f"unknown base {name_or_path!r}; known are {', '.join(known_bases())}, the path of a folder that "
+        "`adjust adapt` wrote, or the path or Hub id of a Dream or LLaDA checkpoint"
     )
 
 

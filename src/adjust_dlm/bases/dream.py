@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec
-from adjust_dlm.bases.layers import new_model
+from adjust_dlm.bases.family import Family
+from adjust_dlm.bases.layers import Shape, new_model
 from adjust_dlm.bases.transformer import TransformerBase
 
 
@@ -53,3 +55,15 @@ def dream_base(
         context=config.max_position_embeddings, order="entropy", order_on="processed",
     )  # fmt: skip
     return DreamBase(model, head_weight, spec, next_frame=True, tokenizer=tokenizer)
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    return Shape.of({**config, "model_type": "qwen2"})
+
+
+DREAM = Family(
+    base=DreamBase, next_frame=True, order="entropy", order_on="processed", shape=_shape,
+    tied=lambda config: bool(config.get("tie_word_embeddings", False)), published=lambda name: f"model.{name}",
+    head="lm_head.weight", mask_token="<|mask|>", end_tokens=("<|endoftext|>", "<|im_end|>"), bos_id=151665,
+    rotary_pairs=False,
+)  # fmt: skip

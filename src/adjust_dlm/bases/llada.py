@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec
-from adjust_dlm.bases.layers import new_model
+from adjust_dlm.bases.family import Family
+from adjust_dlm.bases.layers import Shape, new_model
 from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.types import require
 
 
 class LladaBase(TransformerBase):
@@ -44,3 +48,50 @@ def llada_base(
         context=config.max_position_embeddings, order="confidence", order_on="raw",
     )  # fmt: skip
     return LladaBase(model, head_weight, spec, next_frame=False, tokenizer=tokenizer)
+
+
+# What the body is built for; a checkpoint that says otherwise is refused.
+_PLAIN = {
+    "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True, "alibi": False,
+    "attention_layer_norm": False, "input_emb_norm": False, "scale_logits": False, "include_bias": False,
+    "clip_qkv": None, "multi_query_attention": None,
+}  # fmt: skip
+_FIELDS = {
+    "hidden_size": "d_model", "intermediate_size": "mlp_hidden_size", "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "rms_norm_eps": "rms_norm_eps",
+    "max_position_embeddings": "max_sequence_length", "rope_theta": "rope_theta",
+}  # fmt: skip
+_NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm", "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj", "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ff_proj", "mlp.up_proj": "up_proj", "mlp.down_proj": "ff_out",
+}  # fmt: skip
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    """LLaDA's config keeps the names of the code it grew from."""
+    odd = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)}
+    require(not odd, f"this LLaDA has {odd}; the body is built for { ({key: _PLAIN[key] for key in odd}) }")
+    missing = [theirs for theirs in ("d_model", "n_layers", "n_heads", "mlp_hidden_size") if not config.get(theirs)]
+    require(not missing, f"the config lacks {', '.join(missing)}")
+    facts = {ours: config[theirs] for ours, theirs in _FIELDS.items() if config.get(theirs) is not None}
+    vocab = config.get("embedding_size") or config["vocab_size"]
+    bias = bool(config.get("include_qkv_bias", False))
+    return replace(Shape.of({"model_type": "llama", "vocab_size": vocab, **facts}), qkv_bias=bias)
+
+
+def _published(name: str) -> str:
+    """`layers.3.mlp.up_proj.weight` -> `model.transformer.blocks.3.up_proj.weight`."""
+    if not name.startswith("layers."):
+        return "model.transformer." + {"embed_tokens.weight": "wte.weight", "norm.weight": "ln_f.weight"}[name]
+    _, number, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    return f"model.transformer.blocks.{number}.{_NAMES[module]}.{kind}"
+
+
+LLADA = Family(
+    base=LladaBase, next_frame=False, order="confidence", order_on="raw", shape=_shape,
+    tied=lambda config: bool(config.get("weight_tying", False)), published=_published,
+    head="model.transformer.ff_out.weight", mask_token="<|mdm_mask|>", end_tokens=("<|endoftext|>", "<|eot_id|>"),
+    bos_id=126080, rotary_pairs=True,
+)  # fmt: skip

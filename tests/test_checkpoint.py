@@ -1,0 +1,470 @@
+"""Published checkpoints: written here with the families' own names, loaded by `load_base`, compared and damaged."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from adjust_dlm import DecodeConfig, decode
+from adjust_dlm.bases import load_base
+from adjust_dlm.bases.layers import new_model
+from adjust_dlm.bases.tokenizers import read_tokenizer
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.sampler import Sampler, load_sampler
+from adjust_dlm.types import InputError
+from helpers import FAMILIES, left_pad, tiny_config
+
+VOCAB, MASK, END, BOS = 40, 36, 34, 35
+ROWS = [[2, 5, 6, 7, MASK, MASK, 9, MASK], [3, MASK, 4]]
+DREAM_CONFIG = {
+    "model_type": "Dream", "architectures": ["DreamModel"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None, "max_position_embeddings": 64,
+    "use_sliding_window": False, "tie_word_embeddings": False, "hidden_act": "silu", "mask_token_id": MASK,
+    "bos_token_id": END, "eos_token_id": END, "pad_token_id": END,
+}  # fmt: skip
+LLADA_CONFIG = {
+    "model_type": "llada", "architectures": ["LLaDAModelLM"], "d_model": 32, "mlp_hidden_size": 64, "n_layers": 2,
+    "n_heads": 4, "n_kv_heads": 4, "vocab_size": VOCAB, "embedding_size": VOCAB, "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5, "max_sequence_length": 64, "layer_norm_type": "rms", "block_type": "llama",
+    "activation_type": "silu", "include_bias": False, "include_qkv_bias": False, "rope": True, "alibi": False,
+    "weight_tying": False, "mask_token_id": MASK, "eos_token_id": END, "pad_token_id": END,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {"dream": DREAM_CONFIG, "llada": LLADA_CONFIG}
+HEADS = {"dream": "lm_head.weight", "llada": "model.transformer.ff_out.weight"}
+
+
+def weights_of(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Our names: a random body with norms and biases that show, and a head."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        body = new_model(tiny_config(family, vocab_size=VOCAB))
+        state = {k: v + (torch.randn_like(v) / 4 if v.ndim == 1 else 0) for k, v in body.state_dict().items()}
+        return state | {"lm_head.weight": torch.randn(VOCAB, 32) / 2}
+
+
+def published(family: str, ours: str) -> str:
+    """Written out from the families' published lists of tensors, apart from the loader's own map."""
+    if ours == "lm_head.weight":
+        return HEADS[family]
+    if family == "dream":
+        return f"model.{ours}"
+    fixed = {"embed_tokens.weight": "model.transformer.wte.weight", "norm.weight": "model.transformer.ln_f.weight"}
+    if ours in fixed:
+        return fixed[ours]
+    layer, part = ours.split(".")[1], ours.split(".")[-2]
+    short = {
+        "q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "attn_out", "gate_proj": "ff_proj",
+        "up_proj": "up_proj", "down_proj": "ff_out", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ff_norm",
+    }[part]  # fmt: skip
+    return f"model.transformer.blocks.{layer}.{short}.{ours.split('.')[-1]}"
+
+
+def write(folder: Path, family: str, *, shards: int = 2, tied: bool = False, **changes: Any) -> Path:
+    """A checkpoint folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tie = {"dream": "tie_word_embeddings", "llada": "weight_tying"}[family]
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family] | {tie: tied} | changes))
+    named = {published(family, k): v.contiguous() for k, v in weights_of(family).items()}
+    if tied:
+        del named[HEADS[family]]
+    if shards == 1:
+        save_file(named, folder / "model.safetensors")
+        return folder
+    names, index = sorted(named), {}
+    for n in range(shards):
+        file = f"model-{n + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({name: named[name] for name in names[n::shards]}, folder / file)
+        index |= dict.fromkeys(names[n::shards], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def same_states(a: Any, b: Any, atol: float = 1e-6) -> None:
+    state = left_pad(ROWS, mask_id=MASK, pad_id=END)
+    h_a, h_b = a.hidden(state)[state.real_BL], b.hidden(state)[state.real_BL]
+    torch.testing.assert_close(h_a, h_b, atol=atol, rtol=0)
+    torch.testing.assert_close(a.head(h_a), b.head(h_b), atol=10 * atol, rtol=0)
+
+
+def reference(family: str, *, tied: bool = False) -> TransformerBase:
+    """The same weights put together by hand."""
+    from adjust_dlm.bases.dream import dream_base
+    from adjust_dlm.bases.llada import llada_base
+
+    weights = weights_of(family)
+    head = weights.pop("lm_head.weight")
+    body = new_model(tiny_config(family, vocab_size=VOCAB))
+    body.load_state_dict(weights)
+    build = {"dream": dream_base, "llada": llada_base}[family]
+    return build(
+        tiny_config(family, vocab_size=VOCAB), mask_id=MASK, end_ids=(END,), bos_id=BOS, model=body,
+        head_weight=body.embed_tokens.weight if tied else head,
+    )  # fmt: skip
+
+
+# What is loaded ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shards", "tied"), [(1, False), (3, False), (1, True), (2, True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_the_states_of_its_tensors(tmp_path: Path, family: str, shards: int, tied: bool) -> None:
+    base = load_base(str(write(tmp_path, family, shards=shards, tied=tied)))
+    same_states(base, reference(family, tied=tied))
+    order, on, frame = {"dream": ("entropy", "processed", True), "llada": ("confidence", "raw", False)}[family]
+    spec = base.spec
+    assert (spec.order, spec.order_on, base.next_frame) == (order, on, frame)
+    assert (spec.mask_id, spec.end_ids, spec.pad_id, spec.vocab_size) == (MASK, (END,), END, VOCAB)
+    assert (spec.bos_id, spec.context) == (None, 64)  # the config's bos is the end token: not believed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fingerprint_follows_the_weights_not_the_files(tmp_path: Path, family: str) -> None:
+    one, three = (load_base(str(write(tmp_path / str(n), family, shards=n))) for n in (1, 3))
+    half = load_base(str(tmp_path / "1"), dtype=torch.bfloat16)
+    assert one.fingerprint == three.fingerprint == half.fingerprint
+    assert half.dtype == torch.bfloat16
+    sampler = Sampler(one)
+    sampler.save(tmp_path / "g")
+    load_sampler(tmp_path / "g", half)
+    file = tmp_path / "1" / "model.safetensors"
+    save_file(load_file(file) | {HEADS[family]: torch.zeros(VOCAB, 32)}, file)
+    other = load_base(str(tmp_path / "1"))
+    with pytest.raises(InputError, match="belongs to a base with fingerprint"):
+        load_sampler(tmp_path / "g", other)
+
+
+def test_old_buffers_and_a_tied_head_are_harmless(tmp_path: Path) -> None:
+    write(tmp_path, "dream", shards=1, tied=True)
+    file = tmp_path / "model.safetensors"
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": torch.zeros(VOCAB, 32)}
+    save_file(load_file(file) | more, file)
+    same_states(load_base(str(tmp_path)), reference("dream", tied=True))
+
+
+# H14: what is not loaded -----------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Changes the tensors of a single-file checkpoint."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda weights: weights.update({new: weights.pop(old)})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"lacks model\.layers\.1\.mlp\.up_proj\.weight$"),
+        (lambda w: w.pop("lm_head.weight"), r"lacks lm_head\.weight$"),
+        (rename("model.norm.weight", "model.nrom.weight"), r"lacks model\.norm\.weight$"),
+        (lambda w: w.update(extra=torch.zeros(1)), r"do not belong to this model: extra$"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(31)}),
+            r"model\.norm\.weight is \(31,\), wanted \(32,\)$",
+        ),
+        (
+            lambda w: w.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(64, 32)}),
+            r"do not belong to this model: model\.layers\.2\.mlp\.up_proj\.weight$",
+        ),
+    ],
+)
+def test_h14_tensors_that_are_not_those_of_the_config(tmp_path: Path, change: Any, said: str) -> None:
+    rewrite(write(tmp_path, "dream", shards=1), change)
+    with pytest.raises(InputError, match=said):
+        load_base(str(tmp_path))
+
+
+def test_h14_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "llada", shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(InputError, match=r"not complete: model-00002-of-00002\.safetensors missing"):
+        load_base(str(tmp_path))
+
+
+def test_h14_a_truncated_shard_and_a_lying_index_are_named(tmp_path: Path) -> None:
+    write(tmp_path, "llada", shards=2)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-8])
+    with pytest.raises(InputError, match=r"model-00002-of-00002\.safetensors is damaged"):
+        load_base(str(tmp_path))
+    shard.write_bytes(whole)
+    index = tmp_path / "model.safetensors.index.json"
+    names = json.loads(index.read_text())
+    names["weight_map"]["ghost"] = shard.name
+    index.write_text(json.dumps(names))
+    with pytest.raises(InputError, match="names tensors that are not in their shards: ghost"):
+        load_base(str(tmp_path))
+    index.write_text("{}")
+    with pytest.raises(InputError, match="is not an index of shards"):
+        load_base(str(tmp_path))
+
+
+def test_h14_nothing_is_printed_before_a_refusal(tmp_path: Path) -> None:
+    write(tmp_path, "dream", shards=2)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    command = [sys.executable, "-m", "adjust_dlm.cli", "generate", "1 2", "--base", str(tmp_path), "--decoder", "joint"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "model-00001-of-00002.safetensors" in done.stderr
+
+
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json is missing"):
+        load_base(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="is not JSON"):
+        load_base(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(InputError, match=r"of family 'bert'; known are dream, llada.*docs/adding-a-base\.md"):
+        load_base(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(DREAM_CONFIG))
+    with pytest.raises(InputError, match="it has no weights at all"):
+        load_base(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=r"it has pytorch_model\.bin"):
+        load_base(str(tmp_path))
+    with pytest.raises(InputError, match="no file or folder"):
+        load_base(str(tmp_path / "absent.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("dream", {"mask_token_id": None}, r"no mask_token_id in config\.json"),
+        ("dream", {"mask_token_id": 99}, r"'mask': 99.* lie outside the model's 40 rows"),
+        ("dream", {"eos_token_id": None}, "names a token that ends a text"),
+        ("llada", {"alibi": True}, "'alibi': True"),
+        ("llada", {"block_type": "sequential"}, "'block_type': 'sequential'"),
+        ("llada", {"attention_layer_norm": True}, "'attention_layer_norm': True"),
+        ("llada", {"n_layers": None}, "lacks n_layers"),
+        ("dream", {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type is 'dynamic'"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        load_base(str(write(tmp_path, family, **changes)))
+
+
+# GGUF (H15) ------------------------------------------------------------------------------------------------------
+
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+GGUF_TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def to_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Row j of a head's first half and row j of its second half become rows 2j and 2j + 1, one row at a time."""
+    out, d = np.empty_like(weight), len(weight) // heads
+    for head in range(heads):
+        for j in range(d // 2):
+            out[head * d + 2 * j], out[head * d + 2 * j + 1] = weight[head * d + j], weight[head * d + d // 2 + j]
+    return out
+
+
+def write_gguf(path: Path, family: str, *, pairs: bool | None = None, **metadata: Any) -> Path:
+    """A GGUF as llama.cpp's converter writes it: LLaDA's q and k in pairs, Dream's as they are."""
+    writer = gguf.GGUFWriter(path, family)
+    facts: dict[str, Any] = {
+        "embedding_length": 32, "feed_forward_length": 64, "block_count": 2, "attention.head_count": 4,
+        "attention.head_count_kv": {"dream": 2, "llada": 4}[family], "context_length": 64,
+    }  # fmt: skip
+    for key, value in facts.items():
+        writer.add_uint32(f"{family}.{key}", value)
+    writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", {"dream": 1e-6, "llada": 1e-5}[family])
+    writer.add_float32(f"{family}.rope.freq_base", {"dream": 1e6, "llada": 5e5}[family])
+    writer.add_token_list([f"t{n}" for n in range(VOCAB)])
+    writer.add_token_types([1] * (VOCAB - 2) + [5] * 2)
+    ids = {"mask_token_id": MASK, "eos_token_id": END, "bos_token_id": BOS, "padding_token_id": END, **metadata}
+    shift = ids.pop("shift_logits", None if family == "dream" else False)
+    if shift is not None:
+        writer.add_bool("diffusion.shift_logits", shift)
+    for key, value in ids.items():
+        if value is not None:
+            writer.add_uint32(f"tokenizer.ggml.{key}", value)
+    heads = {"q_proj": 4, "k_proj": facts["attention.head_count_kv"]}
+    for name, weight in weights_of(family).items():
+        stem, _, kind = name.rpartition(".")
+        part, array = stem.split(".")[-1], weight.numpy()
+        if part in heads and (family == "llada" if pairs is None else pairs):
+            array = to_pairs(array, heads[part])
+        short = GGUF_TOP.get(stem) or f"blk.{stem.split('.')[1]}.{GGUF_NAMES[stem.split('.', 2)[2]]}"
+        writer.add_tensor(f"{short}.{kind}", np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_h15_a_gguf_gives_the_states_of_the_safetensors(tmp_path: Path, family: str) -> None:
+    base = load_base(str(write_gguf(tmp_path / "m.gguf", family)))
+    same_states(base, load_base(str(write(tmp_path / "folder", family))))
+    spec = base.spec
+    assert (spec.mask_id, spec.end_ids, spec.bos_id, spec.token_limit) == (MASK, (END,), BOS, VOCAB - 2)
+    assert base.next_frame == (family == "dream")
+    wrong = load_base(str(write_gguf(tmp_path / "wrong.gguf", family, pairs=family == "dream")))
+    with pytest.raises(AssertionError):
+        same_states(wrong, base, atol=1e-2)
+
+
+def test_h15_what_a_gguf_does_not_say_is_not_guessed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no metadata tokenizer\.ggml\.mask_token_id"):
+        load_base(str(write_gguf(tmp_path / "a.gguf", "dream", mask_token_id=None)))
+    with pytest.raises(InputError, match=r"shift_logits = True; llada models do not shift"):
+        load_base(str(write_gguf(tmp_path / "b.gguf", "llada", shift_logits=True)))
+    assert load_base(str(write_gguf(tmp_path / "c.gguf", "dream", shift_logits=False))).next_frame is False
+    whole = (tmp_path / "c.gguf").read_bytes()
+    (tmp_path / "d.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"d\.gguf is damaged"):
+        load_base(str(tmp_path / "d.gguf"))
+
+
+# Where it lives --------------------------------------------------------------------------------------------------
+
+
+def test_int8_weights_stay_near_and_keep_the_fingerprint(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    plain = load_base(str(write(tmp_path, "dream")))
+    small = load_base(str(tmp_path), quantize="int8")
+    assert small.fingerprint == plain.fingerprint
+    linear = small.model.layers[0].mlp.up_proj.weight
+    assert type(linear) is not torch.nn.Parameter or linear.dtype == torch.int8
+    state = left_pad(ROWS, mask_id=MASK, pad_id=END)
+    error = (small.hidden(state) - plain.hidden(state))[state.real_BL].norm() / plain.hidden(state)[
+        state.real_BL
+    ].norm()
+    assert 1e-5 < error < 0.05
+    with pytest.raises(InputError, match="quantize is 'int3'"):
+        load_base(str(tmp_path), quantize="int3")
+
+
+def test_a_device_map_places_the_layers(tmp_path: Path) -> None:
+    plain = load_base(str(write(tmp_path, "llada")))
+    placed = load_base(str(tmp_path), device_map={"": "cpu"})
+    same_states(placed, plain)
+    assert placed.fingerprint == plain.fingerprint
+    config = DecodeConfig(max_new_tokens=6, tokens_per_step=2)
+    results = [decode(base, [[2, 3]], config, decoder="parallel").tokens_BL for base in (plain, placed)]
+    assert torch.equal(*results)
+    with pytest.raises(InputError, match="device_map is 'everywhere'"):
+        load_base(str(tmp_path), device_map="everywhere")
+    with pytest.raises(InputError, match="offloading to disk"):
+        load_base(str(tmp_path), device_map={"": "disk"})
+
+
+# The Hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_id_comes_from_the_cache_when_offline(tmp_path: Path) -> None:
+    commit = "0" * 40
+    repo = tmp_path / "hub" / "models--some--dream"
+    write(repo / "snapshots" / commit, "dream")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    code = (
+        "from adjust_dlm import load_base\nfrom adjust_dlm.types import InputError\n"
+        "print(load_base('some/dream').spec.name)\n"
+        "try: load_base('some/other')\nexcept InputError as error: print(error)\n"
+    )
+    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "some/dream"
+    assert second.startswith("there is no folder 'some/other', and the Hub gave no such model: ")
+
+
+# Tokenizers ------------------------------------------------------------------------------------------------------
+
+ADDED = {34: "<|endoftext|>", 35: "<|beginoftext|>", 36: "<|mask|>", 37: "<|im_start|>", 38: "<|im_end|>"}
+
+
+def write_dream_tokenizer(folder: Path) -> None:
+    """Files of Dream's layout over a vocabulary of 34 byte-level words: letters, space, merges."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = [*"abcdefghijklmnop", *"0123456789", "\u0120", "\u010a", ".", "'", "ab", "\u0120ab", "\u0120a", "cd"]
+    (folder / "vocab.json").write_text(json.dumps({word: n for n, word in enumerate(letters)}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n\u0120 ab\n\u0120 a\nc d\n")
+    decoder = {
+        str(n): {"content": word, "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+        for n, word in ADDED.items()
+    }
+    settings = {
+        "tokenizer_class": "DreamTokenizer", "added_tokens_decoder": decoder, "bos_token": "<|beginoftext|>",
+        "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "mask_token": "<|mask|>",
+        "chat_template": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}",
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_a_tokenizer_is_built_from_vocabulary_and_merges(tmp_path: Path) -> None:
+    write_dream_tokenizer(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer.encode("ab ab 12") == [30, 31, 26, 17, 18]  # merged, space kept with the word, digits single
+    assert tokenizer.encode("<|im_start|>ab<|mask|>") == [37, 30, 36]
+    assert tokenizer.decode([30, 31, 26, 17]) == "ab ab 1"
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"]["39"] = settings["added_tokens_decoder"].pop("38")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=r"<\|im_end\|>.*has id 39 in its files, but 38 here"):
+        read_tokenizer(tmp_path)
+
+
+def test_ids_come_from_the_tokenizer_and_bos_stands_once(tmp_path: Path) -> None:
+    write(tmp_path, "dream")
+    write_dream_tokenizer(tmp_path)
+    base = load_base(str(tmp_path))
+    assert (base.spec.bos_id, base.spec.end_ids, base.spec.token_limit) == (35, (34, 38), 39)
+    assert base.encode("ab") == [35, 30]
+    assert base.encode("<|beginoftext|>ab") == [35, 30]  # not twice
+    assert base.encode("ab", chat=True) == [37, 30, 38, 27]
+    with pytest.raises(InputError, match=r"mask_token_id 33, the tokenizer's <\|mask\|> is 36"):
+        load_base(str(write(tmp_path, "dream", mask_token_id=33)))
+
+
+def test_a_llada_tokenizer_is_read_from_its_own_file(tmp_path: Path) -> None:
+    write(tmp_path, "llada", vocab_size=400, embedding_size=VOCAB)
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>", "<|startoftext|>", "<|mdm_mask|>", "<|eot_id|>"]
+    core.train_from_iterator(["ab"], trainers.BpeTrainer(vocab_size=10, special_tokens=special))
+    core.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ bos_token if loop.first }}{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    names = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": template}))
+    base = load_base(str(write(tmp_path, "llada", mask_token_id=2)))
+    assert (base.spec.mask_id, base.spec.end_ids, base.spec.bos_id) == (2, (0, 3), 1)
+    assert base.encode(" a ", chat=True) == [1, base.tokenizer.get_vocab()["a"], 3]  # the template's own start, once
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"cannot read the tokenizer.*tokenizer\.json"):
+        load_base(str(tmp_path))
+
+
+def test_another_folder_may_give_the_tokenizer(tmp_path: Path) -> None:
+    write_dream_tokenizer(tmp_path / "words")
+    base = load_base(str(write_gguf(tmp_path / "m.gguf", "dream")), tokenizer=str(tmp_path / "words"))
+    assert base.decode([30, 31, END, 3]) == "ab ab"
+    shutil.rmtree(tmp_path / "words")
+    assert load_base(str(tmp_path / "m.gguf")).tokenizer is None
