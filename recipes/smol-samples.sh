@@ -12,10 +12,10 @@ chat=(
     "What is photosynthesis?" "Who wrote Hamlet?" "Say hello in Spanish." "What is a prime number?"
     "Suggest a name for a cat." "How do airplanes fly?" "What is the opposite of hot?" "Describe a rainy day."
 )
-mapfile -t lists < <(python3 -c "
+mapfile -d '' -t lists < <(python3 -c "
 from itertools import islice
 from adjust_dlm.data.lists import list_tasks
-for task in islice(list_tasks(0, held_out=True), 20): print(task.prompt)")
+print(*(task.prompt for task in islice(list_tasks(0, held_out=True), 20)), sep='\\0', end='\\0')")
 for decoder in joint parallel adjust; do
     common=(--decoder "$decoder" --tokens-per-step $k --batch-size 20 --base "${BASE:-smol}")
     adjust generate "${common[@]}" --num-samples 20 --max-new-tokens 64 --suppress-eos --output "$out/text-$decoder"
@@ -35,7 +35,8 @@ for kind, settings in said.items():
     names = ("joint", "parallel", "adjust")
     read = {d: [json.loads(x) for x in (out / f"{kind}-{d}/samples.jsonl").read_text().splitlines()] for d in names}
     for row in range(20):
-        print(f"\n**{row}** {read['joint'][row]['prompt']}\n")
+        prompt = read["joint"][row]["prompt"].replace("\n", " / ")
+        print(f"\n**{row}** {prompt}\n")
         for d in names:
             print(f"- {d}: `{json.dumps(read[d][row]['text'], ensure_ascii=False)[1:-1].replace('`', chr(39))}`")
 PY

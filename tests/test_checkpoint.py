@@ -468,3 +468,17 @@ def test_another_folder_may_give_the_tokenizer(tmp_path: Path) -> None:
     assert base.decode([30, 31, END, 3]) == "ab ab"
     shutil.rmtree(tmp_path / "words")
     assert load_base(str(tmp_path / "m.gguf")).tokenizer is None
+
+
+def test_the_command_line_loads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from adjust_dlm.cli import main
+
+    folder = str(write(tmp_path, "dream"))
+    flags = ["generate", "2 3", "--base", folder, "--decoder", "parallel", "--max-new-tokens", "4", "--json"]
+    assert main([*flags, "--device", "cpu"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    base = load_base(folder)
+    config = DecodeConfig(max_new_tokens=4, tokens_per_step=4)
+    assert record["tokens"] == decode(base, [[2, 3]], config, decoder="parallel").tokens_BL[0, 2:].tolist()
+    assert main(["generate", "a", "--base", "smol", "--quantize", "int8"]) == 2
+    assert "bases of kind 'smol' do not take quantize" in capsys.readouterr().err

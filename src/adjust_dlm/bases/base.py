@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from abc import ABC, abstractmethod
@@ -197,17 +198,27 @@ def load_base(
     if device == "auto" and name_or_path in _REGISTRY and _REGISTRY[name_or_path].cpu_only:
         device = "cpu"
     device = pick_device(device) if isinstance(device, str) else device
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    placed = {"device": device, "dtype": dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)}
     if name_or_path in _REGISTRY:
-        return _REGISTRY[name_or_path].load(device=device, dtype=dtype, **options)
+        return _load(name_or_path, options, placed)
     if Path(name_or_path, "base.json").is_file():
-        return _REGISTRY["adapted"].load(path=Path(name_or_path), device=device, dtype=dtype, **options)
+        return _load("adapted", options, {"path": Path(name_or_path), **placed})
     if Path(name_or_path).exists() or "/" in name_or_path or name_or_path.endswith(".gguf"):
-        return _REGISTRY["checkpoint"].load(source=name_or_path, device=device, dtype=dtype, **options)
+        return _load("checkpoint", options, {"source": name_or_path, **placed})
     raise InputError(
         f"unknown base {name_or_path!r}; known are {', '.join(known_bases())}, the path of a folder that "
         "`adjust adapt` wrote, or the path or Hub id of a Dream or LLaDA checkpoint"
     )
+
+
+def _load(kind: str, options: dict[str, Any], given: dict[str, Any]) -> Base:
+    """Calls a loader; options that it does not take are refused by name."""
+    loader = _REGISTRY[kind].load
+    takes = inspect.signature(loader).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    unknown = [] if open_ended else sorted(options.keys() - takes.keys())
+    require(not unknown, f"bases of kind {kind!r} do not take {', '.join(unknown)}")
+    return loader(**given, **options)
 
 
 def freeze(module: nn.Module) -> nn.Module:
