@@ -265,9 +265,12 @@ def test_a_canvas_beyond_the_context_is_refused(family: str) -> None:
 
 def test_an_unknown_base_is_refused_with_the_known_names(tmp_path) -> None:
     assert {"exact", "smol", "adapted"} <= known_bases().keys()
-    for name in ("dreem", str(tmp_path)):
-        with pytest.raises(InputError, match=rf"unknown base '{name}'; known are .*exact.*base\.json"):
-            load_base(name)
+    with pytest.raises(InputError, match=r"unknown base 'dreem'; known are .*exact.*Hub id of a Dream or LLaDA"):
+        load_base("dreem")
+    with pytest.raises(InputError, match=r"is no model: config\.json is missing"):
+        load_base(str(tmp_path))
+    with pytest.raises(InputError, match="bases of kind 'smol' do not take length, words"):
+        load_base("smol", words=3, length=2)
     with pytest.raises(InputError, match="'adapted' is loaded by the path of its folder"):
         load_base("adapted")
 

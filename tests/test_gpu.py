@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from adjust_dlm.bases import load_base
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_and_delta
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import uniform
-from adjust_dlm.types import DecodeConfig
+from adjust_dlm.types import DecodeConfig, State
+from helpers import left_pad
+from test_checkpoint import write
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[47, 1, 2], [47, 3, 4, 5, 6, 7, 8, 9, 10]]
@@ -64,3 +69,36 @@ def test_compiled_kl_equals_eager() -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Path) -> None:
+    folder = str(write(tmp_path, "llada"))
+    plain = load_base(folder, device="cuda", dtype=torch.float32)
+    last = torch.cuda.device_count() - 1
+    places = {"embed_tokens": 0, "layers.0": "cpu", "layers.1": last, "norm": last}
+    placed = load_base(folder, device="cuda", dtype=torch.float32, device_map=places)
+    config = DecodeConfig(max_new_tokens=8, tokens_per_step=2, temperature=0.0)
+    results = [decode(base, [[2, 3], [4]], config, decoder="parallel").tokens_BL for base in (plain, placed)]
+    assert torch.equal(*results)
+    assert load_base(folder, device="cuda", device_map="auto").fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_states_stay_near(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("torchao")
+    folder = str(write(tmp_path, "dream"))
+    plain, small = (load_base(folder, device="cuda", quantize=q) for q in (None, kind))
+    state = left_pad([[2, 5, 36, 36]], mask_id=36, pad_id=34)
+    state = State(state.tokens_BL.cuda(), state.real_BL.cuda(), state.masked_BL.cuda())
+    exact, got = (base.hidden(state).float() for base in (plain, small))
+    assert (got - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_compiled_base_is_compiled_once_for_one_shape(tmp_path: Path) -> None:
+    base = load_base(str(write(tmp_path, "dream")), device="cuda")
+    base.compile()
+    torch._dynamo.utils.counters.clear()
+    for seed in range(3):
+        decode(base, [[2, 3]] * 4, DecodeConfig(max_new_tokens=8, seed=seed), decoder="joint")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= 4  # the body, and the row scores with their dynamic first size

@@ -216,6 +216,7 @@ def _read(opened: _Opened, device: torch.device, dtype: torch.dtype, spread: Dev
     opened.files.check(opened.wanted(body), ignored=lambda name: _harmless(name, opened))
     weights = {name: opened.read(name, first, dtype) for name in body.state_dict()}
     body.load_state_dict(weights, assign=True)
+    body.rotary.to(first)
     head_VD = body.embed_tokens.weight if opened.tied else opened.read("lm_head.weight", device, dtype)
     return body, head_VD
 

@@ -112,10 +112,15 @@ class Rotary:
         else:
             self.inverse_F, self.scale = _scaled_frequencies(shape)
 
+    def to(self, device: torch.device) -> None:
+        """Goes along with the weights; a move during a compiled call would have it compiled again."""
+        if device.type != "meta":
+            self.inverse_F = self.inverse_F.to(device)
+
     def __call__(self, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [B, 1, L, d]; angles in fp32."""
         if self.inverse_F.device != positions_BL.device:
-            self.inverse_F = self.inverse_F.to(positions_BL.device)
+            self.to(positions_BL.device)
         angle_BLF = positions_BL[..., None].float() * self.inverse_F
         angle_B1LE = torch.cat([angle_BLF, angle_BLF], -1)[:, None]
         return (angle_B1LE.cos() * self.scale).to(dtype), (angle_B1LE.sin() * self.scale).to(dtype)
@@ -227,7 +232,18 @@ class Layer(nn.Module):
         return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
 
 
-class Body(nn.Module):
+class _WithRotary(nn.Module):
+    """Moves its rotary frequencies with its weights, but never casts them."""
+
+    rotary: Rotary
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.rotary.to(next(self.parameters()).device)
+        return self
+
+
+class Body(_WithRotary):
     """Embedding, layers and final norm."""
 
     def __init__(self, shape: Shape) -> None:
@@ -287,12 +303,13 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
     try:
         weights = load_file(folder / "model.safetensors", device=str(device))
         body.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
+        body.rotary.to(device)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise InputError(f"cannot load {folder / 'model.safetensors'}: {' '.join(str(error).split())}") from error
     return body
 
 
-class BidirectionalLayer(nn.Module):
+class BidirectionalLayer(_WithRotary):
     """One layer of the base's own shape, with its rotary embedding: the body of g."""
 
     def __init__(self, config: Any) -> None:
