@@ -482,3 +482,22 @@ def test_the_command_line_loads_a_checkpoint(tmp_path: Path, capsys: pytest.Capt
     assert record["tokens"] == decode(base, [[2, 3]], config, decoder="parallel").tokens_BL[0, 2:].tolist()
     assert main(["generate", "a", "--base", "smol", "--quantize", "int8"]) == 2
     assert "bases of kind 'smol' do not take quantize" in capsys.readouterr().err
+
+
+def test_the_fast_tokenizer_answers_as_dreams_own_class() -> None:
+    """Code, emoji, CJK, special tokens, chat template; `fixtures/make_tokenizer.py` says where the answers are from."""
+    folder = Path(__file__).parent / "fixtures" / "dream_tokenizer"
+    tokenizer, said = read_tokenizer(folder), json.loads((folder / "published.json").read_text())
+    for case in said["cases"]:
+        assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"], case["text"]
+        assert tokenizer(case["text"]).input_ids == case["with_special"]
+        assert tokenizer.decode(case["ids"], skip_special_tokens=True) == case["plain"]
+        assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["full"]
+    chats = [
+        tokenizer.apply_chat_template(
+            said["talk"], tokenize=tokenize, add_generation_prompt=more, **({"return_dict": False} if tokenize else {})
+        )
+        for tokenize in (False, True)
+        for more in (False, True)
+    ]
+    assert chats == said["chats"]
