@@ -47,6 +47,7 @@ class _Opened:
     tied: bool
     next_frame: bool
     rotary_pairs: bool
+    bos_id: int | None  # where no tokenizer says it
 
     def wanted(self, body: Body) -> dict[str, tuple[int, ...]]:
         """Names in the files and the shapes they must have."""
@@ -130,9 +131,11 @@ def _open_folder(folder: Path) -> _Opened:
     require(isinstance(config, dict), f"{folder / CONFIG} holds a {type(config).__name__}; an object is wanted")
     family = _family(str(config.get("model_type")), folder)
     shape = family.shape(config)
+    # The family's own id: configs of Dream-v0 name the end token as the start.
+    bos_id = family.bos_id if family.bos_id < shape.vocab_size else None
     return _Opened(
         family, config, shape, open_safetensors(folder), _published(family, shape), family.tied(config),
-        next_frame=family.next_frame, rotary_pairs=False,
+        next_frame=family.next_frame, rotary_pairs=False, bos_id=bos_id,
     )  # fmt: skip
 
 
@@ -165,7 +168,7 @@ def _open_gguf(path: Path) -> _Opened:
     )
     return _Opened(
         family, config, shape, files, names, "lm_head.weight" not in files.shapes,
-        next_frame=bool(shift), rotary_pairs=family.rotary_pairs,
+        next_frame=bool(shift), rotary_pairs=family.rotary_pairs, bos_id=config["bos_token_id"],
     )  # fmt: skip
 
 
@@ -237,9 +240,10 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
     ids = {"mask": mask, "end": max(ends), "last": limit - 1}
     wrong = {what: token for what, token in ids.items() if not 0 <= token < vocab}
     require(not wrong, f"{name}: token ids {wrong} lie outside the model's {vocab} rows; another model's tokenizer?")
+    pad = config.get("pad_token_id")
     return BaseSpec(
-        name=name, mask_id=mask, end_ids=tuple(ends), pad_id=config.get("pad_token_id") or ends[0],
-        bos_id=_bos_id(opened, tokenizer, vocab), vocab_size=vocab, token_limit=limit,
+        name=name, mask_id=mask, end_ids=tuple(ends), pad_id=ends[0] if pad is None else pad,
+        bos_id=opened.bos_id if tokenizer is None else tokenizer.bos_token_id, vocab_size=vocab, token_limit=limit,
         context=opened.shape.max_position_embeddings, order=family.order, order_on=family.order_on,
     )  # fmt: skip
 
@@ -254,12 +258,3 @@ def _mask_id(family: Family, config: Mapping[str, Any], known: Mapping[str, int]
 
 def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
-
-
-def _bos_id(opened: _Opened, tokenizer: Any, vocab: int) -> int | None:
-    """The tokenizer's; configs of Dream-v0 name the end token there, so without one the family's own id."""
-    if tokenizer is not None:
-        return None if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
-    if "token_limit" in opened.config:  # a GGUF's metadata come from the tokenizer
-        return opened.config["bos_token_id"]
-    return opened.family.bos_id if opened.family.bos_id < vocab else None
