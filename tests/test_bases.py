@@ -15,7 +15,7 @@ from adjust_dlm.bases.dream import DreamBase, dream_config
 from adjust_dlm.bases.exact import ExactBase, two_sentences
 from adjust_dlm.bases.layers import BidirectionalLayer, Shape, new_model, shift_right
 from adjust_dlm.bases.llada import llada_config
-from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError, State
@@ -330,6 +330,25 @@ def test_a_fingerprint_is_the_same_in_every_dtype_and_differs_for_other_weights(
     moved[0, 0] += 0.5
     others.add(type(base)(base.model, moved, base.spec, next_frame=base.next_frame).fingerprint)
     assert len(others | {base.fingerprint}) == 7
+
+
+def test_a_fingerprint_looks_into_every_matrix_and_at_the_masks_embedding() -> None:
+    base = tiny_base("dream", vocab_size=330)
+
+    def now() -> str:
+        return weights_fingerprint(base.model, base.head_matrix, 37)
+
+    seen = {now()}
+    matrices = [name for name, p in base.model.named_parameters() if p.ndim == 2]
+    with torch.no_grad():
+        for name in matrices:
+            base.model.get_parameter(name)[0].add_(0.25)
+            seen.add(now())
+        base.model.embed_tokens.weight[37].add_(0.25)
+        seen.add(now())
+        assert len(seen) == len(matrices) + 2
+        base.model.embed_tokens.weight[38].add_(0.25)  # of many rows only some count
+    assert now() in seen
 
 
 def test_exact_bases_have_one_fingerprint_each() -> None:

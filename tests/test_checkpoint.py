@@ -20,7 +20,7 @@ from adjust_dlm import DecodeConfig, decode
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.tokenizers import read_tokenizer
-from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.types import InputError
 from helpers import FAMILIES, left_pad, tiny_config
@@ -133,8 +133,9 @@ def test_a_folder_gives_the_states_of_its_tensors(tmp_path: Path, family: str, s
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fingerprint_follows_the_weights_not_the_files(tmp_path: Path, family: str) -> None:
     one, three = (load_base(str(write(tmp_path / str(n), family, shards=n))) for n in (1, 3))
-    half = load_base(str(tmp_path / "1"), dtype=torch.bfloat16)
-    assert one.fingerprint == three.fingerprint == half.fingerprint
+    half, other_half = (load_base(str(tmp_path / "1"), dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    assert one.fingerprint == three.fingerprint == half.fingerprint == other_half.fingerprint
+    assert one.fingerprint == weights_fingerprint(one.model, one.head_matrix, MASK)
     assert half.dtype == torch.bfloat16
     sampler = Sampler(one)
     sampler.save(tmp_path / "g")

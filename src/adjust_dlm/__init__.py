@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from adjust_dlm.artifacts import from_pretrained, push_to_hub, save_pretrained
     from adjust_dlm.bases import Base, load_base
     from adjust_dlm.decoders import decode, generate
+    from adjust_dlm.released import import_released
     from adjust_dlm.sampler import Sampler, load_sampler
     from adjust_dlm.types import DecodeConfig, DecodeResult
 
@@ -22,6 +24,10 @@ _WHERE = {
     "generate": "adjust_dlm.decoders",
     "Sampler": "adjust_dlm.sampler",
     "load_sampler": "adjust_dlm.sampler",
+    "save_pretrained": "adjust_dlm.artifacts",
+    "from_pretrained": "adjust_dlm.artifacts",
+    "push_to_hub": "adjust_dlm.artifacts",
+    "import_released": "adjust_dlm.released",
     "DecodeConfig": "adjust_dlm.types",
     "DecodeResult": "adjust_dlm.types",
 }

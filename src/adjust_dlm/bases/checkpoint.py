@@ -25,11 +25,11 @@ from adjust_dlm.bases.llada import LLADA
 from adjust_dlm.bases.placement import DeviceMap, Quantize, place, quantized
 from adjust_dlm.bases.tensor_files import Meta, TensorFiles, open_gguf, open_safetensors, unpermute
 from adjust_dlm.bases.tokenizers import read_tokenizer
-from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
+from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows
 from adjust_dlm.types import InputError, require
 
 FAMILIES: dict[str, Family] = {"dream": DREAM, "llada": LLADA}
-CONFIG = "config.json"
+CONFIG, HEAD = "config.json", "lm_head.weight"
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # what is fetched from the Hub: no code, no pickles
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 logger = logging.getLogger(__name__)
@@ -52,17 +52,17 @@ class _Opened:
     def wanted(self, body: Body) -> dict[str, tuple[int, ...]]:
         """Names in the files and the shapes they must have."""
         shapes = {self.published[name]: tuple(tensor.shape) for name, tensor in body.state_dict().items()}
-        head = {} if self.tied else {self.published["lm_head.weight"]: (self.shape.vocab_size, self.shape.hidden_size)}
+        head = {} if self.tied else {self.published[HEAD]: (self.shape.vocab_size, self.shape.hidden_size)}
         return shapes | head
 
-    def read(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """One of our tensors."""
+    def read(self, name: str, device: torch.device) -> Tensor:
+        """One of our tensors, in the dtype of the file."""
         tensor = self.files.read(self.published[name], device)
         part = name.split(".")[-2]
         if self.rotary_pairs and part in ("q_proj", "k_proj"):
             shape = self.shape
             tensor = unpermute(tensor, shape.num_attention_heads if part == "q_proj" else shape.num_key_value_heads)
-        return tensor.to(dtype)
+        return tensor
 
 
 @register_base("checkpoint", "Dream, LLaDA and relatives: a folder, a .gguf file or a Hub id instead of this name")
@@ -96,8 +96,7 @@ def load_checkpoint(
     opened = _open_gguf(path) if path.suffix == ".gguf" else _open_folder(path)
     words = read_tokenizer(Path(tokenizer) if tokenizer else path) if tokenizer or path.is_dir() else None
     spec = _spec(opened, words, source)
-    body, head_VD = _read(opened, device, dtype, device_map)
-    fingerprint = weights_fingerprint(body, head_VD)
+    body, head_VD, fingerprint = _read(opened, spec.mask_id, device, dtype, device_map)
     if quantize is not None:
         quantized(body, quantize)
     base = opened.family.base(
@@ -152,7 +151,7 @@ def _family(kind: str, where: Path) -> Family:
 def _published(family: Family, shape: Shape) -> dict[str, str]:
     with torch.device("meta"):
         names = Body(shape).state_dict().keys()
-    return {name: family.published(name) for name in names} | {"lm_head.weight": family.head}
+    return {name: family.published(name) for name in names} | {HEAD: family.head}
 
 
 def _open_gguf(path: Path) -> _Opened:
@@ -167,7 +166,7 @@ def _open_gguf(path: Path) -> _Opened:
         f"{path} says diffusion.shift_logits = {shift}; {kind} models do not shift",
     )
     return _Opened(
-        family, config, shape, files, names, "lm_head.weight" not in files.shapes,
+        family, config, shape, files, names, HEAD not in files.shapes,
         next_frame=bool(shift), rotary_pairs=family.rotary_pairs, bos_id=config["bos_token_id"],
     )  # fmt: skip
 
@@ -211,22 +210,31 @@ def _last_used(types: list[int] | None, words: int) -> int:
     return max((n + 1 for n, kind in enumerate(types or []) if kind != _UNUSED), default=words)
 
 
-def _read(opened: _Opened, device: torch.device, dtype: torch.dtype, spread: DeviceMap | None) -> tuple[Body, Tensor]:
-    """Body and head, every tensor read once and straight to its place; a spread model is first read to the CPU."""
-    first = torch.device("cpu") if spread is not None else device
+def _read(
+    opened: _Opened, mask_id: int, device: torch.device, dtype: torch.dtype, spread: DeviceMap | None
+) -> tuple[Body, Tensor, str]:
+    """(body, head, fingerprint): every tensor is read once, straight to its place; a spread model first to the CPU."""
     with torch.device("meta"):
         body = Body(opened.shape)
     opened.files.check(opened.wanted(body), ignored=lambda name: _harmless(name, opened))
-    weights = {name: opened.read(name, first, dtype) for name in body.state_dict()}
+    first = torch.device("cpu") if spread is not None else device
+    weights, rows = {}, {}
+    for name in [*body.state_dict(), *([] if opened.tied else [HEAD])]:
+        tensor = opened.read(name, device if name == HEAD else first)
+        rows[name] = sampled_rows(tensor, mask_id if name == EMBEDDING else None)
+        if name == EMBEDDING and opened.tied:
+            rows[HEAD] = sampled_rows(tensor)
+        weights[name] = tensor.to(dtype)
+    head_VD = weights.pop(HEAD, None)
     body.load_state_dict(weights, assign=True)
     body.rotary.to(first)
-    head_VD = body.embed_tokens.weight if opened.tied else opened.read("lm_head.weight", device, dtype)
-    return body, head_VD
+    fingerprint = fingerprint_of(opened.shape, rows)
+    return body, body.embed_tokens.weight if head_VD is None else head_VD, fingerprint
 
 
 def _harmless(name: str, opened: _Opened) -> bool:
     """Buffers that old releases saved, and the head of a tied model (the embedding again)."""
-    return name.endswith("rotary_emb.inv_freq") or (opened.tied and name == opened.published["lm_head.weight"])
+    return name.endswith("rotary_emb.inv_freq") or (opened.tied and name == opened.published[HEAD])
 
 
 def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ _SHAPE_FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "vocab_size", "rms_norm_eps",
 )  # fmt: skip
+_ROWS = 16  # of every matrix, for the fingerprint
+EMBEDDING = "embed_tokens.weight"
 
 
 class TransformerBase(Base):
@@ -49,7 +52,7 @@ class TransformerBase(Base):
         self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
         self.layer_config = self.model.config
         self.width = self.model.config.hidden_size
-        self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix)
+        self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix, spec.mask_id)
         self._body = self._forward
 
     def _forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
@@ -92,12 +95,29 @@ class TransformerBase(Base):
         return self.head_matrix.dtype
 
 
-def weights_fingerprint(model: Any, head_weight: Tensor) -> str:
-    """Digest of shape facts, all norm weights and 64 rows each of embedding and head, as bf16."""
-    digest = hashlib.sha256(json.dumps([getattr(model.config, f) for f in _SHAPE_FIELDS]).encode())
-    parts = [p for name, p in sorted(model.named_parameters()) if p.ndim == 1]
-    parts += [model.embed_tokens.weight[:: max(1, len(head_weight) // 64)]]
-    parts += [head_weight[:: max(1, len(head_weight) // 64)]]
-    for part in parts:
-        digest.update(part.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+def sampled_rows(weight: Tensor, also: int | None = None) -> Tensor:
+    """What of a tensor goes into a fingerprint, bf16 on the CPU: a vector, or some rows of a matrix and row `also`."""
+    rows = weight if weight.ndim == 1 else weight[:: max(1, len(weight) // _ROWS)]
+    if also is not None:
+        rows = torch.cat([rows, weight[also : also + 1]])
+    return rows.detach().to("cpu", torch.bfloat16).contiguous()
+
+
+def fingerprint_of(shape: Any, rows: Mapping[str, Tensor]) -> str:
+    """Digest of shape facts and of the sampled rows of every tensor, by name.
+
+    The same for shards and single files and, where the rows were taken before a cast, for every dtype. Adapters change
+    neither norms nor most embeddings, so every matrix is looked at.
+    """
+    digest = hashlib.sha256(json.dumps([getattr(shape, f) for f in _SHAPE_FIELDS]).encode())
+    for name in sorted(rows):
+        digest.update(f"{name} {tuple(rows[name].shape)}".encode())
+        digest.update(rows[name].view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def weights_fingerprint(model: Any, head_weight: Tensor, mask_id: int) -> str:
+    """The fingerprint of weights in memory."""
+    named = [*model.named_parameters(), ("lm_head.weight", head_weight)]
+    rows = {name: sampled_rows(w, mask_id if name == EMBEDDING else None) for name, w in named}
+    return fingerprint_of(model.config, rows)

@@ -45,4 +45,7 @@ COMMANDS: dict[str, Command] = {
         "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
     ),
     "eval": Command("NLL and MAUVE of every decoder and K.", "adjust_dlm.eval.table", "TableConfig", "make_table"),
+    "export": Command(
+        "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
+    ),
 }  # fmt: skip

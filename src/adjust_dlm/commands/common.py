@@ -21,8 +21,9 @@ class DecodeFlags:
     """Flags of every command that decodes.
 
     Attributes:
-        base: name of a base (see `adjust bases`) or a folder that `adjust adapt` wrote.
-        sampler: folder of a sampler; by default the one that ships for the base.
+        base: name of a base (see `adjust bases`), a folder that `adjust adapt` wrote, or a checkpoint: folder, GGUF, or
+            Hub id.
+        sampler: folder or Hub id of a sampler; by default the one that ships for the base.
         tokens_per_step: K, tokens committed per base pass.
         max_new_tokens: length of the canvas behind the prompt.
         temperature: 0 is argmax.
@@ -37,6 +38,9 @@ class DecodeFlags:
         num_samples: samples per prompt.
         device: auto, cpu, cuda or cuda:N.
         dtype: auto (float32 on the CPU, bfloat16 on a GPU), float32, bfloat16 or float16.
+        quantize: int8 or fp8 weights for a checkpoint's linear layers.
+        device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
+        revision: commit, tag or branch of a Hub id.
         json: JSON lines on stdout instead of text.
         output: folder for result.json, samples.jsonl and run.yaml.
     """
@@ -57,6 +61,9 @@ class DecodeFlags:
     num_samples: int = 1
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str | None = None
+    device_map: str | None = None
+    revision: str | None = None
     json: bool = False
     output: Path | None = None
 
@@ -83,15 +90,18 @@ def load_for(flags: DecodeFlags) -> Base:
     """The base that the flags name, on their device."""
     from adjust_dlm.bases import load_base
 
-    return load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype))
+    given = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
+    options = {key: value for key, value in given.items() if value is not None}
+    return load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype), **options)
 
 
 def load_sampler_for(flags: DecodeFlags, base: Base) -> Any:
-    """The sampler that the flags name, else the one that ships for the base, else None."""
-    from adjust_dlm.sampler import default_sampler, load_sampler
+    """The sampler that the flags name (a folder or a Hub id), else the one that ships for the base, else None."""
+    from adjust_dlm.artifacts import from_pretrained
+    from adjust_dlm.sampler import default_sampler
 
     folder = flags.sampler or default_sampler(flags.base)
-    return None if folder is None else load_sampler(folder, base)
+    return None if folder is None else from_pretrained(folder, base)
 
 
 def ar_partner(base_name: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.store import write_atomic
@@ -19,7 +20,7 @@ from adjust_dlm.decoders import decode
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, cut_at_end, nll_gap_closed, score_nll
-from adjust_dlm.sampler import Sampler, load_sampler
+from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
 
@@ -33,7 +34,7 @@ class TableConfig:
 
     Attributes:
         base: name or folder of the base.
-        sampler: folder of g; the base's own by default.
+        sampler: folder or Hub id of g; the base's own by default.
         output: where results and samples go.
         n: texts per cell.
         temperatures: one block of the table each.
@@ -84,7 +85,9 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
     if config.compile:
         base.compile()
     if sampler is None:
-        sampler = load_sampler(config.sampler, base)
+        named = config.sampler or default_sampler(config.base)
+        require(named is not None, f"no sampler ships for base {config.base!r}; name one")
+        sampler = from_pretrained(str(named), base)
     judge, _ = load_ar(config.judge, device=base.device, dtype=base.dtype)
     require(
         judge.config.vocab_size == base.spec.vocab_size,

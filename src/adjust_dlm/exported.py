@@ -1,0 +1,288 @@
+"""A sampler inside transformers: the repository that `custom_generate` runs, and what runs in it.
+
+`model.generate(ids, custom_generate=REPO, trust_remote_code=True)` of transformers loads `custom_generate/generate.py`
+of a folder or Hub repository; ours calls `generate_with`, which sees the model's own weights as our base.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.artifacts import artifact_folder, plain, public_name, write_artifact, write_text
+from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.bases.dream import DreamBase
+from adjust_dlm.bases.layers import Body, Shape
+from adjust_dlm.bases.llada import LladaBase
+from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
+from adjust_dlm.decoders import decode
+from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler
+from adjust_dlm.types import DecodeConfig, InputError, require
+
+FACTS = "base_facts.json"
+GENERATE, REQUIREMENTS = "custom_generate/generate.py", "custom_generate/requirements.txt"
+_FAMILIES: dict[str, type[TransformerBase]] = {"dream": DreamBase, "llada": LladaBase, "adapted": TransformerBase}
+_CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}  # by model_type of the body
+_NOT_IN_STATES = ("max_position_embeddings", "initializer_range")  # of a shape: facts that change no state
+
+
+# Export --------------------------------------------------------------------------------------------------------
+
+
+def export(
+    sampler: Sampler, base: Base, folder: Path | str, *, run: Any = None, results: Mapping[str, Any] | None = None,
+    **provenance: Any,
+) -> Path:  # fmt: skip
+    """Writes a sampler's folder (see `save_pretrained`) that transformers can generate with.
+
+    Args:
+        sampler: g of `base`.
+        base: a base made of a body and a head; its facts and a digest of its weights go into `base_facts.json`.
+        folder: where to.
+        run: see `save_pretrained`.
+        results: see `save_pretrained`.
+        provenance: see `save_pretrained`; the base's name is filled in.
+
+    Raises:
+        InputError: a base that no transformers model can stand for, another base's sampler, or as `save_pretrained`.
+    """
+    import adjust_dlm
+
+    require(
+        sampler.base_fingerprint == base.fingerprint,
+        f"the sampler belongs to a base with fingerprint {sampler.base_fingerprint[:16]}; "
+        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
+    )
+    facts = base_facts(base)
+    section = _CARD.format(model_class=_CLASSES[facts["shape"]["model_type"]])
+    folder = write_artifact(
+        sampler, Path(folder), run=run, results=results, provenance={"base": facts["spec"]["name"], **provenance},
+        sections=[section], tags=["custom_generate"],
+    )  # fmt: skip
+    write_text(folder / FACTS, json.dumps(facts, indent=2) + "\n")
+    write_text(folder / GENERATE, _GENERATE_PY)
+    write_text(folder / REQUIREMENTS, f"adjust-dlm>={adjust_dlm.__version__}\n")
+    return folder
+
+
+def base_facts(base: Base) -> dict[str, Any]:
+    """All of a base but its weights, and a digest of those.
+
+    Raises:
+        InputError: a base that is no body with a head, or of a class that is not known here.
+    """
+    family = next((name for name, kind in _FAMILIES.items() if type(base) is kind), None)
+    if family is None or not isinstance(base, TransformerBase):
+        known = ", ".join(kind.__name__ for kind in _FAMILIES.values())
+        raise InputError(f"base {base.spec.name!r} is of class {type(base).__name__}; only {known} can be exported")
+    return {
+        "family": family,
+        "spec": {**plain(base.spec), "name": public_name(base.spec.name)},
+        "next_frame": base.next_frame,
+        "fingerprint": base.fingerprint,
+        "weights": weights_fingerprint(base.model, base.head_matrix, base.spec.mask_id),
+        "shape": _shape_facts(base.model.config),
+    }
+
+
+def _shape_facts(shape: Shape) -> dict[str, Any]:
+    facts: dict[str, Any] = plain({key: value for key, value in asdict(shape).items() if key not in _NOT_IN_STATES})
+    facts["rope"] = {key: value for key, value in facts["rope"].items() if value is not None}
+    return facts
+
+
+# A transformers model as a base --------------------------------------------------------------------------------
+
+
+def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
+    """Our base on the weights of a transformers model: shared, nothing is copied.
+
+    Args:
+        model: a `Qwen2ForCausalLM` or `LlamaForCausalLM`, float32 or bfloat16, on one device.
+        facts: content of `base_facts.json`.
+
+    Raises:
+        InputError: another architecture, or other weights than those that the sampler was exported with.
+    """
+    shape = Shape.of(model.config)
+    wanted, found = facts["shape"], _shape_facts(shape)
+    odd = [key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)]
+    said = "; ".join(f"{key} is {found.get(key)!r}, wanted {wanted.get(key)!r}" for key in sorted(odd))
+    require(not odd, f"the model does not fit this sampler's base: {said}")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    require(len(devices) == 1, f"the model lies on {', '.join(devices)}; it must lie on one device")
+    head = model.get_output_embeddings()
+    require(head is not None, f"the model is a {type(model).__name__}, without a head; load it as a CausalLM class")
+    body = _share(model, shape)
+    spec = BaseSpec(**{**facts["spec"], "end_ids": tuple(facts["spec"]["end_ids"])})
+    digest = weights_fingerprint(body, head.weight, spec.mask_id)
+    require(
+        digest == facts["weights"],
+        f"the model's weights are not those of base {spec.name!r}: their digest is {digest[:16]}, wanted "
+        f"{facts['weights'][:16]}; load the base's own checkpoint, in float32 or bfloat16",
+    )
+    return _FAMILIES[facts["family"]](
+        body, head.weight, spec, next_frame=facts["next_frame"], fingerprint=facts["fingerprint"]
+    )
+
+
+def _share(model: Any, shape: Shape) -> Body:
+    """A body whose parameters are views of the model's: the tensor names are the same."""
+    with torch.device("meta"):
+        body = Body(shape)
+    try:
+        body.load_state_dict(model.base_model.state_dict(), assign=True)
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"the model's tensors are not those of a plain {shape.model_type}: {said}") from error
+    return body
+
+
+# Generate ------------------------------------------------------------------------------------------------------
+
+_SETTINGS = tuple(field.name for field in fields(DecodeConfig))
+_OTHER = ("inputs", "input_ids", "attention_mask", "do_sample", "decoder", "revision", "sampler_repo")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A base around a model and its sampler; good as long as `key` is the same."""
+
+    key: tuple[Any, ...]
+    base: TransformerBase
+    sampler: Sampler
+
+
+_LOADED: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()
+
+
+def generate_with(repo: Path | str | None, model: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """What the exported `generate.py` does.
+
+    Args:
+        repo: the exported folder, or its Hub id.
+        model: the transformers model whose `generate` was called.
+        arguments: what it was called with: `inputs` or `input_ids` [B, L], `attention_mask` [B, L] for left padding,
+            the settings of `DecodeConfig` (its defaults, whatever `model.generation_config` says), `do_sample=False`
+            for temperature 0, `decoder`, and `revision` of a Hub repository.
+
+    Returns:
+        int64 ids [B, L + max_new_tokens], the prompts as they came in. Behind the end of a text stands the base's first
+        end token.
+
+    Raises:
+        InputError: an argument that has no meaning here, padding that is not on the left, another model.
+    """
+    require(
+        repo is not None, "give sampler_repo=, the folder or Hub id of the sampler: it cannot be told from the call"
+    )
+    given = {key: value for key, value in arguments.items() if value is not None and value is not False}
+    unknown = sorted(given.keys() - {*_SETTINGS, *_OTHER})
+    require(
+        not unknown,
+        f"generate cannot use {', '.join(unknown)} here; known are {', '.join(sorted((*_SETTINGS, *_OTHER)))}",
+    )
+    config = _decode_config(arguments)
+    ids_BL, real_BL = _inputs(given)
+    loaded = _load(model, str(repo), given.get("revision"))
+    prompts = [row[real].tolist() for row, real in zip(ids_BL, real_BL, strict=True)]
+    decoder = given.get("decoder", "adjust")
+    result = decode(loaded.base, prompts, config, decoder=decoder, sampler=loaded.sampler)
+    new = config.max_new_tokens
+    out_BL = torch.cat([ids_BL, result.tokens_BL[:, -new:].to(ids_BL.device)], -1)
+    for b, prompt in enumerate(prompts):  # masks inside a prompt are filled in, too
+        width = len(prompt) + new
+        out_BL[b, -width:] = result.tokens_BL[b, -width:]
+    return out_BL
+
+
+def _decode_config(arguments: Mapping[str, Any]) -> DecodeConfig:
+    settings = {key: arguments[key] for key in _SETTINGS if arguments.get(key) is not None}
+    if arguments.get("do_sample") is False:
+        warm = settings.setdefault("temperature", 0.0)
+        require(warm == 0, f"do_sample is False and temperature {warm}; argmax is temperature 0")
+    return DecodeConfig(**settings)
+
+
+def _inputs(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(ids, real), both [B, L] and on the left padded if at all."""
+    both = [name for name in ("inputs", "input_ids") if name in given]
+    require(len(both) == 1, f"give the prompt ids once, as inputs or input_ids; found {', '.join(both) or 'neither'}")
+    ids_BL = torch.as_tensor(given[both[0]]).long()
+    require(
+        ids_BL.ndim == 2 and len(ids_BL) > 0, f"{both[0]} has shape {tuple(ids_BL.shape)}; it must be [rows, tokens]"
+    )
+    real_BL = torch.as_tensor(given.get("attention_mask", torch.ones_like(ids_BL))).to(ids_BL.device).bool()
+    require(
+        real_BL.shape == ids_BL.shape,
+        f"attention_mask has shape {tuple(real_BL.shape)}, the ids {tuple(ids_BL.shape)}; they must be the same",
+    )
+    holes = [b for b, row in enumerate(real_BL.tolist()) if row != sorted(row)]
+    require(not holes, f"attention_mask has a 0 behind a 1 in row {holes[:1]}; pad on the left")
+    return ids_BL, real_BL
+
+
+def _load(model: Any, repo: str, revision: str | None) -> _Loaded:
+    """The base and sampler for a model, kept until its weights or the files change."""
+    folder = artifact_folder(repo, revision=revision, files=(CONFIG, WEIGHTS, FACTS))
+    require((folder / FACTS).is_file(), f"{folder} was not written by `adjust export` ({FACTS} is missing)")
+    stamps = [(folder / name).stat().st_mtime_ns for name in (CONFIG, WEIGHTS, FACTS) if (folder / name).is_file()]
+    weights = [(p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version) for p in model.parameters()]
+    key = (str(folder), *stamps, *weights)
+    loaded = _LOADED.get(model)
+    if loaded is None or loaded.key != key:
+        base = wrap_model(model, _read_facts(folder / FACTS))
+        loaded = _LOADED[model] = _Loaded(key, base, load_sampler(folder, base))
+    return loaded
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    wanted = {"family", "spec", "next_frame", "fingerprint", "weights", "shape"}
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        lost = sorted(wanted - facts.keys())
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path} holds no facts of a base: {error!r}") from error
+    require(not lost, f"{path} lacks {', '.join(lost)}")
+    family = facts["family"]
+    require(family in _FAMILIES, f"{path}: family is {family!r}; known are {', '.join(_FAMILIES)}")
+    return facts
+
+
+_CARD = """\
+## Use from transformers
+
+```python
+from transformers import {model_class}
+
+model = {model_class}.from_pretrained("THE_BASE")
+out = model.generate(ids, custom_generate="PATH_OR_ID", trust_remote_code=True, tokens_per_step=4, max_new_tokens=64)
+```
+
+The model must hold this base's weights, in float32 or bfloat16; others are refused. Also understood: `attention_mask`
+(left padding), `temperature` (1 unless given), `top_p`, `top_k`, `seed` (the same seed gives the same text), `order`,
+`suppress_eos`.
+"""
+
+_GENERATE_PY = '''\
+"""ADJUST decoding for `model.generate(..., custom_generate=REPO, trust_remote_code=True)`."""
+
+import sys
+
+from adjust_dlm.exported import generate_with
+
+
+def generate(model, sampler_repo=None, **arguments):
+    """Ids [rows, prompt + max_new_tokens]; see adjust_dlm.exported.generate_with for the arguments."""
+    # transformers copies this file, alone, to a cache and tells it nothing about the repository it is from;
+    # its own `generate`, which calls this function, was told.
+    repo = sampler_repo or sys._getframe(1).f_locals.get("custom_generate")
+    return generate_with(repo, model, arguments)
+'''
