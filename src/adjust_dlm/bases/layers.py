@@ -39,6 +39,7 @@ class Shape:
         rms_norm_eps: of every norm.
         qkv_bias, output_bias, mlp_bias: which projections have a bias.
         rope: rotary settings, `rope_theta` and `rope_type` among them.
+        rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
         initializer_range: standard deviation of fresh weights.
     """
 
@@ -57,6 +58,7 @@ class Shape:
     mlp_bias: bool
     rope: dict[str, Any]
     initializer_range: float
+    rotate_fp32: bool = False
 
     @classmethod
     def of(cls, config: Any) -> Shape:
@@ -106,7 +108,7 @@ class Rotary:
     def __init__(self, shape: Shape) -> None:
         """Frequencies theta^(-2i/d), scaled where the family says so."""
         rope, d = shape.rope, shape.head_dim
-        self.scale = 1.0
+        self.scale, self.fp32 = 1.0, shape.rotate_fp32
         if rope["rope_type"] == "default":
             self.inverse_F = 1.0 / (rope["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float, device="cpu") / d))
         else:
@@ -118,12 +120,13 @@ class Rotary:
             self.inverse_F = self.inverse_F.to(device)
 
     def __call__(self, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [B, 1, L, d]; angles in fp32."""
+        """(cos, sin), each [B, 1, L, d]; angles in fp32, the results in fp32 or in the states' dtype."""
         if self.inverse_F.device != positions_BL.device:
             self.to(positions_BL.device)
         angle_BLF = positions_BL[..., None].float() * self.inverse_F
         angle_B1LE = torch.cat([angle_BLF, angle_BLF], -1)[:, None]
-        return (angle_B1LE.cos() * self.scale).to(dtype), (angle_B1LE.sin() * self.scale).to(dtype)
+        out = torch.float32 if self.fp32 else dtype
+        return (angle_B1LE.cos() * self.scale).to(out), (angle_B1LE.sin() * self.scale).to(out)
 
 
 def _scaled_frequencies(shape: Shape) -> tuple[Tensor, float]:
@@ -196,9 +199,9 @@ class Attention(nn.Module):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x_i, x_{i + d/2})."""
+    """Turns the pairs (x_i, x_{i + d/2}), in the dtype of cos and sin."""
     low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
+    return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
 class Mlp(nn.Module):

@@ -39,7 +39,7 @@ def llada_base(
 ) -> LladaBase:  # fmt: skip
     """Builds the family from a config (random weights unless a model and a head are given)."""
     config = config or llada_config()
-    model = model if model is not None else new_model(config)
+    model = model if model is not None else new_model(replace(Shape.of(config), rotate_fp32=True))
     if head_weight is None:
         head_weight = torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
     spec = BaseSpec(
@@ -77,7 +77,8 @@ def _shape(config: Mapping[str, Any]) -> Shape:
     facts = {ours: config[theirs] for ours, theirs in _FIELDS.items() if config.get(theirs) is not None}
     vocab = config.get("embedding_size") or config["vocab_size"]
     bias = bool(config.get("include_qkv_bias", False))
-    return replace(Shape.of({"model_type": "llama", "vocab_size": vocab, **facts}), qkv_bias=bias)
+    fp32 = bool(config.get("rope_full_precision", True))
+    return replace(Shape.of({"model_type": "llama", "vocab_size": vocab, **facts}), qkv_bias=bias, rotate_fp32=fp32)
 
 
 def _published(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from adjust_dlm.decoders.adjust import adjust
 from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.parallel import parallel
+from adjust_dlm.decoders.published import blocks, origin, soft_order
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
 __all__ = ["DECODERS", "Canvas", "decode", "generate"]
@@ -22,6 +24,9 @@ DECODERS: dict[str, tuple[Callable[..., None], bool]] = {
     "joint": (joint, False),
     "parallel": (parallel, False),
     "adjust": (adjust, True),
+    "origin": (origin, False),
+    "soft_order": (soft_order, False),
+    "blocks": (blocks, False),
 }
 
 
@@ -35,6 +40,7 @@ def decode(
     sampler: Any = None,
     rows: list[int] | None = None,
     watch: Callable[[Canvas], None] | None = None,
+    **options: Any,
 ) -> DecodeResult:
     """Decodes a batch of token prompts; each row's result is what it would be alone.
 
@@ -46,9 +52,10 @@ def decode(
         sampler: g, for decoders that need it.
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
         watch: called with the canvas after every commit.
+        options: what a decoder takes beside these (`published=` of the releases' own loops).
 
     Raises:
-        InputError: unknown decoder, missing sampler, or a canvas that does not fit the base.
+        InputError: unknown decoder or option, missing sampler, or a canvas that does not fit the base.
     """
     require(decoder in DECODERS, f"unknown decoder {decoder!r}; known are {', '.join(DECODERS)}")
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
@@ -57,12 +64,15 @@ def decode(
         not needs_sampler or sampler is not None,
         f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
     )
+    takes = inspect.signature(function).parameters
+    unknown = sorted(options.keys() - takes.keys())
+    require(not unknown, f"decoder {decoder!r} does not take {', '.join(unknown)}")
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     started = time.perf_counter()
     canvas = Canvas(base, prompts, config, rows=rows)
     canvas.watch = watch
-    function(base, *([sampler] if needs_sampler else []), canvas)
+    function(base, *([sampler] if needs_sampler else []), canvas, **options)
     return DecodeResult(
         tokens_BL=canvas.tokens_BL,
         order_BL=canvas.order_BL,

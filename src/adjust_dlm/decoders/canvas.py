@@ -36,6 +36,7 @@ class Canvas(State):
         commits_B: commits so far, per row.
         rows_B: global row ids; with the seed they fix every random number of a row.
         base_calls_B, sampler_calls_B: passes each row needed.
+        quota_B: commits left in this round, per row.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Canvas(State):
         self.rows_B = torch.tensor(rows, device=base.device)
         self.commits_B = torch.zeros_like(self.rows_B)
         self.base_calls_B, self.sampler_calls_B = self.commits_B.clone(), self.commits_B.clone()
-        self._quota_B = self.commits_B.clone()
+        self.quota_B = self.commits_B.clone()
         self._round = 0
         self.watch: Callable[[Canvas], None] | None = None
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
@@ -86,18 +87,24 @@ class Canvas(State):
         """Whether any row is open (waits for the device)."""
         return bool(self.open_B.any())
 
-    def start_round(self) -> int:
-        """Books one base pass for every open row, sets each row's quota, returns the largest."""
+    def start_round(self, wanted_B: Tensor | None = None) -> int:
+        """Books one base pass for every open row, sets each row's quota, returns the largest.
+
+        Args:
+            wanted_B: commits of each row in this round; by default those of the schedule.
+        """
         open_B = self.open_B
         self.base_calls_B += open_B
         left_B = self.masked_BL.sum(-1)
-        if self._schedules is None:
+        if wanted_B is not None:
+            pass
+        elif self._schedules is None:
             wanted_B = torch.full_like(left_B, self.config.tokens_per_step)
         else:
             wanted_B = self._schedules[:, min(self._round, self._schedules.shape[1] - 1)]
-        self._quota_B = torch.minimum(wanted_B, left_B)
+        self.quota_B = torch.minimum(wanted_B, left_B)
         self._round += 1
-        return int(self._quota_B.max())
+        return int(self.quota_B.max())
 
     def round(self) -> Iterator[int]:
         """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
@@ -111,19 +118,19 @@ class Canvas(State):
     @property
     def busy_B(self) -> Tensor:
         """Rows with commits left in this round."""
-        return (self._quota_B > 0) & self.open_B
+        return (self.quota_B > 0) & self.open_B
 
     def commit(self, picks: Picks) -> None:
         """Writes tokens, order and quotas; closes rows whose text is finished."""
         for n in range(picks.position_BN.shape[1]):
-            ok_B = picks.valid_BN[:, n] & (n < self._quota_B)
+            ok_B = picks.valid_BN[:, n] & (n < self.quota_B)
             at = (ok_B.nonzero()[:, 0], picks.position_BN[:, n][ok_B])
             self.tokens_BL[at] = picks.token_BN[:, n][ok_B]
             self.order_BL[at] = (self.commits_B + n)[ok_B]
             self.masked_BL[at] = False
-        done_B = picks.valid_BN.sum(-1).minimum(self._quota_B)
+        done_B = picks.valid_BN.sum(-1).minimum(self.quota_B)
         self.commits_B += done_B
-        self._quota_B = self._quota_B - done_B
+        self.quota_B = self.quota_B - done_B
         self._close_finished()
         if self.watch is not None:
             self.watch(self)
