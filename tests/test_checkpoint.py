@@ -147,12 +147,42 @@ def test_the_fingerprint_follows_the_weights_not_the_files(tmp_path: Path, famil
         load_sampler(tmp_path / "g", other)
 
 
+SCALED = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALED, ids=lambda scaling: scaling["rope_type"])
+def test_scaled_rotary_embeddings_load(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    base = load_base(str(write(tmp_path, "dream", rope_scaling=scaling)))
+    body = new_model(tiny_config("dream", vocab_size=VOCAB, rope_parameters={"rope_theta": 1e6, **scaling}))
+    torch.testing.assert_close(base.model.rotary.inverse_F, body.rotary.inverse_F)
+    weights = weights_of("dream")
+    del weights["lm_head.weight"]
+    body.load_state_dict(weights)
+    tokens_BL, positions_BL = torch.tensor([ROWS[0]]), torch.arange(8)[None]
+    with torch.no_grad():
+        ours, theirs = (m(tokens_BL, None, positions_BL) for m in (base.model, body))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    assert (ours - reference("dream").model(tokens_BL, None, positions_BL)).abs().max() > 1e-3
+
+
 def test_old_buffers_and_a_tied_head_are_harmless(tmp_path: Path) -> None:
     write(tmp_path, "dream", shards=1, tied=True)
     file = tmp_path / "model.safetensors"
-    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": torch.zeros(VOCAB, 32)}
-    save_file(load_file(file) | more, file)
+    weights = load_file(file)
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | old | {"lm_head.weight": head}, file)
     same_states(load_base(str(tmp_path)), reference("dream", tied=True))
+    save_file(weights | {"lm_head.weight": head + 1}, file)
+    with pytest.raises(InputError, match="has a head that is not the embedding"):
+        load_base(str(tmp_path))
 
 
 # H14: what is not loaded -----------------------------------------------------------------------------------------
@@ -179,6 +209,10 @@ def rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(31)}),
             r"model\.norm\.weight is \(31,\), wanted \(32,\)$",
+        ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}),
+            r"model\.norm\.weight is I8; weights must be one of F16",
         ),
         (
             lambda w: w.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(64, 32)}),
@@ -213,9 +247,10 @@ def test_h14_a_truncated_shard_and_a_lying_index_are_named(tmp_path: Path) -> No
     index.write_text(json.dumps(names))
     with pytest.raises(InputError, match="names tensors that are not in their shards: ghost"):
         load_base(str(tmp_path))
-    index.write_text("{}")
-    with pytest.raises(InputError, match="is not an index of shards"):
-        load_base(str(tmp_path))
+    for content in ("{}", '{"weight_map": null}', '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}', "[1]"):
+        index.write_text(content)
+        with pytest.raises(InputError, match="is not an index of shards"):
+            load_base(str(tmp_path))
 
 
 def test_h14_nothing_is_printed_before_a_refusal(tmp_path: Path) -> None:
@@ -253,6 +288,26 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         ("dream", {"mask_token_id": None}, r"no mask_token_id in config\.json"),
         ("dream", {"mask_token_id": 99}, r"'mask': 99.* lie outside the model's 40 rows"),
         ("dream", {"eos_token_id": None}, "names a token that ends a text"),
+        ("dream", {"pad_token_id": 99}, r"'pad': 99.* lie outside"),
+        ("dream", {"eos_token_id": [END, -1]}, r"'end 1': -1.* lie outside"),
+        ("dream", {"eos_token_id": MASK}, "both MASK and an end"),
+        ("dream", {"eos_token_id": "34"}, "eos_token_id is '34'; a token id is wanted"),
+        ("dream", {"mask_token_id": 36.7}, "mask_token_id is 36.7"),
+        ("dream", {"tie_word_embeddings": "false"}, "says 'false' on tied embeddings"),
+        ("dream", {"quantization_config": {"bits": 4}}, "is quantized"),
+        ("dream", {"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number"),
+        ("dream", {"num_attention_heads": "4"}, "num_attention_heads is '4'"),
+        ("dream", {"hidden_size": 32.0}, "hidden_size is 32.0"),
+        ("dream", {"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ("dream", {"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide the 4 heads"),
+        ("dream", {"head_dim": 7}, "head_dim is 7; rotary pairs need an even one"),
+        ("dream", {"rope_theta": "1e6"}, "rope_theta is '1e6'"),
+        ("dream", {"rope_theta": 0}, "rope_theta is 0"),
+        ("dream", {"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ("dream", {"rope_scaling": "linear"}, "rotary settings are .'linear'."),
+        ("dream", {"rope_scaling": {"type": "linear"}}, "type linear lacks factor"),
+        ("dream", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llada", {"d_model": [32]}, r"hidden_size is \[32\]"),
         ("llada", {"alibi": True}, "'alibi': True"),
         ("llada", {"block_type": "sequential"}, "'block_type': 'sequential'"),
         ("llada", {"attention_layer_norm": True}, "'attention_layer_norm': True"),
@@ -374,6 +429,10 @@ def test_a_device_map_places_the_layers(tmp_path: Path) -> None:
         load_base(str(tmp_path), device_map="everywhere")
     with pytest.raises(InputError, match="offloading to disk"):
         load_base(str(tmp_path), device_map={"": "disk"})
+    with pytest.raises(InputError, match="does not work here"):
+        load_base(str(tmp_path), device_map={"": "nowhere"})
+    with pytest.raises(InputError, match="is no Hub id; folders have no revisions"):
+        load_base(str(tmp_path), revision="main")
 
 
 # The Hub ---------------------------------------------------------------------------------------------------------
@@ -427,6 +486,14 @@ def test_a_tokenizer_is_built_from_vocabulary_and_merges(tmp_path: Path) -> None
     assert tokenizer.encode("<|im_start|>ab<|mask|>") == [37, 30, 36]
     assert tokenizer.decode([30, 31, 26, 17]) == "ab ab 1"
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": "<unk>", "cls_token": "[C]"}))
+    assert len(read_tokenizer(tmp_path)) == len(tokenizer)  # no ids are invented for tokens that are not there
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": null}')
+    assert read_tokenizer(tmp_path).bos_token_id == 35
+    for broken in ("[]", '{"added_tokens_decoder": ["a"]}', '{"chat_template": {"a": 1}}'):
+        (tmp_path / "tokenizer_config.json").write_text(broken)
+        with pytest.raises(InputError, match="cannot read the tokenizer"):
+            read_tokenizer(tmp_path)
     settings["added_tokens_decoder"]["39"] = settings["added_tokens_decoder"].pop("38")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(InputError, match=r"<\|im_end\|>.*has id 39 in its files, but 38 here"):
@@ -468,6 +535,8 @@ def test_another_folder_may_give_the_tokenizer(tmp_path: Path) -> None:
     base = load_base(str(write_gguf(tmp_path / "m.gguf", "dream")), tokenizer=str(tmp_path / "words"))
     assert base.decode([30, 31, END, 3]) == "ab ab"
     shutil.rmtree(tmp_path / "words")
+    with pytest.raises(InputError, match="there is no tokenizer in"):
+        load_base(str(tmp_path / "m.gguf"), tokenizer=str(tmp_path / "words"))
     assert load_base(str(tmp_path / "m.gguf")).tokenizer is None
 
 

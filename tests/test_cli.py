@@ -135,7 +135,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--base", "exakt"], "unknown base 'exakt'; known are adapted, exact"),
+        (["--base", "exakt"], "unknown base 'exakt'; known are adapted, antiberty, checkpoint, exact"),
         (["--decoder", "magic"], "unknown decoder 'magic'; known are joint, parallel, adjust"),
         (["--decoder", "adjust"], "needs a sampler for base 'exact'"),
         (["--tokens-per-step", "0"], "tokens_per_step is 0; it must be at least 1"),

@@ -11,7 +11,7 @@ from adjust_dlm.bases import load_base
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_and_delta
-from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.sampling import uniform
 from adjust_dlm.types import DecodeConfig, State
 from helpers import left_pad
@@ -75,12 +75,17 @@ def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Pat
     folder = str(write(tmp_path, "llada"))
     plain = load_base(folder, device="cuda", dtype=torch.float32)
     last = torch.cuda.device_count() - 1
-    places = {"embed_tokens": 0, "layers.0": "cpu", "layers.1": last, "norm": last}
+    places = {"embed_tokens": last, "layers.0": "cpu", "layers.1": 0, "norm": last}
     placed = load_base(folder, device="cuda", dtype=torch.float32, device_map=places)
     config = DecodeConfig(max_new_tokens=8, tokens_per_step=2, temperature=0.0)
-    results = [decode(base, [[2, 3], [4]], config, decoder="parallel").tokens_BL for base in (plain, placed)]
-    assert torch.equal(*results)
-    assert load_base(folder, device="cuda", device_map="auto").fingerprint == plain.fingerprint
+    torch.manual_seed(0)
+    g = Sampler(plain).eval().cuda()
+    g.save(tmp_path / "g")
+    results = [
+        decode(base, [[2, 3], [4]], config, decoder="adjust", sampler=load_sampler(tmp_path / "g", base)).tokens_BL
+        for base in (plain, placed, load_base(folder, dtype=torch.float32, device_map="auto"))
+    ]
+    assert all(torch.equal(results[0].cpu(), other.cpu()) for other in results[1:])
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -97,8 +102,9 @@ def test_quantized_states_stay_near(tmp_path: Path, kind: str) -> None:
 def test_a_compiled_base_is_compiled_once_for_one_shape(tmp_path: Path) -> None:
     base = load_base(str(write(tmp_path, "dream")), device="cuda")
     base.compile()
-    torch._dynamo.utils.counters.clear()
+    counters = torch._dynamo.utils.counters["stats"]
+    seen = []
     for seed in range(3):
         decode(base, [[2, 3]] * 4, DecodeConfig(max_new_tokens=8, seed=seed), decoder="joint")
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs <= 4  # the body, and the row scores with their dynamic first size
+        seen.append(counters["unique_graphs"])
+    assert seen[0] == seen[2]  # all was compiled in the first decode

@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code.
     """
     argv = sys.argv[1:] if argv is None else argv
+    collector = gc.get_threshold()
     gc.set_threshold(100_000, 20, 20)  # importing torch and transformers with the usual one takes half a second longer
     verbose = "--verbose" in argv or bool(os.environ.get("ADJUST_DEBUG"))
     handler = _log_to_stderr(verbose)
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = _failed(error, verbose)
     finally:
+        gc.set_threshold(*collector)
         if main_thread:
             signal.signal(signal.SIGTERM, old)
         logging.getLogger("adjust_dlm").removeHandler(handler)

@@ -114,12 +114,18 @@ class Base(ABC):
         """Prompt ids: BOS once in front, or the chat template's own form."""
         require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; give token ids")
         if chat:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
+            text = self._in_template(text)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         bos = self.spec.bos_id
         return ids if chat or bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def _in_template(self, text: str) -> str:
+        message = [{"role": "user", "content": text}]
+        try:
+            out: str = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of its own
+            raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
+        return out
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids up to the first end token, special tokens dropped."""

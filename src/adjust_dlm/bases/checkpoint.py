@@ -22,7 +22,7 @@ from adjust_dlm.bases.dream import DREAM
 from adjust_dlm.bases.family import Family
 from adjust_dlm.bases.layers import Body, Shape
 from adjust_dlm.bases.llada import LLADA
-from adjust_dlm.bases.placement import DeviceMap, Quantize, place, quantized
+from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantized
 from adjust_dlm.bases.tensor_files import Meta, TensorFiles, open_gguf, open_safetensors, unpermute
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows
@@ -47,7 +47,6 @@ class _Opened:
     tied: bool
     next_frame: bool
     rotary_pairs: bool
-    bos_id: int | None  # where no tokenizer says it
 
     def wanted(self, body: Body) -> dict[str, tuple[int, ...]]:
         """Names in the files and the shapes they must have."""
@@ -92,9 +91,11 @@ def load_checkpoint(
     """
     require(source is not None, "the base 'checkpoint' is loaded by the path or Hub id of its model")
     assert source is not None
+    check_placement(quantize, device_map)
     path = _local(source, revision)
     opened = _open_gguf(path) if path.suffix == ".gguf" else _open_folder(path)
     words = read_tokenizer(Path(tokenizer) if tokenizer else path) if tokenizer or path.is_dir() else None
+    require(tokenizer is None or words is not None, f"there is no tokenizer in {tokenizer!r}")
     spec = _spec(opened, words, source)
     body, head_VD, fingerprint = _read(opened, spec.mask_id, device, dtype, device_map)
     if quantize is not None:
@@ -110,6 +111,7 @@ def _local(source: str, revision: str | None) -> Path:
     path = Path(source)
     if path.exists() or _HUB_ID.fullmatch(source) is None or path.suffix == ".gguf":
         require(path.exists(), f"there is no file or folder {source!r}")
+        require(revision is None, f"revision is {revision!r}, but {source!r} is no Hub id; folders have no revisions")
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -130,11 +132,15 @@ def _open_folder(folder: Path) -> _Opened:
     require(isinstance(config, dict), f"{folder / CONFIG} holds a {type(config).__name__}; an object is wanted")
     family = _family(str(config.get("model_type")), folder)
     shape = family.shape(config)
-    # The family's own id: configs of Dream-v0 name the end token as the start.
-    bos_id = family.bos_id if family.bos_id < shape.vocab_size else None
+    require(
+        not config.get("quantization_config"),
+        f"{folder} is quantized ({CONFIG} has quantization_config); load the unquantized checkpoint with quantize=",
+    )
+    tied = family.tied(config)
+    require(isinstance(tied, bool), f"{folder / CONFIG} says {tied!r} on tied embeddings; true or false is wanted")
     return _Opened(
-        family, config, shape, open_safetensors(folder), _published(family, shape), family.tied(config),
-        next_frame=family.next_frame, rotary_pairs=False, bos_id=bos_id,
+        family, config, shape, open_safetensors(folder), _published(family, shape), tied,
+        next_frame=family.next_frame, rotary_pairs=False,
     )  # fmt: skip
 
 
@@ -158,7 +164,7 @@ def _open_gguf(path: Path) -> _Opened:
     meta, files = open_gguf(path)
     family = _family(kind := str(meta.get("general.architecture")), path)
     config = _gguf_config(meta, kind)
-    shape = Shape.of(config)
+    shape = family.gguf_shape(config)
     names = {name: name for name in _published(family, shape)}
     shift = meta.get("diffusion.shift_logits", family.next_frame)
     require(
@@ -167,7 +173,7 @@ def _open_gguf(path: Path) -> _Opened:
     )
     return _Opened(
         family, config, shape, files, names, HEAD not in files.shapes,
-        next_frame=bool(shift), rotary_pairs=family.rotary_pairs, bos_id=config["bos_token_id"],
+        next_frame=bool(shift), rotary_pairs=family.rotary_pairs,
     )  # fmt: skip
 
 
@@ -183,7 +189,6 @@ def _gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
     require(scaling in (None, "none"), f"the GGUF scales its rotary embedding ({scaling}); not supported")
     heads = fact(f"{kind}.attention.head_count")
     return {
-        "model_type": "qwen2" if kind == "dream" else "llama",
         "hidden_size": fact(f"{kind}.embedding_length"),
         "intermediate_size": fact(f"{kind}.feed_forward_length"),
         "num_hidden_layers": fact(f"{kind}.block_count"),
@@ -225,6 +230,9 @@ def _read(
         if name == EMBEDDING and opened.tied:
             rows[HEAD] = sampled_rows(tensor)
         weights[name] = tensor.to(dtype)
+    if opened.tied and opened.published[HEAD] in opened.files.shapes:
+        same = torch.equal(sampled_rows(opened.read(HEAD, first)), rows[HEAD])
+        require(same, f"{opened.files.where} has a head that is not the embedding, though its config ties the two")
     head_VD = weights.pop(HEAD, None)
     body.load_state_dict(weights, assign=True)
     body.rotary.to(first)
@@ -238,31 +246,62 @@ def _harmless(name: str, opened: _Opened) -> bool:
 
 
 def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
-    """Ids from the tokenizer where there is one, else from the config."""
+    """Ids from the tokenizer where there is one, else from the config; all are rows of the model."""
     family, config, vocab = opened.family, opened.config, opened.shape.vocab_size
     known = tokenizer.get_vocab() if tokenizer is not None else {}
     mask = _mask_id(family, config, known, name)
-    ends = [known[token] for token in family.end_tokens if token in known] or _ids(config.get("eos_token_id"))
+    ends = [known[token] for token in family.end_tokens if token in known] or _end_ids(config)
     require(bool(ends), f"{name}: neither the tokenizer nor config.json (eos_token_id) names a token that ends a text")
+    pad = _id(config, "pad_token_id")
     limit = max(known.values()) + 1 if known else config.get("token_limit", vocab)
-    ids = {"mask": mask, "end": max(ends), "last": limit - 1}
-    wrong = {what: token for what, token in ids.items() if not 0 <= token < vocab}
+    bos = _bos_id(opened, tokenizer, ends)
+    ids = {"mask": mask, "pad": ends[0] if pad is None else pad, "start": bos, "last": limit - 1}
+    ids |= {f"end {n}": token for n, token in enumerate(ends)}
+    wrong = {what: token for what, token in ids.items() if token is not None and not 0 <= token < vocab}
     require(not wrong, f"{name}: token ids {wrong} lie outside the model's {vocab} rows; another model's tokenizer?")
-    pad = config.get("pad_token_id")
+    require(mask not in ends, f"{name}: id {mask} is both MASK and an end of texts")
     return BaseSpec(
-        name=name, mask_id=mask, end_ids=tuple(ends), pad_id=ends[0] if pad is None else pad,
-        bos_id=opened.bos_id if tokenizer is None else tokenizer.bos_token_id, vocab_size=vocab, token_limit=limit,
-        context=opened.shape.max_position_embeddings, order=family.order, order_on=family.order_on,
+        name=name, mask_id=mask, end_ids=tuple(ends), pad_id=ends[0] if pad is None else pad, bos_id=bos,
+        vocab_size=vocab, token_limit=limit, context=opened.shape.max_position_embeddings, order=family.order,
+        order_on=family.order_on,
     )  # fmt: skip
 
 
 def _mask_id(family: Family, config: Mapping[str, Any], known: Mapping[str, int], name: str) -> int:
-    found = {config.get("mask_token_id"), known.get(family.mask_token)} - {None}
-    require(bool(found), f"{name} has no mask_token_id in config.json and no {family.mask_token} in its tokenizer")
-    require(len(found) == 1, f"{name}: config.json says mask_token_id {config.get('mask_token_id')}, the tokenizer's "
-            f"{family.mask_token} is {known.get(family.mask_token)}")  # fmt: skip
-    return int(found.pop())  # type: ignore[arg-type]
+    said, has = _id(config, "mask_token_id"), known.get(family.mask_token)
+    require(
+        said is not None or has is not None,
+        f"{name} has no mask_token_id in config.json and no {family.mask_token} in its tokenizer",
+    )
+    require(
+        said is None or has is None or said == has,
+        f"{name}: config.json says mask_token_id {said}, the tokenizer's {family.mask_token} is {has}",
+    )
+    return said if said is not None else int(has)  # type: ignore[arg-type]
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+def _bos_id(opened: _Opened, tokenizer: Any, ends: list[int]) -> int | None:
+    """The tokenizer's start token; without a tokenizer the file's, unless that is an end, or the family's own.
+
+    Configs of Dream-v0 name the end token there.
+    """
+    if tokenizer is not None:
+        return None if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
+    said, own = _id(opened.config, "bos_token_id"), opened.family.bos_id
+    if said is not None and said not in ends:
+        return said
+    return own if own < opened.shape.vocab_size and own not in ends else None
+
+
+def _end_ids(config: Mapping[str, Any]) -> list[int]:
+    value = config.get("eos_token_id")
+    many = value if isinstance(value, list) else [value]
+    found = [_id({"eos_token_id": token}, "eos_token_id") for token in many]
+    return [token for token in found if token is not None]
+
+
+def _id(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    good = value is None or (isinstance(value, int) and not isinstance(value, bool))
+    require(good, f"{key} is {value!r}; a token id is wanted")
+    return value

@@ -63,7 +63,8 @@ def _shape(config: Mapping[str, Any]) -> Shape:
 
 DREAM = Family(
     base=DreamBase, next_frame=True, order="entropy", order_on="processed", shape=_shape,
-    tied=lambda config: bool(config.get("tie_word_embeddings", False)), published=lambda name: f"model.{name}",
+    gguf_shape=_shape,
+    tied=lambda config: config.get("tie_word_embeddings", False), published=lambda name: f"model.{name}",
     head="lm_head.weight", mask_token="<|mask|>", end_tokens=("<|endoftext|>", "<|im_end|>"), bos_id=151665,
     rotary_pairs=False,
 )  # fmt: skip

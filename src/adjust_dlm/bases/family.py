@@ -21,6 +21,7 @@ class Family:
         order: rule for the next position.
         order_on: what that rule looks at.
         shape: the content of `config.json` -> the body's shape; raises InputError for what the body cannot do.
+        gguf_shape: the same for a GGUF's metadata under the names of a Llama config.
         tied: the content of `config.json` -> whether head and embedding are one matrix.
         published: our name of a body's tensor -> its name in the family's checkpoints.
         head: name of the head in the family's checkpoints.
@@ -35,7 +36,8 @@ class Family:
     order: OrderRule
     order_on: OrderOn
     shape: Callable[[Mapping[str, Any]], Shape]
-    tied: Callable[[Mapping[str, Any]], bool]
+    gguf_shape: Callable[[Mapping[str, Any]], Shape]
+    tied: Callable[[Mapping[str, Any]], Any]
     published: Callable[[str], str]
     head: str
     mask_token: str

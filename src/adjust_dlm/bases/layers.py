@@ -7,6 +7,7 @@ are not used here because importing them takes longer than everything else in a 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,14 @@ from torch.nn import functional as F
 from adjust_dlm.types import InputError, State, require
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-STATIC_ROPE = ("linear", "llama3", "yarn")  # forms of rotary scaling whose frequencies do not depend on the canvas
+_WHOLE = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+# Forms of rotary scaling whose frequencies do not depend on the canvas, and what they need.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,46 +68,88 @@ class Shape:
     initializer_range: float
     rotate_fp32: bool = False
 
+    def __post_init__(self) -> None:
+        """Checks every value by name: configs come from strangers."""
+        for name in _WHOLE:
+            value = getattr(self, name)
+            good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            require(good, f"{name} is {value!r}; it must be a whole number >= 1")
+        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range}
+        _check_rope(self.rope)
+        rope = {key: self.rope[key] for key in ("rope_theta", *_ROPE_NEEDS[self.rope["rope_type"]])}
+        for name, value in (numbers | rope).items():
+            require(_positive(value), f"{name} is {value!r}; it must be a finite number above 0")
+        kv = self.num_key_value_heads
+        require(
+            self.num_attention_heads % kv == 0,
+            f"num_key_value_heads is {kv}; it must divide the {self.num_attention_heads} heads",
+        )
+        require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
+
     @classmethod
     def of(cls, config: Any) -> Shape:
         """The shape in a transformers config, in the content of a `config.json`, or itself.
 
         Raises:
-            InputError: another family, or a form of attention, activation or rotary scaling that is not built here.
+            InputError: another family, a value that makes no sense, or a form of attention, activation or rotary
+                scaling that is not built here.
         """
         if isinstance(config, Shape):
             return config
         facts: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         kind = str(facts.get("model_type"))
         require(kind in ("llama", "qwen2"), f"model_type is {kind!r}; known are llama and qwen2")
-        act = facts.get("hidden_act", "silu")
-        require(act == "silu", f"hidden_act is {act!r}; the body is built with silu")
-        require(not facts.get("use_sliding_window"), "use_sliding_window is true; the body attends to everything")
-        lost = [name for name in _NEEDED if name not in facts]
-        require(not lost, f"the config lacks {', '.join(lost)}")
-        heads = facts["num_attention_heads"]
-        bias = bool(facts.get("attention_bias", False))
+        _check_plain(facts)
+        heads, bias = facts["num_attention_heads"], bool(facts.get("attention_bias", False))
+        kv = facts.get("num_key_value_heads")
         return cls(
             model_type=kind, hidden_size=facts["hidden_size"], intermediate_size=facts["intermediate_size"],
             num_hidden_layers=facts["num_hidden_layers"], num_attention_heads=heads,
-            num_key_value_heads=facts.get("num_key_value_heads") or heads,
-            head_dim=facts.get("head_dim") or facts["hidden_size"] // heads, vocab_size=facts["vocab_size"],
+            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts), vocab_size=facts["vocab_size"],
             max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
-            rms_norm_eps=facts.get("rms_norm_eps", 1e-6),
-            qkv_bias=bias or kind == "qwen2", output_bias=bias and kind == "llama",
-            mlp_bias=bool(facts.get("mlp_bias", False)) and kind == "llama", rope=_rope(facts),
-            initializer_range=facts.get("initializer_range", 0.02),
+            rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
+            output_bias=bias and kind == "llama", mlp_bias=bool(facts.get("mlp_bias", False)) and kind == "llama",
+            rope=_rope(facts), initializer_range=facts.get("initializer_range", 0.02),
         )  # fmt: skip
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _check_plain(facts: Mapping[str, Any]) -> None:
+    """Refuses what the body is not built for, and configs without the fields that have no default."""
+    act = facts.get("hidden_act", "silu")
+    require(act == "silu", f"hidden_act is {act!r}; the body is built with silu")
+    require(not facts.get("use_sliding_window"), "use_sliding_window is true; the body attends to everything")
+    part = facts.get("partial_rotary_factor")
+    require(part in (None, 1), f"partial_rotary_factor is {part!r}; the body turns whole heads")
+    lost = [name for name in _NEEDED if name not in facts]
+    require(not lost, f"the config lacks {', '.join(lost)}")
+
+
+def _head_dim(facts: Mapping[str, Any]) -> Any:
+    width, heads, given = facts["hidden_size"], facts["num_attention_heads"], facts.get("head_dim")
+    countable = isinstance(width, int) and isinstance(heads, int) and heads > 0
+    return given if given is not None else width // heads if countable else 0  # 0: an earlier check says more
 
 
 def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings as transformers 5 writes them, or as older files do (`rope_theta`, `rope_scaling`)."""
-    older = {"rope_theta": facts.get("rope_theta", 10000.0), **(facts.get("rope_scaling") or {})}
-    rope = {**older, **(facts.get("rope_parameters") or {})}
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    known = ("default", *STATIC_ROPE)
-    require(rope["rope_type"] in known, f"rope_type is {rope['rope_type']!r}; known are {', '.join(known)}")
-    return rope
+    parts = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    odd = [part for part in parts if not isinstance(part, Mapping)]
+    require(not odd, f"the rotary settings are {odd[:1]}; an object is wanted")
+    rope = {"rope_theta": facts.get("rope_theta", 10000.0), **parts[0], **parts[1]}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope.pop("type", None)
+    return rope | {"rope_type": kind}
+
+
+def _check_rope(rope: Mapping[str, Any]) -> None:
+    kind = rope["rope_type"]
+    require(kind in _ROPE_NEEDS, f"rope_type is {kind!r}; known are {', '.join(_ROPE_NEEDS)}")
+    lost = [key for key in _ROPE_NEEDS[kind] if key not in rope]
+    require(not lost, f"rotary scaling of type {kind} lacks {', '.join(lost)}")
 
 
 class Rotary:
@@ -137,7 +187,8 @@ def _scaled_frequencies(shape: Shape) -> tuple[Tensor, float]:
         hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads, head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings, rope_parameters=shape.rope,
     )  # fmt: skip
-    inverse_F, scale = ROPE_INIT_FUNCTIONS[shape.rope["rope_type"]](config, torch.device("cpu"))
+    with torch.device("cpu"):  # a body may be under construction on another one
+        inverse_F, scale = ROPE_INIT_FUNCTIONS[shape.rope["rope_type"]](config, torch.device("cpu"))
     return inverse_F, float(scale)
 
 
@@ -301,14 +352,14 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with torch.device("meta"):
-        body = Body(Shape.of(json.loads((folder / "config.json").read_text())))
     try:
+        with torch.device("meta"):
+            body = Body(Shape.of(json.loads((folder / "config.json").read_text())))
         weights = load_file(folder / "model.safetensors", device=str(device))
         body.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
         body.rotary.to(device)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise InputError(f"cannot load {folder / 'model.safetensors'}: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+        raise InputError(f"cannot load the model in {folder}: {' '.join(str(error).split())}") from error
     return body
 
 

@@ -70,12 +70,14 @@ _NAMES = {
 
 def _shape(config: Mapping[str, Any]) -> Shape:
     """LLaDA's config keeps the names of the code it grew from."""
-    odd = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None)}
+    odd = {key: config[key] for key, plain in _PLAIN.items() if config.get(key, plain) not in (plain, None, False)}
+    odd |= {"rope": config["rope"]} if config.get("rope", True) is False else {}
     require(not odd, f"this LLaDA has {odd}; the body is built for { ({key: _PLAIN[key] for key in odd}) }")
-    missing = [theirs for theirs in ("d_model", "n_layers", "n_heads", "mlp_hidden_size") if not config.get(theirs)]
+    needed = ("d_model", "n_layers", "n_heads", "mlp_hidden_size")
+    missing = [theirs for theirs in needed if config.get(theirs) is None]
     require(not missing, f"the config lacks {', '.join(missing)}")
-    facts = {ours: config[theirs] for ours, theirs in _FIELDS.items() if config.get(theirs) is not None}
-    vocab = config.get("embedding_size") or config["vocab_size"]
+    facts = {"rms_norm_eps": 1e-5} | {ours: config[theirs] for ours, theirs in _FIELDS.items() if theirs in config}
+    vocab = config.get("embedding_size") or config.get("vocab_size")
     bias = bool(config.get("include_qkv_bias", False))
     fp32 = bool(config.get("rope_full_precision", True))
     return replace(Shape.of({"model_type": "llama", "vocab_size": vocab, **facts}), qkv_bias=bias, rotate_fp32=fp32)
@@ -92,7 +94,8 @@ def _published(name: str) -> str:
 
 LLADA = Family(
     base=LladaBase, next_frame=False, order="confidence", order_on="raw", shape=_shape,
-    tied=lambda config: bool(config.get("weight_tying", False)), published=_published,
+    gguf_shape=lambda facts: replace(Shape.of({**facts, "model_type": "llama"}), rotate_fp32=True),
+    tied=lambda config: config.get("weight_tying", True), published=_published,
     head="model.transformer.ff_out.weight", mask_token="<|mdm_mask|>", end_tokens=("<|endoftext|>", "<|eot_id|>"),
     bos_id=126080, rotary_pairs=True,
 )  # fmt: skip

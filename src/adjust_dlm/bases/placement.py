@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,20 +14,37 @@ from adjust_dlm.types import InputError, require
 
 Quantize = Literal["int8", "fp8"]
 DeviceMap = str | Mapping[str, Any]
+_PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
+    """Refuses what `quantized` and `place` cannot do, before any weight is read."""
+    require(quantize in (None, "int8", "fp8"), f"quantize is {quantize!r}; it must be int8 or fp8")
+    if quantize is not None and importlib.util.find_spec("torchao") is None:
+        raise InputError("quantize needs torchao: pip install 'adjust-dlm[quant]'")
+    if device_map is None:
+        return
+    if isinstance(device_map, str):
+        plans = ", ".join(_PLANS)
+        require(device_map in _PLANS, f"device_map is {device_map!r}; it must be one of {plans}, or a mapping")
+        return
+    require(isinstance(device_map, Mapping), f"device_map is {device_map!r}; it must be a name or a mapping")
+    places = {str(where) for where in device_map.values()}
+    require("disk" not in places, "device_map names disk; offloading to disk is not supported")
 
 
 def quantized(body: nn.Module, kind: Quantize) -> None:
     """Stores the weights of all linear layers in 8 bits, in place; embedding, norms and head keep their dtype.
 
     Raises:
-        InputError: an unknown kind, no torchao, or a device that cannot do it.
+        InputError: the device or this torch cannot do it.
     """
-    require(kind in ("int8", "fp8"), f"quantize is {kind!r}; it must be int8 or fp8")
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
     try:
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise InputError(f"quantize needs torchao: pip install 'adjust-dlm[quant]' ({error})") from error
-    quantize_(body, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+        quantize_(body, Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig())
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"quantize {kind} does not work here: {' '.join(str(error).split())}") from error
 
 
 def place(base: TransformerBase, device_map: DeviceMap, device: torch.device) -> TransformerBase:
@@ -35,7 +53,7 @@ def place(base: TransformerBase, device_map: DeviceMap, device: torch.device) ->
     Args:
         base: read to the CPU.
         device_map: "auto", "balanced", ... (see accelerate), or module name -> device.
-        device: where the decoders work.
+        device: where the decoders work; a map of a single device decides that, too.
     """
     from accelerate import dispatch_model
 
@@ -44,7 +62,15 @@ def place(base: TransformerBase, device_map: DeviceMap, device: torch.device) ->
         "disk" not in {str(where) for where in places.values()},
         "the model does not fit on the devices and the CPU; offloading to disk is not supported",
     )
-    base.model = dispatch_model(base.model, places, main_device=device)
+    try:
+        where = {torch.device(place) for place in places.values()}
+        if len(where) == 1:
+            (only,) = where
+            base.model, base.head_matrix = base.model.to(only), base.head_matrix.to(only)
+            return base
+        base.model = dispatch_model(base.model, places, main_device=device, force_hooks=True)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise InputError(f"device_map {places} does not work here: {' '.join(str(error).split())}") from error
     base.head_matrix = base.head_matrix.to(device)
     return base
 
@@ -54,8 +80,6 @@ def _spread(model: nn.Module, how: str) -> dict[str, Any]:
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    known = ("auto", "balanced", "balanced_low_0", "sequential")
-    require(how in known, f"device_map is {how!r}; it must be one of {', '.join(known)}, or a mapping")
     whole, limits = ["Layer"], None
     if how != "sequential":
         limits = get_balanced_memory(model, no_split_module_classes=whole, low_zero=how == "balanced_low_0")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from adjust_dlm.types import InputError, require
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = ("F16", "BF16", "F32", "F64")
 _SHOWN = 3  # how many names an error lists
 
 
@@ -27,12 +28,14 @@ class TensorFiles:
     Attributes:
         where: the folder or file, for messages.
         shapes: name -> shape.
+        kinds: name -> how its numbers are stored, for safetensors.
         read: (name, device) -> tensor in the dtype it is stored in.
     """
 
     where: Path
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str, torch.device], Tensor]
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, ignored: Callable[[str], bool] = lambda _: False) -> None:
         """Raises InputError unless the names are exactly the wanted ones (and ignored ones), with their shapes."""
@@ -42,6 +45,8 @@ class TensorFiles:
         require(not extra, f"{self.where} holds tensors that do not belong to this model: {_some(extra)}")
         odd = [f"{n} is {self.shapes[n]}, wanted {shape}" for n, shape in wanted.items() if self.shapes[n] != shape]
         require(not odd, f"{self.where} does not fit its config: {_some(odd)}")
+        whole = [f"{n} is {self.kinds[n]}" for n in wanted if self.kinds.get(n, _FLOATS[0]) not in _FLOATS]
+        require(not whole, f"{self.where}: {_some(whole)}; weights must be one of {', '.join(_FLOATS)}")
 
 
 def _some(names: list[str]) -> str:
@@ -59,12 +64,12 @@ def open_safetensors(folder: Path) -> TensorFiles:
 
     file_of: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    kinds: dict[str, str] = {}
     index = _index(folder)
     for path in sorted({folder / name for name in index.values()} if index else {_single(folder)}):
-        for name, shape in _header(path).items():
-            # What an index does not name is not part of the checkpoint.
-            if not index or index.get(name) == path.name:
-                file_of[name], shapes[name] = path, shape
+        for name, (shape, kind) in _header(path).items():
+            if index.get(name, path.name) == path.name:
+                file_of[name], shapes[name], kinds[name] = path, shape, kind
     lost = sorted(index.keys() - shapes.keys())
     require(not lost, f"{folder / INDEX} names tensors that are not in their shards: {_some(lost)}")
 
@@ -73,7 +78,7 @@ def open_safetensors(folder: Path) -> TensorFiles:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
-    return TensorFiles(folder, shapes, read)
+    return TensorFiles(folder, shapes, read, kinds)
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -83,8 +88,10 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     try:
         named: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        good = bool(named) and all(Path(x).name == x for x in named.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not an index of shards: {error!r}") from error
+    require(good, f"{path} is not an index of shards: weight_map must give each tensor a file of the same folder")
     lost = sorted(name for name in set(named.values()) if not (folder / name).is_file())
     require(not lost, f"{folder} is not complete: {_some(lost)} missing (named by {INDEX}); download it again")
     return named
@@ -98,13 +105,14 @@ def _single(folder: Path) -> Path:
     raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}; {hint}")
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes; opening also compares the file's length with what its header says."""
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Names, shapes and kinds; opening also compares the file's length with what its header says."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is damaged or no safetensors file: {error}; download it again") from error
 
@@ -157,6 +165,11 @@ def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise InputError(f"{path} is damaged or no GGUF: {error}") from error
     found = {our_name(tensor.name): tensor for tensor in reader.tensors}
+    for kind, tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.items():
+        try:
+            dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
+        except NotImplementedError as error:
+            raise InputError(f"{path}: {tensor.name} is stored as {kind.name}, which gguf cannot read") from error
     shapes = {name: tuple(tensor.shape.tolist()[::-1]) for name, tensor in found.items()}  # fastest dimension first
 
     def read(name: str, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """The tokenizer of an adapted base: `tokenizers` and a chat template; importing transformers would take a second.
 
-Same answers as transformers' `PreTrainedTokenizerFast` for the calls that a base makes (a test compares them).
+Same answers as transformers' `PreTrainedTokenizerFast` for the calls that a base makes and templates that use nothing
+but the messages (a test compares them); `adjust adapt` writes such a template.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ rules are Qwen2's: NFC, GPT-4-like splitting with single digits, byte-level BPE.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from adjust_dlm.types import InputError
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+logger = logging.getLogger(__name__)
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token")
 
 
@@ -32,13 +34,21 @@ def read_tokenizer(folder: Path) -> Any:
         core = _core(folder, settings)
         if core is None:
             return None
-        special = {key: _content(settings[key]) for key in _SPECIAL if settings.get(key)}
-        special |= {key: _content(v) for key, v in _json(folder / "special_tokens_map.json").items() if key in _SPECIAL}
+        special = _special(settings | _json(folder / "special_tokens_map.json"), settings, core.get_vocab())
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **special)
         tokenizer.chat_template = _template(folder, settings)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower, and files of strangers may hold anything
         raise InputError(f"cannot read the tokenizer in {folder}: {error!r}") from error
     return tokenizer
+
+
+def _special(given: dict[str, Any], settings: dict[str, Any], vocab: dict[str, int]) -> dict[str, str]:
+    """Roles of special tokens. One that the vocabulary lacks would get an id that the model does not have: dropped."""
+    tokens = {key: _content(given[key] or settings.get(key)) for key in _SPECIAL if given.get(key) or settings.get(key)}
+    lost = {key: token for key, token in tokens.items() if token not in vocab}
+    if lost:
+        logger.info("special tokens that are not in the vocabulary are left out: %s", lost)
+    return {key: token for key, token in tokens.items() if token in vocab}
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -53,9 +63,11 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
+    found: Any = settings.get("chat_template")
     if isinstance(found, list):  # several, by name
         found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
+    if not isinstance(found, str | None):
+        raise TypeError(f"chat_template is a {type(found).__name__}, a text is wanted")
     return found
 
 

@@ -60,7 +60,7 @@ class TransformerBase(Base):
         return out
 
     def compile(self) -> None:
-        """Compiles f for fixed shapes (30-60 s on first use; every new shape compiles once)."""
+        """Compiles f for fixed shapes: 30-60 s each, and torch compiles a handful at most. Keep to few shapes."""
         self._body = torch.compile(self._forward, dynamic=False)
         self.compiled = True
 
@@ -82,7 +82,7 @@ class TransformerBase(Base):
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """See `Base.embed`."""
         out: Tensor = self.model.embed_tokens(tokens_BL)
-        return out
+        return out.to(self.device)  # a spread model keeps the table elsewhere
 
     @property
     def device(self) -> torch.device:

@@ -228,6 +228,7 @@ def _logit_scores(
     score = _compiled_score_rows() if base.compiled else score_rows
     parts, logits_RV = [h_BLD.new_empty(0, dtype=torch.float32)], None
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
+        logits_RV = None  # one chunk at a time
         logits_RV = base.logits(h_BLD[row, position], suppress_eos=config.suppress_eos)
         u_R = canvas.uniforms(position, row)
         rule = config.order or base.spec.order

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
+from adjust_dlm.bases.layers import Shape
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, ce_chunk, chunked_ce
@@ -34,11 +35,13 @@ class AdapterModel(nn.Module):
         """Wraps a `LlamaForCausalLM` or `Qwen2ForCausalLM` in place.
 
         Raises:
-            InputError: the head is not tied to the embeddings (an adapted base reads its head from them).
+            InputError: the head is not tied to the embeddings (an adapted base reads its head from them), or the body
+                is none that `bases.layers` builds.
         """
         super().__init__()
         from peft import LoraConfig, get_peft_model
 
+        Shape.of(causal.config)  # what the trained base could not be built from is refused now
         require(
             causal.lm_head.weight is causal.model.embed_tokens.weight,
             "the model's head is not tied to its embeddings; only models with tied embeddings can be adapted",
