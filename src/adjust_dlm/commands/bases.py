@@ -36,7 +36,7 @@ def _bases() -> list[dict[str, Any]]:
     """Every registered base; `ready` says that its weights need no download."""
     from adjust_dlm.bases import known_bases
     from adjust_dlm.bases.smol import MODELS
-    from adjust_dlm.commands.common import DEFAULT_BASE, ar_partner
+    from adjust_dlm.commands.common import ar_partner
     from adjust_dlm.sampler import default_sampler
 
     return [
@@ -45,11 +45,19 @@ def _bases() -> list[dict[str, Any]]:
             "description": text,
             "packaged_bytes": size(MODELS / name),
             "ar": (source := ar_partner(name)),
-            "ready": name != DEFAULT_BASE if source is None else _ar_cached(source),
+            "ready": _ready(name) if source is None else _ar_cached(source),
             "sampler": str(sampler) if (sampler := default_sampler(name)) else None,
         }
         for name, text in known_bases().items()
     ]
+
+
+def _ready(name: str) -> bool:
+    """Whether a base that was not adapted here needs no download."""
+    from adjust_dlm.bases.antiberty import wheel_path
+    from adjust_dlm.commands.common import DEFAULT_BASE
+
+    return wheel_path().is_file() if name == "antiberty" else name != DEFAULT_BASE
 
 
 def _ar_cached(source: str) -> bool:
