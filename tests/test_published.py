@@ -219,7 +219,7 @@ def test_origin_writes_what_diffusion_generate_writes(name: str) -> None:
 def test_soft_order_writes_what_diffusion_generate_writes(name: str) -> None:
     case, base = DREAM_CASES[name], published_base("dream")
     canvas = Replay(base, case, dream_config_of(case))
-    soft_order(base, canvas, published=PublishedConfig(alg_temp=case.get("alg_temp", 0.0)))
+    soft_order(base, canvas, PublishedConfig(alg_temp=case.get("alg_temp", 0.0)))
     canvas.assert_published(case)
 
 
@@ -235,7 +235,7 @@ def test_parallel_writes_what_generate_writes(name: str) -> None:
 def test_blocks_write_what_generate_writes(name: str) -> None:
     case, base = LLADA_CASES[name], published_base("llada")
     canvas = Replay(base, case, llada_config_of(case))
-    blocks(base, canvas, published=published_config_of(case))
+    blocks(base, canvas, published_config_of(case))
     canvas.assert_published(case)
     passes = case["steps"] * (2 if "cfg_scale" in case else 1)
     assert canvas.base_calls_B.tolist() == [passes] * len(case["prompts"])
@@ -254,7 +254,7 @@ EOS, EOT = 0, 1  # of the writers below
 
 def run_blocks(base: Base, config: DecodeConfig, **published: Any) -> Canvas:
     canvas = Canvas(base, [[]], config)
-    blocks(base, canvas, published=PublishedConfig(**published))
+    blocks(base, canvas, PublishedConfig(**published))
     return canvas
 
 
@@ -301,7 +301,7 @@ def test_the_published_texts_tell_the_switches_apart(name: str, others: tuple[st
     case, base = LLADA_CASES[name], published_base("llada")
     for switch in ("off", "faithful", "sane"):
         canvas = Replay(base, case, llada_config_of(case))
-        blocks(base, canvas, published=published_config_of(case, confidence_eos_eot_inf=switch))
+        blocks(base, canvas, published_config_of(case, confidence_eos_eot_inf=switch))
         assert (canvas.tokens_BL.tolist() != case["tokens"]) == (switch in others)
 
 
@@ -312,7 +312,7 @@ def test_origin_commits_each_position_at_a_uniform_step() -> None:
     canvas = Canvas(base, [[]] * rows, DecodeConfig(tokens_per_step=2, max_new_tokens=new))
     fills: list[int] = []
     canvas.watch = lambda c: fills.append(int((c.order_BL >= 0).sum()))
-    origin(base, canvas, published=PublishedConfig(eps=eps))
+    origin(base, canvas, PublishedConfig(eps=eps))
     assert fills[-1] == rows * new
     counts = np.diff([0, *fills])
     expected = np.full(steps, (1 - eps) / steps) + np.array([0, 0, 0, eps])
@@ -325,7 +325,7 @@ def test_soft_order_draws_positions_from_the_softened_certainty() -> None:
     rows, alg_temp = 4000, 0.5
     base = writer([1, 2, 3], [4.0, 3.0, 1.0])
     canvas = Canvas(base, [[]] * rows, DecodeConfig(max_new_tokens=3, temperature=0.0, order="confidence"))
-    soft_order(base, canvas, published=PublishedConfig(alg_temp=alg_temp))
+    soft_order(base, canvas, PublishedConfig(alg_temp=alg_temp))
     certainty = np.array([math.exp(z) / (math.exp(z) + 7) for z in (4.0, 3.0, 1.0)])  # 8 words, 7 of them at 0
     expected = np.exp(certainty / alg_temp) / np.exp(certainty / alg_temp).sum()
     first = (canvas.order_BL == 0).sum(0).numpy()
@@ -341,10 +341,10 @@ def test_a_row_does_not_depend_on_its_batch(family: str, loop: str) -> None:
     )
     published = PublishedConfig(alg_temp=0.3, block_length=4, cfg_scale=0.5)
     together = Canvas(base, prompts, config)
-    LOOPS[loop](base, together, published=published)
+    LOOPS[loop](base, together, published)
     for b, prompt in enumerate(prompts):
         alone = Canvas(base, [prompt], config, rows=[b])
-        LOOPS[loop](base, alone, published=published)
+        LOOPS[loop](base, alone, published)
         real_L = together.real_BL[b]
         assert alone.tokens_BL[0].tolist() == together.tokens_BL[b][real_L].tolist()
         assert alone.order_BL[0].tolist() == together.order_BL[b][real_L].tolist()
@@ -355,7 +355,7 @@ def test_guidance_is_a_straight_line_between_two_passes() -> None:
     """One open position, w = 1.5: the token is the argmax of un + 2.5 (cond - un), un under a masked prompt."""
     base, prompt = published_base("llada"), [5, 9, 13, 21]
     canvas = Canvas(base, [prompt], DecodeConfig(max_new_tokens=1, temperature=0.0))
-    blocks(base, canvas, published=PublishedConfig(cfg_scale=1.5))
+    blocks(base, canvas, PublishedConfig(cfg_scale=1.5))
     rows = torch.tensor([[*prompt, MASK], [MASK] * 5])
     with torch.no_grad():
         cond_V, un_V = own_logits(base, rows)[:, -1]

@@ -25,6 +25,11 @@ class InputError(ValueError):
     """Bad input from the user: the command line exits with 2 and prints this one line."""
 
 
+def is_number(value: object) -> bool:
+    """Whether a setting that may come from a file or a flag is a real number (infinity included, NaN not)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
 def require(condition: bool, message: str) -> None:
     """Raises `InputError(message)` unless `condition` holds."""
     if not condition:

@@ -37,12 +37,14 @@ class GenerateConfig(DecodeFlags):
     Attributes:
         prompt: one or more prompts; without any, text from the base's start token alone.
         decoder: joint (one token per pass), parallel, adjust, ...; each is one file of the package.
+        set: settings that only this decoder has, as NAME=VALUE (threshold: tau=0.9).
         batch_size: rows decoded at once; does not change any sample.
         watch: show the canvas filling in, live; needs a terminal.
     """
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     decoder: str = "adjust"
+    set: tuple[str, ...] = ()
     batch_size: int = 16
     watch: bool = False
 
@@ -69,21 +71,38 @@ def run(flags: GenerateConfig) -> Outcome:
 
 def _check(flags: GenerateConfig) -> DecodeConfig:
     """All that can be refused before a model is loaded."""
-    from adjust_dlm.decoders import DECODERS
+    from adjust_dlm.decoders import build_options
     from adjust_dlm.types import require
 
     config = flags.decode_config()
-    require(flags.decoder in DECODERS, f"unknown decoder {flags.decoder!r}; known are {', '.join(DECODERS)}")
+    build_options(flags.decoder, own_options(flags.set))
     require(flags.batch_size >= 1, f"batch_size is {flags.batch_size}; it must be at least 1")
     require(not (flags.watch and flags.json), "--watch and --json exclude each other: both write to stdout")
     require(not flags.watch or sys.stdout.isatty(), "--watch needs a terminal, and stdout is none")
     return config
 
 
+def own_options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """`--set tau=0.9 switch=sane` as keywords; a value is JSON (a number, true, [1, 2]), or else a word."""
+    import json
+
+    from adjust_dlm.types import require
+
+    out = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        require(bool(name and equals), f"--set takes NAME=VALUE, not {pair!r}")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+    return out
+
+
 def _sampler(flags: GenerateConfig, base: Base) -> Any:
     from adjust_dlm.decoders import DECODERS
 
-    if DECODERS[flags.decoder][1]:
+    if DECODERS[flags.decoder].needs_sampler:
         return load_sampler_for(flags, base)
     if flags.sampler:
         logger.warning("decoder %s uses no sampler: %s is not read", flags.decoder, flags.sampler)
@@ -102,7 +121,7 @@ def _decode_all(
         with _watching(flags, base) as watch:
             result = decode(
                 base, [prompts[row // flags.num_samples] for row in batch], config,
-                decoder=flags.decoder, sampler=sampler, rows=list(batch), watch=watch,
+                decoder=flags.decoder, sampler=sampler, rows=list(batch), watch=watch, **own_options(flags.set),
             )  # fmt: skip
         for b, row in enumerate(batch):
             text = flags.prompt[row // flags.num_samples] if flags.prompt else ""

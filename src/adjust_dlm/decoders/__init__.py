@@ -2,32 +2,75 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from adjust_dlm.bases import Base
+from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import adjust
 from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.parallel import parallel
-from adjust_dlm.decoders.published import blocks, origin, soft_order
+from adjust_dlm.decoders.published import PublishedConfig, blocks, origin, soft_order
+from adjust_dlm.decoders.threshold import (
+    EntropyBoundOptions,
+    FactorOptions,
+    ThresholdOptions,
+    entropy_bound,
+    factor,
+    threshold,
+)
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
-__all__ = ["DECODERS", "Canvas", "decode", "generate"]
+__all__ = ["DECODERS", "Canvas", "Decoder", "build_options", "decode", "generate"]
 
-# name -> (function, whether it needs a sampler)
-DECODERS: dict[str, tuple[Callable[..., None], bool]] = {
-    "joint": (joint, False),
-    "parallel": (parallel, False),
-    "adjust": (adjust, True),
-    "origin": (origin, False),
-    "soft_order": (soft_order, False),
-    "blocks": (blocks, False),
+
+@dataclass(frozen=True)
+class Decoder:
+    """An entry of `DECODERS`.
+
+    Attributes:
+        run: (base, [sampler,] canvas, [options]) -> None; fills the canvas.
+        needs_sampler: whether it takes g.
+        options: dataclass of settings that only this decoder has.
+    """
+
+    run: Callable[..., None]
+    needs_sampler: bool = False
+    options: Callable[..., Any] | None = None
+
+
+DECODERS: dict[str, Decoder] = {
+    "joint": Decoder(joint),
+    "parallel": Decoder(parallel),
+    "adjust": Decoder(adjust, needs_sampler=True),
+    "adaptive": Decoder(adaptive, needs_sampler=True, options=AdaptiveOptions),
+    "threshold": Decoder(threshold, options=ThresholdOptions),
+    "factor": Decoder(factor, options=FactorOptions),
+    "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
+    "origin": Decoder(origin, options=PublishedConfig),
+    "soft_order": Decoder(soft_order, options=PublishedConfig),
+    "blocks": Decoder(blocks, options=PublishedConfig),
 }
+
+
+def build_options(name: str, given: Mapping[str, Any]) -> list[Any]:
+    """A decoder's own options as its function takes them: one object, or nothing.
+
+    Raises:
+        InputError: unknown decoder, an option that it does not have, or a bad value.
+    """
+    require(name in DECODERS, f"unknown decoder {name!r}; known are {', '.join(DECODERS)}")
+    kind = DECODERS[name].options
+    known = [] if kind is None else [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(given.keys() - set(known))
+    has = f"it has {', '.join(known)}" if known else "it has none"
+    require(not unknown, f"decoder {name!r} has no option {', '.join(unknown)}; {has}")
+    return [] if kind is None else [kind(**given)]
 
 
 @torch.no_grad()
@@ -52,27 +95,24 @@ def decode(
         sampler: g, for decoders that need it.
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
         watch: called with the canvas after every commit.
-        options: what a decoder takes beside these (`published=` of the releases' own loops).
+        options: settings that only this decoder has, such as `tau=` of `threshold`.
 
     Raises:
         InputError: unknown decoder or option, missing sampler, or a canvas that does not fit the base.
     """
-    require(decoder in DECODERS, f"unknown decoder {decoder!r}; known are {', '.join(DECODERS)}")
+    own = build_options(decoder, options)
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
-    function, needs_sampler = DECODERS[decoder]
+    entry = DECODERS[decoder]
     require(
-        not needs_sampler or sampler is not None,
+        not entry.needs_sampler or sampler is not None,
         f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
     )
-    takes = inspect.signature(function).parameters
-    unknown = sorted(options.keys() - takes.keys())
-    require(not unknown, f"decoder {decoder!r} does not take {', '.join(unknown)}")
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     started = time.perf_counter()
     canvas = Canvas(base, prompts, config, rows=rows)
     canvas.watch = watch
-    function(base, *([sampler] if needs_sampler else []), canvas, **options)
+    entry.run(base, *([sampler] if entry.needs_sampler else []), canvas, *own)
     return DecodeResult(
         tokens_BL=canvas.tokens_BL,
         order_BL=canvas.order_BL,

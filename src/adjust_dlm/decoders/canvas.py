@@ -21,11 +21,15 @@ _Kept = tuple[Tensor, Tensor]  # [B, L] row numbers, [R, V] logits
 
 @dataclass
 class Picks:
-    """Positions and tokens of one commit: [B, N] each; `valid_BN` is False where a row has nothing to do."""
+    """Positions and tokens of one commit: [B, N] each; `valid_BN` is False where a row has nothing to do.
+
+    `processed_RV` are the logits [B * N, V] that the tokens were drawn from, where the picker has them.
+    """
 
     position_BN: Tensor
     token_BN: Tensor
     valid_BN: Tensor
+    processed_RV: Tensor | None = None
 
 
 class Canvas(State):
@@ -181,7 +185,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     processed_RV = process(logits_RV, canvas.config)
     _refuse_nan(base, score_BL, processed_RV)
     token_R = draw(processed_RV, u_R, canvas.config.temperature)
-    return Picks(position_BN, token_R.view_as(position_BN), valid_BN)
+    return Picks(position_BN, token_R.view_as(position_BN), valid_BN, processed_RV)
 
 
 def _refuse_nan(base: Base, *parts: Tensor) -> None:

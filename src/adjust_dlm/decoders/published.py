@@ -9,7 +9,6 @@ not depend on its batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,16 +16,14 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, Picks
-from adjust_dlm.sampling import ORDER, confidence, draw, process, score_rows
+from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.proposals import Logits, Score, commit_best, plain_logits, propose
+from adjust_dlm.sampling import ORDER, confidence, score_rows
 from adjust_dlm.types import GIVEN, State, require
 
 EndSwitch = Literal["off", "faithful", "sane"]
 
-_CHUNK_BYTES = 1 << 30  # fp32 logits held at once
 _STEP = ORDER + 1  # the first of the streams that `origin` takes, one for each step
-
-Logits = Callable[[Tensor, Tensor], Tensor]  # (row [R], position [R]) -> fp32 logits [R, V]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +68,14 @@ class PublishedConfig:
 DEFAULTS = PublishedConfig()
 
 
-def origin(base: Base, canvas: Canvas, *, published: PublishedConfig = DEFAULTS) -> None:
+def origin(base: Base, canvas: Canvas, options: PublishedConfig = DEFAULTS) -> None:
     """Fills the canvas at random: each masked position on its own, with probability 1 - s/t.
 
     t and s are neighbours on linspace(1, eps, steps + 1); the last step takes all that is left. The rule for the
     next position plays no part. A step that commits nothing is a pass all the same.
     """
     steps = -(-canvas.config.max_new_tokens // canvas.config.tokens_per_step)
-    times = torch.linspace(1, published.eps, steps + 1)
+    times = torch.linspace(1, options.eps, steps + 1)
     for step in range(steps):
         if not canvas.open:
             return
@@ -89,12 +86,12 @@ def origin(base: Base, canvas: Canvas, *, published: PublishedConfig = DEFAULTS)
         chosen_R = canvas.uniforms(position_R, row_R, _STEP + step) < share
         chosen_BL = torch.zeros_like(canvas.masked_BL)
         chosen_BL[row_R, position_R] = chosen_R
-        score_BL, token_BL = _propose(base, canvas, chosen_BL, _plain(base, h_BLD, canvas), _any_order)
+        score_BL, token_BL = propose(base, canvas, chosen_BL, plain_logits(base, h_BLD, canvas), _any_order)
         canvas.quota_B = chosen_BL.sum(-1)
-        _commit_best(canvas, score_BL, token_BL)
+        commit_best(canvas, score_BL, token_BL)
 
 
-def soft_order(base: Base, canvas: Canvas, *, published: PublishedConfig = DEFAULTS) -> None:
+def soft_order(base: Base, canvas: Canvas, options: PublishedConfig = DEFAULTS) -> None:
     """Fills the canvas, positions drawn without replacement from softmax(certainty / alg_temp).
 
     The n largest of certainty / alg_temp + Gumbel noise are such a draw. Counts are the canvas's own (see `schedule`).
@@ -109,19 +106,19 @@ def soft_order(base: Base, canvas: Canvas, *, published: PublishedConfig = DEFAU
     def certainty(logits_RV: Tensor, _token_R: Tensor, row_R: Tensor, position_R: Tensor) -> Tensor:
         u_R = canvas.uniforms(position_R, row_R)
         score_R = score_rows(logits_RV, u_R, rule, on_processed=on_processed, config=canvas.config).double()
-        if published.alg_temp == 0:
+        if options.alg_temp == 0:
             return score_R
         noise_R = canvas.uniforms(position_R, row_R, ORDER).clamp_min(2.0**-33)  # finite for u = 0 too
-        return score_R / published.alg_temp - (-noise_R.log()).log()
+        return score_R / options.alg_temp - (-noise_R.log()).log()
 
     while canvas.open:
         h_BLD = base.hidden(canvas)
         canvas.start_round()
-        score_BL, token_BL = _propose(base, canvas, canvas.masked_BL, _plain(base, h_BLD, canvas), certainty)
-        _commit_best(canvas, score_BL, token_BL)
+        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, plain_logits(base, h_BLD, canvas), certainty)
+        commit_best(canvas, score_BL, token_BL)
 
 
-def blocks(base: Base, canvas: Canvas, *, published: PublishedConfig = DEFAULTS) -> None:
+def blocks(base: Base, canvas: Canvas, options: PublishedConfig = DEFAULTS) -> None:
     """Fills the canvas block by block, the most confident positions of a block first.
 
     Counts are the base's published ones for each row and block, confidence is that of the drawn token on logits
@@ -132,11 +129,11 @@ def blocks(base: Base, canvas: Canvas, *, published: PublishedConfig = DEFAULTS)
         InputError: blocks do not divide the new tokens; another order rule; a switch for a base without end tokens.
     """
     new, rule = canvas.config.max_new_tokens, canvas.config.order or base.spec.order
-    length = published.block_length or new
+    length = options.block_length or new
     require(new % length == 0, f"block_length is {length}; it must divide the {new} new tokens")
     require(rule in ("confidence", "random"), f"order is {rule!r}; blocks know confidence and random")
     steps = -(-length // canvas.config.tokens_per_step)
-    score = _block_score(base, canvas, published)
+    score = _block_score(base, canvas, options)
     first = canvas.tokens_BL.shape[1] - new + length
     for end in range(first, first + new, length):
         masked = canvas.masked_BL[:, :end].sum(-1).tolist()
@@ -144,14 +141,11 @@ def blocks(base: Base, canvas: Canvas, *, published: PublishedConfig = DEFAULTS)
         for count_B in count_SB:
             if not canvas.masked_BL[:, :end].any():
                 break
-            logits = _guided(base, canvas, published)
+            logits = _guided(base, canvas, options)
             open_BL = canvas.masked_BL.clone()
             open_BL[:, end:] = False
             canvas.start_round(count_B.minimum(open_BL.sum(-1)))
-            _commit_best(canvas, *_propose(base, canvas, open_BL, logits, score))
-
-
-Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (logits [R, V], token [R], row [R], position [R]) -> [R]
+            commit_best(canvas, *propose(base, canvas, open_BL, logits, score))
 
 
 def _any_order(_logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
@@ -159,14 +153,14 @@ def _any_order(_logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R:
     return torch.zeros_like(token_R)
 
 
-def _block_score(base: Base, canvas: Canvas, published: PublishedConfig) -> Score:
+def _block_score(base: Base, canvas: Canvas, options: PublishedConfig) -> Score:
     """Certainty of drawn tokens in `blocks`, end tokens held back as asked.
 
     The release blanks EOS on the logits that the noise was added to, and EOT on the plain ones. Only the plain ones
     are read afterwards; at T=0 both are one tensor. Under the random order it does nothing.
     """
-    switch, is_random = published.confidence_eos_eot_inf, (canvas.config.order or base.spec.order) == "random"
-    held = [] if switch == "off" else list(_ends(base, published))
+    switch, is_random = options.confidence_eos_eot_inf, (canvas.config.order or base.spec.order) == "random"
+    held = [] if switch == "off" else list(_ends(base, options))
     if switch == "faithful" and canvas.config.temperature > 0:
         held = held[1:]
 
@@ -180,28 +174,24 @@ def _block_score(base: Base, canvas: Canvas, published: PublishedConfig) -> Scor
     return score
 
 
-def _ends(base: Base, published: PublishedConfig) -> tuple[int, int]:
+def _ends(base: Base, options: PublishedConfig) -> tuple[int, int]:
     """(EOS, EOT)."""
-    if published.eos_eot is not None:
-        return published.eos_eot
+    if options.eos_eot is not None:
+        return options.eos_eot
     ends = base.spec.end_ids
     require(bool(ends), f"base {base.spec.name!r} has no end tokens; name them with eos_eot")
     return ends[0], ends[:2][-1]
 
 
-def _plain(base: Base, h_BLD: Tensor, canvas: Canvas) -> Logits:
-    return lambda row_R, position_R: base.logits(h_BLD[row_R, position_R], suppress_eos=canvas.config.suppress_eos)
-
-
-def _guided(base: Base, canvas: Canvas, published: PublishedConfig) -> Logits:
+def _guided(base: Base, canvas: Canvas, options: PublishedConfig) -> Logits:
     """One pass, or two with guidance: un + (w + 1)(cond - un), un with the prompt masked."""
-    cond, scale = _plain(base, base.hidden(canvas), canvas), published.cfg_scale
+    cond, scale = plain_logits(base, base.hidden(canvas), canvas), options.cfg_scale
     un = None
     if scale > 0:
         given_BL = canvas.order_BL == GIVEN
         tokens_BL = canvas.tokens_BL.masked_fill(given_BL, base.spec.mask_id)
         bare = State(tokens_BL, canvas.real_BL, canvas.masked_BL | (given_BL & canvas.real_BL), padded=canvas.padded)
-        un = _plain(base, base.hidden(bare), canvas)
+        un = plain_logits(base, base.hidden(bare), canvas)
         canvas.base_calls_B += canvas.open_B
 
     def logits(row_R: Tensor, position_R: Tensor) -> Tensor:
@@ -209,36 +199,8 @@ def _guided(base: Base, canvas: Canvas, published: PublishedConfig) -> Logits:
         if un is not None:
             un_RV, forbidden_RV = un(row_R, position_R), out_RV.isneginf()
             out_RV = (un_RV + (scale + 1) * (out_RV - un_RV)).masked_fill(forbidden_RV, -torch.inf)
-        if published.logits_eos_inf:
-            out_RV[:, _ends(base, published)[0]] = -torch.inf
+        if options.logits_eos_inf:
+            out_RV[:, _ends(base, options)[0]] = -torch.inf
         return out_RV
 
     return logits
-
-
-def _propose(base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: Score) -> tuple[Tensor, Tensor]:
-    """A token and its score for every open position: scores [B, L] (-inf elsewhere) and tokens [B, L].
-
-    Raises:
-        FloatingPointError: the states gave NaN.
-    """
-    config, token_BL = canvas.config, canvas.tokens_BL.clone()
-    score_BL = torch.full(open_BL.shape, -torch.inf, dtype=torch.float64, device=open_BL.device)
-    row_R, position_R = open_BL.nonzero(as_tuple=True)
-    chunk = max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
-    for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
-        logits_RV = logits(row, position)
-        if bool(logits_RV.isnan().any()):
-            raise FloatingPointError(f"base {base.spec.name!r} gave NaN ({base.dtype} on {base.device})")
-        token_R = draw(process(logits_RV, config), canvas.uniforms(position, row), config.temperature)
-        token_BL[row, position] = token_R
-        score_BL[row, position] = score(logits_RV, token_R, row, position).double()
-    return score_BL, token_BL
-
-
-def _commit_best(canvas: Canvas, score_BL: Tensor, token_BL: Tensor) -> None:
-    """Commits the positions of each row that score best, as many as its quota; ties go to the lowest position."""
-    most = max(1, int(canvas.quota_B.max()))
-    position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :most]
-    valid_BN = score_BL.gather(1, position_BN) > -torch.inf
-    canvas.commit(Picks(position_BN, token_BL.gather(1, position_BN), valid_BN))

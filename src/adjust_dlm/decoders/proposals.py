@@ -1,0 +1,50 @@
+"""A token for every open position at once, and the commit of the best: what the rules without a sampler share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import Canvas, Picks
+from adjust_dlm.sampling import draw, process
+
+_CHUNK_BYTES = 1 << 30  # fp32 logits held at once
+
+Logits = Callable[[Tensor, Tensor], Tensor]  # (row [R], position [R]) -> fp32 logits [R, V]
+Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (logits [R, V], token [R], row [R], position [R]) -> [R]
+
+
+def plain_logits(base: Base, h_BLD: Tensor, canvas: Canvas) -> Logits:
+    """The base's own logits of states."""
+    return lambda row_R, position_R: base.logits(h_BLD[row_R, position_R], suppress_eos=canvas.config.suppress_eos)
+
+
+def propose(base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: Score) -> tuple[Tensor, Tensor]:
+    """A token and its score for every open position: scores [B, L] (-inf elsewhere) and tokens [B, L].
+
+    Raises:
+        FloatingPointError: the states gave NaN.
+    """
+    config, token_BL = canvas.config, canvas.tokens_BL.clone()
+    score_BL = torch.full(open_BL.shape, -torch.inf, dtype=torch.float64, device=open_BL.device)
+    row_R, position_R = open_BL.nonzero(as_tuple=True)
+    chunk = max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
+    for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
+        logits_RV = logits(row, position)
+        if bool(logits_RV.isnan().any()):
+            raise FloatingPointError(f"base {base.spec.name!r} gave NaN ({base.dtype} on {base.device})")
+        token_R = draw(process(logits_RV, config), canvas.uniforms(position, row), config.temperature)
+        token_BL[row, position] = token_R
+        score_BL[row, position] = score(logits_RV, token_R, row, position).double()
+    return score_BL, token_BL
+
+
+def commit_best(canvas: Canvas, score_BL: Tensor, token_BL: Tensor) -> None:
+    """Commits the positions of each row that score best, as many as its quota; ties go to the lowest position."""
+    most = max(1, int(canvas.quota_B.max()))
+    position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :most]
+    valid_BN = score_BL.gather(1, position_BN) > -torch.inf
+    canvas.commit(Picks(position_BN, token_BL.gather(1, position_BN), valid_BN))
