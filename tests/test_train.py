@@ -1,4 +1,4 @@
-"""Algorithm 2, its loss and its trainer: DESIGN 8, proofs 2 and 3; cases H5, H8, H19."""
+"""Algorithm 2, its loss and its trainer: the proofs of training; cases H5, H8, H19."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """Every choice in g (DESIGN 3.3).
+    """Every choice in g (docs/design.md, decisions 2 and 3).
 
     Attributes:
         norms: normalise e, u and z (the public release does; False is the form printed in the paper).

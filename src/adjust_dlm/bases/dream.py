@@ -29,7 +29,7 @@ class DreamBase(TransformerBase):
 
 
 def dream_config(**changes: Any) -> Any:
-    """The Qwen2 config of Dream-v0-7B (REFERENCE: 28 layers, D=3584, V=152064), with changes."""
+    """The Qwen2 config of Dream-v0-7B (28 layers, D=3584, V=152064), with changes."""
     from transformers import Qwen2Config
 
     fields: dict[str, Any] = {

@@ -21,7 +21,7 @@ class LladaBase(TransformerBase):
 
 
 def llada_config(**changes: Any) -> Any:
-    """The Llama config of LLaDA-8B (REFERENCE: 32 layers, D=4096, V=126464), with changes."""
+    """The Llama config of LLaDA-8B (32 layers, D=4096, V=126464), with changes."""
     from transformers import LlamaConfig
 
     fields: dict[str, Any] = {
