@@ -69,6 +69,29 @@ def test_cells_are_what_their_texts_say(base: DreamBase, judge: LlamaForCausalLM
     assert (tmp_path / "table.md").read_text().count("\n") == 2 + 3
 
 
+def test_variants_stand_beside_the_fixed_k_with_their_own_passes(
+    base: DreamBase, judge: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    torch.manual_seed(2)
+    sampler = Sampler(base).eval()
+    config = TableConfig(
+        base="dream", output=str(tmp_path), n=N, temperatures=(1.0,), tokens_per_step=(2,), max_new_tokens=NEW,
+        seed=3, device="cpu", variants=("threshold:tau=2", "adaptive:gamma=99,most=3"),
+    )  # fmt: skip
+    cells = {c["decoder"]: c for c in make_table(config, base, sampler)["cells"]}
+    assert list(cells) == ["joint", "parallel", "adjust", *config.variants]
+    passes = {name: (c["base_calls"], c["sampler_calls"], c["tokens_per_pass"]) for name, c in cells.items()}
+    assert passes == {
+        "joint": (6, 0, 1), "parallel": (3, 0, 2), "adjust": (3, 3, 2), "threshold:tau=2": (6, 0, 1),
+        "adaptive:gamma=99,most=3": (2, 4, 3),
+    }  # fmt: skip
+    rows = (tmp_path / "table.md").read_text().splitlines()
+    assert rows[-1].split("|")[2:6] == [" adaptive:gamma=99,most=3 ", "  ", f" {N} ", " 3.00 "]
+    for bad, said in (("threshold:tua=1", "has no option tua"), ("threshold:tau", "NAME=VALUE"), ("x", "unknown dec")):
+        with pytest.raises(InputError, match=said):
+            TableConfig(variants=(bad,))
+
+
 def test_texts_end_at_their_end_token_and_one_token_a_step_is_joint(
     base: DreamBase, judge: LlamaForCausalLM, tmp_path: Path
 ) -> None:
@@ -103,7 +126,7 @@ def test_no_share_is_claimed_where_there_is_no_gap() -> None:
     cell = dict.fromkeys(("nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "distinct_4", "repeated"), 0.5)
     named = {"temperature": 1.0, "decoder": "adjust", "tokens_per_step": 2, "n": 9, **cell}
     lines = [gap_facts(joint, at(3.5), at(3.9)), gap_facts(joint, at(5.0), at(4.25)), {}]
-    shown = [row.split("|")[7].strip() for row in render({"cells": [named | x for x in lines]}).splitlines()[2:]]
+    shown = [row.split("|")[8].strip() for row in render({"cells": [named | x for x in lines]}).splitlines()[2:]]
     assert shown[0] == "no gap"
     assert shown[1].startswith("75.0 +- ")
     assert shown[2] == ""

@@ -71,32 +71,15 @@ def run(flags: GenerateConfig) -> Outcome:
 
 def _check(flags: GenerateConfig) -> DecodeConfig:
     """All that can be refused before a model is loaded."""
-    from adjust_dlm.decoders import build_options
+    from adjust_dlm.decoders import build_options, read_options
     from adjust_dlm.types import require
 
     config = flags.decode_config()
-    build_options(flags.decoder, own_options(flags.set))
+    build_options(flags.decoder, read_options(flags.set))
     require(flags.batch_size >= 1, f"batch_size is {flags.batch_size}; it must be at least 1")
     require(not (flags.watch and flags.json), "--watch and --json exclude each other: both write to stdout")
     require(not flags.watch or sys.stdout.isatty(), "--watch needs a terminal, and stdout is none")
     return config
-
-
-def own_options(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """`--set tau=0.9 switch=sane` as keywords; a value is JSON (a number, true, [1, 2]), or else a word."""
-    import json
-
-    from adjust_dlm.types import require
-
-    out = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        require(bool(name and equals), f"--set takes NAME=VALUE, not {pair!r}")
-        try:
-            out[name] = json.loads(value)
-        except ValueError:
-            out[name] = value
-    return out
 
 
 def _sampler(flags: GenerateConfig, base: Base) -> Any:
@@ -113,7 +96,7 @@ def _decode_all(
     flags: GenerateConfig, config: DecodeConfig, base: Base, sampler: Any, prompts: list[list[int]]
 ) -> Iterator[dict[str, Any]]:
     """Records of all rows, batch by batch, with row number and prompt."""
-    from adjust_dlm.decoders import decode
+    from adjust_dlm.decoders import decode, read_options
 
     rows = range(len(prompts) * flags.num_samples)
     batches = [rows[first : first + flags.batch_size] for first in range(0, len(rows), flags.batch_size)]
@@ -121,7 +104,7 @@ def _decode_all(
         with _watching(flags, base) as watch:
             result = decode(
                 base, [prompts[row // flags.num_samples] for row in batch], config,
-                decoder=flags.decoder, sampler=sampler, rows=list(batch), watch=watch, **own_options(flags.set),
+                decoder=flags.decoder, sampler=sampler, rows=list(batch), watch=watch, **read_options(flags.set),
             )  # fmt: skip
         for b, row in enumerate(batch):
             text = flags.prompt[row // flags.num_samples] if flags.prompt else ""

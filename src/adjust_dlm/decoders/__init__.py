@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,7 +27,7 @@ from adjust_dlm.decoders.threshold import (
 )
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
-__all__ = ["DECODERS", "Canvas", "Decoder", "build_options", "decode", "generate"]
+__all__ = ["DECODERS", "Canvas", "Decoder", "build_options", "decode", "generate", "read_options"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,23 @@ def build_options(name: str, given: Mapping[str, Any]) -> list[Any]:
     has = f"it has {', '.join(known)}" if known else "it has none"
     require(not unknown, f"decoder {name!r} has no option {', '.join(unknown)}; {has}")
     return [] if kind is None else [kind(**given)]
+
+
+def read_options(pairs: Iterable[str]) -> dict[str, Any]:
+    """`tau=0.9`, `switch=sane` as keywords; a value is JSON (a number, true, [1, 2]), or else a word.
+
+    Raises:
+        InputError: a pair without a name or a value.
+    """
+    out = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        require(bool(name and equals), f"settings of a decoder are NAME=VALUE, not {pair!r}")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+    return out
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.store import write_atomic
-from adjust_dlm.decoders import decode
+from adjust_dlm.decoders import build_options, decode, read_options
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, cut_at_end, nll_gap_closed, score_nll
@@ -39,6 +39,8 @@ class TableConfig:
         n: texts per cell.
         temperatures: one block of the table each.
         tokens_per_step: K of parallel and ADJUST; 1 adds nothing, it is the joint row.
+        variants: more rows, of decoders that decide themselves how many tokens a pass commits: a name in `DECODERS` and
+            its settings, such as "threshold:tau=0.9" or "adaptive:gamma=2,most=8".
         max_new_tokens: length of a text.
         top_p: nucleus mass.
         batch_size: rows decoded at once.
@@ -56,6 +58,7 @@ class TableConfig:
     n: int = 1024
     temperatures: tuple[float, ...] = (1.0, 0.6)
     tokens_per_step: tuple[int, ...] = (2, 4, 8)
+    variants: tuple[str, ...] = ()
     max_new_tokens: int = 128
     top_p: float = 1.0
     batch_size: int = 256
@@ -75,6 +78,9 @@ class TableConfig:
         )
         good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
         require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
+        for variant in self.variants:
+            name, options = _variant(variant)
+            build_options(name, options)
 
 
 def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
@@ -95,9 +101,15 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
         "token ids would mean other words",
     )
     cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
-    texts = {cell: _generate(base, sampler, config, *cell) for cell in cells}
-    references = {t: _generate(base, sampler, config, t, "joint", 1, first_row=config.n) for t in config.temperatures}
+    made = {cell: _generate(base, sampler, config, *cell) for cell in cells}
+    texts = {cell: [text for text, _ in rows] for cell, rows in made.items()}
+    references = {
+        t: [text for text, _ in _generate(base, sampler, config, t, "joint", 1, first_row=config.n)]
+        for t in config.temperatures
+    }
     lines = _score(config, base, judge, texts, references, cells[rank::world])
+    for line in lines:
+        line |= _passes([passes for _, passes in made[_cell(line)]])
     out = {"config": asdict(config), "cells": sorted(_from_all_ranks(lines), key=lambda c: cells.index(_cell(c)))}
     if rank == 0:
         _write(Path(config.output), render(out), base, texts)
@@ -106,26 +118,49 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
 
 
 def _methods(config: TableConfig) -> list[tuple[str, int]]:
-    return [("joint", 1), *[(d, k) for d in ("parallel", "adjust") for k in config.tokens_per_step if k > 1]]
+    """(decoder, K); a variant has no K: 0."""
+    fixed = [(d, k) for d in ("parallel", "adjust") for k in config.tokens_per_step if k > 1]
+    return [("joint", 1), *fixed, *[(variant, 0) for variant in config.variants]]
+
+
+def _variant(text: str) -> tuple[str, dict[str, Any]]:
+    """`threshold:tau=0.9` -> the decoder's name and its settings."""
+    name, _, pairs = text.partition(":")
+    return name, read_options(pairs.split(",") if pairs else [])
+
+
+Passes = tuple[int, int, int]  # tokens, base passes, sampler passes of one text
+
+
+def _passes(rows: list[Passes]) -> dict[str, float]:
+    """Mean base and sampler passes a text, and tokens committed per base pass over all texts."""
+    tokens, base_calls, sampler_calls = (sum(column) for column in zip(*rows, strict=True))
+    n = len(rows)
+    return {
+        "base_calls": base_calls / n, "sampler_calls": sampler_calls / n, "tokens_per_pass": tokens / max(base_calls, 1),
+    }  # fmt: skip
 
 
 def _generate(
     base: Base, sampler: Sampler, config: TableConfig, temperature: float, decoder: str, k: int, first_row: int = 0
-) -> Texts:
-    """n unconditional texts, each up to its end token, split over ranks by row."""
+) -> list[tuple[list[int], Passes]]:
+    """n unconditional texts, each up to its end token, with their passes; split over ranks by row."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     settings = DecodeConfig(
-        tokens_per_step=k, max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
+        tokens_per_step=max(k, 1), max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
         seed=config.seed, suppress_eos=config.suppress_eos,
     )  # fmt: skip
     prompt = [] if base.spec.bos_id is None else [base.spec.bos_id]
     mine = range(first_row + rank, first_row + config.n, world)
-    texts: dict[int, list[int]] = {}
+    name, own = _variant(decoder)
+    texts: dict[int, tuple[list[int], Passes]] = {}
     for at in range(0, len(mine), config.batch_size):
         rows = list(mine[at : at + config.batch_size])
-        result = decode(base, [prompt] * len(rows), settings, decoder=decoder, sampler=sampler, rows=rows)
+        result = decode(base, [prompt] * len(rows), settings, decoder=name, sampler=sampler, rows=rows, **own)
         new = [cut_at_end(ids, base.spec.end_ids) for ids in result.tokens_BL[:, len(prompt) :].tolist()]
-        texts |= dict(zip(rows, new, strict=True))
+        counts = [(result.order_BL >= 0).sum(-1), result.base_calls_B, result.sampler_calls_B]
+        passes = zip(*(count.tolist() for count in counts), strict=True)
+        texts |= dict(zip(rows, zip(new, passes, strict=True), strict=True))
     log.info("T=%s %s K=%d: %d texts", temperature, decoder, k, len(texts))
     return [text for _, text in sorted(_from_all_ranks(list(texts.items())))]
 
@@ -195,7 +230,19 @@ def _line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[st
 
 def render(table: dict[str, Any]) -> str:
     """Markdown of the numbers."""
-    head = ["T", "decoder", "K", "n", "NLL", "MAUVE", "gap closed", "distinct-2", "distinct-4", "repeated"]
+    head = [
+        "T",
+        "decoder",
+        "K",
+        "n",
+        "tokens/pass",
+        "NLL",
+        "MAUVE",
+        "gap closed",
+        "distinct-2",
+        "distinct-4",
+        "repeated",
+    ]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for c in table["cells"]:
         closed = ""
@@ -203,7 +250,8 @@ def render(table: dict[str, Any]) -> str:
             share, half = c["gap_closed"], c["gap_closed_ci95"]
             closed = "no gap" if share is None else f"{100 * share:.1f} +- {100 * half:.1f} %"
         cells = [
-            c["temperature"], c["decoder"], c["tokens_per_step"], c["n"], f"{c['nll']:.3f} +- {c['nll_ci95']:.3f}",
+            c["temperature"], c["decoder"], c["tokens_per_step"] or "", c["n"],
+            f"{c['tokens_per_pass']:.2f}" if "tokens_per_pass" in c else "", f"{c['nll']:.3f} +- {c['nll_ci95']:.3f}",
             f"{c['mauve']:.3f} +- {c['mauve_ci95']:.3f}", closed, f"{c['distinct_2']:.3f}", f"{c['distinct_4']:.3f}",
             f"{c['repeated']:.3f}",
         ]  # fmt: skip
