@@ -160,7 +160,7 @@ def test_options_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) 
     flags = ["generate", "--base", "exact", "--decoder", "threshold", "--max-new-tokens", "4", "--json"]
     assert main([*flags, "--set", "tau=1e-9"]) == 0
     assert '"base_calls": 1' in capsys.readouterr().out
-    for bad, said in (("tau", "settings of a decoder are NAME=VALUE"), ("tua=1", "has no option tua"), ("tau=[", "tau is ")):
+    for bad, said in (("tau", "are NAME=VALUE"), ("tua=1", "has no option tua"), ("tau=[", "tau is ")):
         assert main([*flags, "--set", bad]) == 2
         assert said in capsys.readouterr().err
 

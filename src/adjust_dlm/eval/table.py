@@ -135,10 +135,8 @@ Passes = tuple[int, int, int]  # tokens, base passes, sampler passes of one text
 def _passes(rows: list[Passes]) -> dict[str, float]:
     """Mean base and sampler passes a text, and tokens committed per base pass over all texts."""
     tokens, base_calls, sampler_calls = (sum(column) for column in zip(*rows, strict=True))
-    n = len(rows)
-    return {
-        "base_calls": base_calls / n, "sampler_calls": sampler_calls / n, "tokens_per_pass": tokens / max(base_calls, 1),
-    }  # fmt: skip
+    means = {"base_calls": base_calls / len(rows), "sampler_calls": sampler_calls / len(rows)}
+    return means | {"tokens_per_pass": tokens / max(base_calls, 1)}
 
 
 def _generate(
