@@ -18,9 +18,11 @@ from adjust_dlm.bases.dream import DREAM, dream_base
 from adjust_dlm.bases.layers import Body, Shape
 from adjust_dlm.bases.llada import LLADA, llada_base
 from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders.blocks import BlocksOptions, blocks
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
-from adjust_dlm.decoders.published import PublishedConfig, blocks, origin, soft_order
+from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.sampling import DRAW
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import FAMILIES, TableBase, tiny_base, tiny_config, writer
@@ -183,8 +185,8 @@ def llada_config_of(case: dict[str, Any]) -> DecodeConfig:
     )  # fmt: skip
 
 
-def published_config_of(case: dict[str, Any], **changes: Any) -> PublishedConfig:
-    return PublishedConfig(
+def published_config_of(case: dict[str, Any], **changes: Any) -> BlocksOptions:
+    return BlocksOptions(
         **{
             "block_length": case["block_length"], "cfg_scale": case.get("cfg_scale", 0.0),
             "logits_eos_inf": case.get("logits_eos_inf", False),
@@ -211,7 +213,7 @@ def test_parallel_writes_what_diffusion_generate_writes(name: str) -> None:
 def test_origin_writes_what_diffusion_generate_writes(name: str) -> None:
     case, base = DREAM_CASES[name], published_base("dream")
     canvas = Replay(base, case, dream_config_of(case))
-    origin(base, canvas)
+    origin(base, canvas, OriginOptions())
     canvas.assert_published(case)
 
 
@@ -219,7 +221,7 @@ def test_origin_writes_what_diffusion_generate_writes(name: str) -> None:
 def test_soft_order_writes_what_diffusion_generate_writes(name: str) -> None:
     case, base = DREAM_CASES[name], published_base("dream")
     canvas = Replay(base, case, dream_config_of(case))
-    soft_order(base, canvas, PublishedConfig(alg_temp=case.get("alg_temp", 0.0)))
+    soft_order(base, canvas, SoftOrderOptions(alg_temp=case.get("alg_temp", 0.0)))
     canvas.assert_published(case)
 
 
@@ -248,13 +250,17 @@ def test_dream_step_counts_are_the_published_ones(masked: int, steps: int, count
 
 # What the releases do not show -----------------------------------------------------------------------------------
 
-LOOPS = {"origin": origin, "soft_order": soft_order, "blocks": blocks}
+LOOPS: dict[str, Any] = {
+    "origin": (origin, OriginOptions()),
+    "soft_order": (soft_order, SoftOrderOptions(alg_temp=0.3)),
+    "blocks": (blocks, BlocksOptions(block_length=4, cfg_scale=0.5)),
+}
 EOS, EOT = 0, 1  # of the writers below
 
 
 def run_blocks(base: Base, config: DecodeConfig, **published: Any) -> Canvas:
     canvas = Canvas(base, [[]], config)
-    blocks(base, canvas, PublishedConfig(**published))
+    blocks(base, canvas, BlocksOptions(**published))
     return canvas
 
 
@@ -312,7 +318,7 @@ def test_origin_commits_each_position_at_a_uniform_step() -> None:
     canvas = Canvas(base, [[]] * rows, DecodeConfig(tokens_per_step=2, max_new_tokens=new))
     fills: list[int] = []
     canvas.watch = lambda c: fills.append(int((c.order_BL >= 0).sum()))
-    origin(base, canvas, PublishedConfig(eps=eps))
+    origin(base, canvas, OriginOptions(eps=eps))
     assert fills[-1] == rows * new
     counts = np.diff([0, *fills])
     expected = np.full(steps, (1 - eps) / steps) + np.array([0, 0, 0, eps])
@@ -325,7 +331,7 @@ def test_soft_order_draws_positions_from_the_softened_certainty() -> None:
     rows, alg_temp = 4000, 0.5
     base = writer([1, 2, 3], [4.0, 3.0, 1.0])
     canvas = Canvas(base, [[]] * rows, DecodeConfig(max_new_tokens=3, temperature=0.0, order="confidence"))
-    soft_order(base, canvas, PublishedConfig(alg_temp=alg_temp))
+    soft_order(base, canvas, SoftOrderOptions(alg_temp=alg_temp))
     certainty = np.array([math.exp(z) / (math.exp(z) + 7) for z in (4.0, 3.0, 1.0)])  # 8 words, 7 of them at 0
     expected = np.exp(certainty / alg_temp) / np.exp(certainty / alg_temp).sum()
     first = (canvas.order_BL == 0).sum(0).numpy()
@@ -339,12 +345,12 @@ def test_a_row_does_not_depend_on_its_batch(family: str, loop: str) -> None:
     config = DecodeConfig(
         tokens_per_step=2, max_new_tokens=8, order="confidence", order_on="raw", schedule="reference", seed=5
     )
-    published = PublishedConfig(alg_temp=0.3, block_length=4, cfg_scale=0.5)
+    run, options = LOOPS[loop]
     together = Canvas(base, prompts, config)
-    LOOPS[loop](base, together, published)
+    run(base, together, options)
     for b, prompt in enumerate(prompts):
         alone = Canvas(base, [prompt], config, rows=[b])
-        LOOPS[loop](base, alone, published)
+        run(base, alone, options)
         real_L = together.real_BL[b]
         assert alone.tokens_BL[0].tolist() == together.tokens_BL[b][real_L].tolist()
         assert alone.order_BL[0].tolist() == together.order_BL[b][real_L].tolist()
@@ -355,7 +361,7 @@ def test_guidance_is_a_straight_line_between_two_passes() -> None:
     """One open position, w = 1.5: the token is the argmax of un + 2.5 (cond - un), un under a masked prompt."""
     base, prompt = published_base("llada"), [5, 9, 13, 21]
     canvas = Canvas(base, [prompt], DecodeConfig(max_new_tokens=1, temperature=0.0))
-    blocks(base, canvas, PublishedConfig(cfg_scale=1.5))
+    blocks(base, canvas, BlocksOptions(cfg_scale=1.5))
     rows = torch.tensor([[*prompt, MASK], [MASK] * 5])
     with torch.no_grad():
         cond_V, un_V = own_logits(base, rows)[:, -1]
@@ -371,18 +377,19 @@ def test_blocks_stop_at_the_end_of_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("kind", "settings", "message"),
     [
-        ({"eps": 1.0}, "eps is 1.0"),
-        ({"alg_temp": -0.1}, "alg_temp is -0.1"),
-        ({"cfg_scale": float("nan")}, "cfg_scale is nan"),
-        ({"block_length": 0}, "block_length is 0"),
-        ({"confidence_eos_eot_inf": "on"}, "it must be one of off, faithful, sane"),
+        (OriginOptions, {"eps": 1.0}, "eps is 1.0"),
+        (OriginOptions, {"eps": "x"}, "eps is x"),
+        (SoftOrderOptions, {"alg_temp": -0.1}, "alg_temp is -0.1"),
+        (BlocksOptions, {"cfg_scale": float("nan")}, "cfg_scale is nan"),
+        (BlocksOptions, {"block_length": 0}, "block_length is 0"),
+        (BlocksOptions, {"confidence_eos_eot_inf": "on"}, "it must be one of off, faithful, sane"),
     ],
 )
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(kind: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        PublishedConfig(**settings)
+        kind(**settings)
 
 
 def test_what_a_loop_cannot_do_is_refused() -> None:
@@ -396,11 +403,12 @@ def test_what_a_loop_cannot_do_is_refused() -> None:
             run_blocks(base, DecodeConfig(max_new_tokens=4, order=order), **published)
     canvas = Canvas(base, [[]], DecodeConfig(max_new_tokens=4, order="random"))
     with pytest.raises(InputError, match="needs a certainty"):
-        soft_order(base, canvas)
+        soft_order(base, canvas, SoftOrderOptions())
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_nan_is_refused(loop: str) -> None:
     base = TableBase(torch.full((2, 3), torch.nan), order="confidence")
+    run, options = LOOPS[loop]
     with pytest.raises(FloatingPointError, match="gave NaN"):
-        LOOPS[loop](base, Canvas(base, [[]], DecodeConfig(max_new_tokens=2)))
+        run(base, Canvas(base, [[]], DecodeConfig(max_new_tokens=2)), type(options)())

@@ -148,6 +148,7 @@ def test_an_entropy_bound_of_zero_loses_nothing(seed: int) -> None:
         ("factor", {"f": -1}, "f is -1"),
         ("entropy_bound", {"gamma": math.nan}, "gamma is nan"),
         ("threshold", {"gamma": 1}, "decoder 'threshold' has no option gamma; it has tau"),
+        ("origin", {"block_length": 2}, "decoder 'origin' has no option block_length; it has eps"),
         ("joint", {"tau": 1}, "decoder 'joint' has no option tau; it has none"),
     ],
 )

@@ -13,18 +13,15 @@ import torch
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import adjust
+from adjust_dlm.decoders.blocks import BlocksOptions, blocks
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
+from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.joint import joint
+from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
-from adjust_dlm.decoders.published import PublishedConfig, blocks, origin, soft_order
-from adjust_dlm.decoders.threshold import (
-    EntropyBoundOptions,
-    FactorOptions,
-    ThresholdOptions,
-    entropy_bound,
-    factor,
-    threshold,
-)
+from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
+from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
 __all__ = ["DECODERS", "Canvas", "Decoder", "build_options", "decode", "generate", "read_options"]
@@ -53,9 +50,9 @@ DECODERS: dict[str, Decoder] = {
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),
     "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
-    "origin": Decoder(origin, options=PublishedConfig),
-    "soft_order": Decoder(soft_order, options=PublishedConfig),
-    "blocks": Decoder(blocks, options=PublishedConfig),
+    "origin": Decoder(origin, options=OriginOptions),
+    "soft_order": Decoder(soft_order, options=SoftOrderOptions),
+    "blocks": Decoder(blocks, options=BlocksOptions),
 }
 
 

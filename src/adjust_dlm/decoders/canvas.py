@@ -100,15 +100,14 @@ class Canvas(State):
         open_B = self.open_B
         self.base_calls_B += open_B
         left_B = self.masked_BL.sum(-1)
-        if wanted_B is not None:
-            pass
-        elif self._schedules is None:
-            wanted_B = torch.full_like(left_B, self.config.tokens_per_step)
-        else:
-            wanted_B = self._schedules[:, min(self._round, self._schedules.shape[1] - 1)]
-        self.quota_B = torch.minimum(wanted_B, left_B)
+        self.quota_B = torch.minimum(self._scheduled() if wanted_B is None else wanted_B, left_B)
         self._round += 1
         return int(self.quota_B.max())
+
+    def _scheduled(self) -> Tensor:
+        if self._schedules is None:
+            return torch.full_like(self.commits_B, self.config.tokens_per_step)
+        return self._schedules[:, min(self._round, self._schedules.shape[1] - 1)]
 
     def round(self) -> Iterator[int]:
         """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
@@ -158,6 +157,11 @@ class Canvas(State):
         """The uniforms of the next commit at (row index, position index): float64, shape of `position`."""
         start_B = self.real_BL.long().argmax(-1)
         return uniform(self.config.seed, self.rows_B[row], self.commits_B[row], position - start_B[row], stream)
+
+
+def rows_at_once(base: Base) -> int:
+    """How many rows of fp32 logits are held at a time."""
+    return max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
 
 
 @functools.cache
@@ -228,7 +232,7 @@ def _logit_scores(
 ) -> tuple[Tensor, Tensor | None]:
     config = canvas.config
     on_processed = (config.order_on or base.spec.order_on) == "processed"
-    chunk = max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
+    chunk = rows_at_once(base)
     score = _compiled_score_rows() if base.compiled else score_rows
     parts, logits_RV = [h_BLD.new_empty(0, dtype=torch.float32)], None
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, Picks
-from adjust_dlm.sampling import draw, process
-
-_CHUNK_BYTES = 1 << 30  # fp32 logits held at once
+from adjust_dlm.decoders.canvas import Canvas, Picks, rows_at_once
+from adjust_dlm.sampling import confidence, draw, process
 
 Logits = Callable[[Tensor, Tensor], Tensor]  # (row [R], position [R]) -> fp32 logits [R, V]
 Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (logits [R, V], token [R], row [R], position [R]) -> [R]
+Allowed = Callable[[Tensor], Tensor]  # scores [B, N], falling, -inf behind the last -> which ranks may go [B, N]
 
 
 def plain_logits(base: Base, h_BLD: Tensor, canvas: Canvas) -> Logits:
@@ -31,7 +30,7 @@ def propose(base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: 
     config, token_BL = canvas.config, canvas.tokens_BL.clone()
     score_BL = torch.full(open_BL.shape, -torch.inf, dtype=torch.float64, device=open_BL.device)
     row_R, position_R = open_BL.nonzero(as_tuple=True)
-    chunk = max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
+    chunk = rows_at_once(base)
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = logits(row, position)
         if bool(logits_RV.isnan().any()):
@@ -48,3 +47,19 @@ def commit_best(canvas: Canvas, score_BL: Tensor, token_BL: Tensor) -> None:
     position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :most]
     valid_BN = score_BL.gather(1, position_BN) > -torch.inf
     canvas.commit(Picks(position_BN, token_BL.gather(1, position_BN), valid_BN))
+
+
+def probability(logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
+    """The score of the confidence rules: that of the drawn token, before temperature and filters."""
+    return confidence(logits_RV, token_R)
+
+
+def fill_by_rule(base: Base, canvas: Canvas, score: Score, allowed: Allowed) -> None:
+    """Fills the canvas: pass after pass, the longest allowed prefix of each row's ranking; the first of it always."""
+    while canvas.open:
+        h_BLD = base.hidden(canvas)
+        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, plain_logits(base, h_BLD, canvas), score)
+        ranked_BN = score_BL.sort(dim=-1, descending=True).values
+        prefix_BN = (allowed(ranked_BN) & (ranked_BN > -torch.inf)).cumprod(-1)
+        canvas.start_round(prefix_BN.sum(-1).clamp_min(1))
+        commit_best(canvas, score_BL, token_BL)

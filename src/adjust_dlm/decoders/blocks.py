@@ -1,0 +1,130 @@
+"""LLaDA's `generate`: blocks, guidance and end token switches. Held to what the published code computes by tests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.proposals import Logits, Score, commit_best, plain_logits, propose
+from adjust_dlm.sampling import ORDER, confidence
+from adjust_dlm.types import GIVEN, State, is_number, require
+
+EndSwitch = Literal["off", "faithful", "sane"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksOptions:
+    """Settings of `blocks`.
+
+    Attributes:
+        block_length: new tokens of a block, left to right; None is one block.
+        cfg_scale: w >= 0 of un + (w + 1)(cond - un); costs a second pass.
+        logits_eos_inf: never draw the EOS token.
+        confidence_eos_eot_inf: commit EOS and EOT last. "faithful" does what the release does, where at T > 0 EOS keeps
+            its confidence; "sane" holds both back at every T and under every order.
+        eos_eot: ids of these two; None: the base's first two end ids (EOT is EOS where there is one only).
+    """
+
+    block_length: int | None = None
+    cfg_scale: float = 0.0
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: EndSwitch = "off"
+    eos_eot: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        length, scale, switch = self.block_length, self.cfg_scale, self.confidence_eos_eot_inf
+        whole = length is None or (is_number(length) and length >= 1 and length % 1 == 0)
+        require(whole, f"block_length is {length}; it must be at least 1")
+        good = is_number(scale) and 0 <= scale < math.inf
+        require(good, f"cfg_scale is {scale}; it must be a finite number >= 0")
+        known = get_args(EndSwitch)
+        require(switch in known, f"confidence_eos_eot_inf is {switch!r}; it must be one of {', '.join(known)}")
+
+
+def blocks(base: Base, canvas: Canvas, options: BlocksOptions) -> None:
+    """Fills the canvas block by block, the most confident positions of a block first.
+
+    Counts are the base's published ones for each row and block, confidence is that of the drawn token on logits
+    before temperature and filters, or a random number (order "random"). Masks inside the prompt belong to the first
+    block. With `cfg_scale` a step is two passes, and two are booked.
+
+    Raises:
+        InputError: blocks do not divide the new tokens; another order rule; a switch for a base without end tokens.
+    """
+    new, rule = canvas.config.max_new_tokens, canvas.config.order or base.spec.order
+    length = options.block_length or new
+    require(new % length == 0, f"block_length is {length}; it must divide the {new} new tokens")
+    require(rule in ("confidence", "random"), f"order is {rule!r}; blocks know confidence and random")
+    steps = -(-length // canvas.config.tokens_per_step)
+    score = _block_score(base, canvas, options)
+    first = canvas.tokens_BL.shape[1] - new + length
+    for end in range(first, first + new, length):
+        masked = canvas.masked_BL[:, :end].sum(-1).tolist()
+        count_SB = torch.tensor([base.reference_schedule(m, steps) for m in masked], device=base.device).T
+        for count_B in count_SB:
+            if not canvas.masked_BL[:, :end].any():
+                break
+            logits = _guided(base, canvas, options)
+            open_BL = canvas.masked_BL.clone()
+            open_BL[:, end:] = False
+            canvas.start_round(count_B.minimum(open_BL.sum(-1)))
+            commit_best(canvas, *propose(base, canvas, open_BL, logits, score))
+
+
+def _block_score(base: Base, canvas: Canvas, options: BlocksOptions) -> Score:
+    """Certainty of drawn tokens in `blocks`, end tokens held back as asked.
+
+    The release blanks EOS on the logits that the noise was added to, and EOT on the plain ones. Only the plain ones
+    are read afterwards; at T=0 both are one tensor. Under the random order it does nothing.
+    """
+    switch, is_random = options.confidence_eos_eot_inf, (canvas.config.order or base.spec.order) == "random"
+    held = [] if switch == "off" else list(_ends(base, options))
+    if switch == "faithful" and canvas.config.temperature > 0:
+        held = held[1:]
+
+    def score(logits_RV: Tensor, token_R: Tensor, row_R: Tensor, position_R: Tensor) -> Tensor:
+        held_H = torch.tensor(held, device=token_R.device, dtype=torch.long)
+        if not is_random:
+            return confidence(logits_RV.index_fill(1, held_H, -torch.inf), token_R)
+        score_R = canvas.uniforms(position_R, row_R, ORDER)
+        return score_R - torch.isin(token_R, held_H).double() if switch == "sane" else score_R
+
+    return score
+
+
+def _ends(base: Base, options: BlocksOptions) -> tuple[int, int]:
+    """(EOS, EOT)."""
+    if options.eos_eot is not None:
+        return options.eos_eot
+    ends = base.spec.end_ids
+    require(bool(ends), f"base {base.spec.name!r} has no end tokens; name them with eos_eot")
+    return ends[0], ends[:2][-1]
+
+
+def _guided(base: Base, canvas: Canvas, options: BlocksOptions) -> Logits:
+    """One pass, or two with guidance: un + (w + 1)(cond - un), un with the prompt masked."""
+    cond, scale = plain_logits(base, base.hidden(canvas), canvas), options.cfg_scale
+    un = None
+    if scale > 0:
+        given_BL = canvas.order_BL == GIVEN
+        tokens_BL = canvas.tokens_BL.masked_fill(given_BL, base.spec.mask_id)
+        bare = State(tokens_BL, canvas.real_BL, canvas.masked_BL | (given_BL & canvas.real_BL), padded=canvas.padded)
+        un = plain_logits(base, base.hidden(bare), canvas)
+        canvas.base_calls_B += canvas.open_B
+
+    def logits(row_R: Tensor, position_R: Tensor) -> Tensor:
+        out_RV = cond(row_R, position_R)
+        if un is not None:
+            un_RV, forbidden_RV = un(row_R, position_R), out_RV.isneginf()
+            out_RV = (un_RV + (scale + 1) * (out_RV - un_RV)).masked_fill(forbidden_RV, -torch.inf)
+        if options.logits_eos_inf:
+            out_RV[:, _ends(base, options)[0]] = -torch.inf
+        return out_RV
+
+    return logits
