@@ -88,11 +88,7 @@ class BertBase(Base):
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
         """States behind the head's transform. BERT's row i scores token i: nothing moves. [SEP]'s row is dropped."""
-        length = state.tokens_BL.shape[1]
-        require(
-            length <= self.spec.context,
-            f"canvas of {length} tokens; base {self.spec.name!r} takes at most {self.spec.context}",
-        )
+        self.check_length(state)
         sep_B1 = torch.full_like(state.tokens_BL[:, :1], self.sep_id)
         tokens_BM = torch.cat([state.tokens_BL, sep_B1], 1)
         real_BM = torch.cat([state.real_BL, torch.ones_like(state.real_BL[:, :1])], 1)
@@ -119,16 +115,6 @@ class BertBase(Base):
         """Word embeddings alone: g's layer has positions of its own."""
         out: Tensor = self.model.bert.embeddings.word_embeddings(tokens_BL)
         return out
-
-    @property
-    def device(self) -> torch.device:
-        """See `Base.device`."""
-        return self.head_matrix.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Base.dtype`."""
-        return self.head_matrix.dtype
 
 
 class ResidueTokenizer:

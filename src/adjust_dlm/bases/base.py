@@ -102,13 +102,21 @@ class Base(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where states live."""
-        return torch.device("cpu")
+        """Where states live: with the head."""
+        return self.head_matrix.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating type of states."""
-        return torch.float32
+        """Floating type of states: the head's."""
+        return self.head_matrix.dtype
+
+    def check_length(self, state: State) -> None:
+        """Raises InputError for a canvas beyond the context; `hidden` calls it where the model would not complain."""
+        length = state.tokens_BL.shape[1]
+        require(
+            length <= self.spec.context,
+            f"canvas of {length} tokens; base {self.spec.name!r} takes at most {self.spec.context}",
+        )
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
         """Prompt ids: BOS once in front, or the chat template's own form."""

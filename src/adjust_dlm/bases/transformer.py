@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.layers import shift_right
-from adjust_dlm.types import State, require
+from adjust_dlm.types import State
 
 _SHAPE_FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -67,11 +67,7 @@ class TransformerBase(Base):
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
         """See `Base.hidden`."""
-        length = state.tokens_BL.shape[1]
-        require(
-            length <= self.spec.context,
-            f"canvas of {length} tokens; base {self.spec.name!r} takes at most {self.spec.context}",
-        )
+        self.check_length(state)
         real_BL = state.real_BL if state.padded else None
         return self.to_frame(self._body(state.tokens_BL, real_BL, state.positions_BL), state)
 
@@ -83,16 +79,6 @@ class TransformerBase(Base):
         """See `Base.embed`."""
         out: Tensor = self.model.embed_tokens(tokens_BL)
         return out.to(self.device)  # a spread model keeps the table elsewhere
-
-    @property
-    def device(self) -> torch.device:
-        """See `Base.device`."""
-        return self.head_matrix.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Base.dtype`."""
-        return self.head_matrix.dtype
 
 
 def sampled_rows(weight: Tensor, also: int | None = None) -> Tensor:
