@@ -453,7 +453,7 @@ def test_a_hub_id_comes_from_the_cache_when_offline(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     first, second = done.stdout.splitlines()
     assert first == "some/dream"
-    assert second.startswith("there is no folder 'some/other', and the Hub gave no such model: ")
+    assert second.startswith("no folder 'some/other' here, and the Hub gave none: LocalEntryNotFoundError")
 
 
 # Tokenizers ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -18,13 +17,13 @@ from typing import Any
 import yaml
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.hub import is_hub_id, snapshot
 from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import require
 
 RUN, CARD = "run.yaml", "README.md"
 LIBRARY = "adjust-dlm"
 TAGS = (LIBRARY, "masked-diffusion", "diffusion-language-model", "text-generation")
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _OWN = ("config", "base_fingerprint")  # keys of the config file that no provenance may replace
 
 
@@ -110,21 +109,10 @@ def artifact_folder(
     """
     folder = Path(path_or_id)
     name = folder.as_posix()
-    if folder.is_dir() or not _HUB_ID.fullmatch(name):
+    if folder.is_dir() or not is_hub_id(name):
         require(revision is None, f"revision is {revision!r}, but {name} is no Hub id; folders have no revisions")
         return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            name, revision=revision, allow_patterns=list(files), cache_dir=cache_dir, endpoint=endpoint
-        )
-    except Exception as error:  # those of its HTTP library, too, which changes with its major versions
-        at = "" if revision is None else f" at revision {revision!r}"
-        raise InputError(
-            f"no folder {name!r} here, and the Hub gave none{at}: {type(error).__name__}: {_one_line(error)}"
-        ) from error
-    return Path(found)
+    return snapshot(name, files, revision=revision, cache_dir=cache_dir, endpoint=endpoint)
 
 
 def read_provenance(folder: Path) -> dict[str, Any]:
@@ -180,7 +168,7 @@ def upload(
 
 def check_hub_id(what: str, repo_id: str) -> None:
     """Raises InputError unless `repo_id` has the form of a Hub id."""
-    require(bool(_HUB_ID.fullmatch(repo_id)), f"{what} is {repo_id!r}; it must be a Hub id, ORG/NAME")
+    require(is_hub_id(repo_id), f"{what} is {repo_id!r}; it must be a Hub id, ORG/NAME")
 
 
 # Model card ----------------------------------------------------------------------------------------------------
@@ -336,7 +324,3 @@ def write_text(path: Path, text: str) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or "no reason given"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.dream import DREAM
 from adjust_dlm.bases.family import Family
+from adjust_dlm.bases.hub import is_hub_id, snapshot
 from adjust_dlm.bases.layers import Body, Shape
 from adjust_dlm.bases.llada import LLADA
 from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantized
@@ -31,7 +31,6 @@ from adjust_dlm.types import InputError, require
 FAMILIES: dict[str, Family] = {"dream": DREAM, "llada": LLADA}
 CONFIG, HEAD = "config.json", "lm_head.weight"
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # what is fetched from the Hub: no code, no pickles
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 logger = logging.getLogger(__name__)
 
 
@@ -109,18 +108,11 @@ def load_checkpoint(
 def _local(source: str, revision: str | None) -> Path:
     """The path itself, or a Hub id's snapshot (offline: the one in the cache)."""
     path = Path(source)
-    if path.exists() or _HUB_ID.fullmatch(source) is None or path.suffix == ".gguf":
+    if path.exists() or not is_hub_id(source) or path.suffix == ".gguf":
         require(path.exists(), f"there is no file or folder {source!r}")
         require(revision is None, f"revision is {revision!r}, but {source!r} is no Hub id; folders have no revisions")
         return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise InputError(f"there is no folder {source!r}, and the Hub gave no such model: {said}") from error
+    return snapshot(source, PATTERNS, revision=revision)
 
 
 def _open_folder(folder: Path) -> _Opened:
