@@ -25,6 +25,7 @@ from helpers import BOS, VOCAB, tiny_base, tiny_sampler
 
 SCHEMA = {
     "text", "tokens", "order", "prompt_tokens", "completion_tokens", "finish_reason", "base_calls", "sampler_calls",
+    "partner_calls",
     "seconds", "seed", "decoder", "tokens_per_step",
 }  # fmt: skip
 EXACT = ("generate", "--base", "exact", "--max-new-tokens", "4", "--decoder", "joint")

@@ -155,6 +155,7 @@ class DecodeResult:
         real_BL: False on left pads.
         base_calls_B: base passes each row needed (what it would cost alone).
         sampler_calls_B: sampler passes each row needed.
+        partner_calls_B: passes of the autoregressive partner each row needed; one that reads a single token counts too.
         rows_B: row ids.
         config: the settings that made it.
         decoder: the decoder's name.
@@ -166,6 +167,7 @@ class DecodeResult:
     real_BL: Tensor
     base_calls_B: Tensor
     sampler_calls_B: Tensor
+    partner_calls_B: Tensor
     rows_B: Tensor
     config: DecodeConfig
     decoder: str

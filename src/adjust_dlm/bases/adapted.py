@@ -109,7 +109,9 @@ def wrap_adapted(
         order=facts["order"], order_on=facts["order_on"],
     )  # fmt: skip
     head: Tensor = model.embed_tokens.weight
-    return TransformerBase(model, head, spec, next_frame=True, tokenizer=tokenizer, fingerprint=fingerprint)
+    base = TransformerBase(model, head, spec, next_frame=True, tokenizer=tokenizer, fingerprint=fingerprint)
+    base.ar_source = facts.get("ar")
+    return base
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -9,12 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require
+
+if TYPE_CHECKING:
+    from adjust_dlm.bases.partner import Partner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class Base(ABC):
         layer_config: the shape of one decoder layer of the base (`bases.layers.Shape`).
         tokenizer: any object with transformers' tokenizer interface, or None.
         compiled: whether `compile` was called; decoders then compile their row scores too.
+        ar_source: the autoregressive model that it was made from (see `bases.partner.load_partner`), or None.
     """
 
     spec: BaseSpec
@@ -66,6 +70,7 @@ class Base(ABC):
     layer_config: Any
     tokenizer: Any = None
     compiled: bool = False
+    ar_source: str | None = None
 
     @abstractmethod
     def hidden(self, state: State) -> Tensor:
@@ -86,6 +91,10 @@ class Base(ABC):
     def compile(self) -> None:
         """Compiles f where the base knows how; a base without a compiled form raises."""
         raise InputError(f"base {self.spec.name!r} has no compiled form; run without --compile")
+
+    def partner(self) -> Partner | None:
+        """An autoregressive partner that is part of the base itself; None where it is a model of its own."""
+        return None
 
     def reference_schedule(self, masked: int, steps: int) -> list[int]:
         """Commits per step of the family's published loop; the default spreads evenly, first steps first."""

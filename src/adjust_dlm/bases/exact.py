@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adjust_dlm.bases.base import Base, BaseSpec, register_base
 from adjust_dlm.bases.layers import Shape
+from adjust_dlm.bases.partner import Partner
 from adjust_dlm.types import OrderRule, State, require
 
 _FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
@@ -75,6 +76,45 @@ class ExactBase(Base):
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """One-hot embeddings."""
         return self.head_matrix[tokens_BL]
+
+    def partner(self) -> ExactPartner:
+        """The same law, left to right."""
+        return ExactPartner(self)
+
+
+class ExactPartner(Partner):
+    """The true p(x_i | x_<i) of an `ExactBase`: an autoregressive model of the very same law."""
+
+    def __init__(self, base: ExactBase) -> None:
+        """The partner of `base`."""
+        self.base, self.spec, self.name = base, base.spec, "exact"
+
+    def read(self, tokens_BN: Tensor, real_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
+        """States are log p(next | prefix); the memory is the prefix."""
+        start = 0 if memory is None else memory.shape[1]
+        tokens_BL = tokens_BN if memory is None else torch.cat([memory, tokens_BN], dim=1)
+        states = [self._after(tokens_BL[:, : n + 1]) for n in range(start, tokens_BL.shape[1])]
+        return torch.stack(states, dim=1), tokens_BL
+
+    def _after(self, prefix_BN: Tensor) -> Tensor:
+        """[B, words]; zeros behind the last column."""
+        masks_BL = torch.full((len(prefix_BN), self.base.length), self.spec.mask_id)
+        masks_BL[:, : prefix_BN.shape[1]] = prefix_BN
+        at = min(prefix_BN.shape[1], self.base.length - 1)
+        return self.base.marginals(masks_BL)[:, at].log().clamp_min(_FLOOR).float()
+
+    def hidden(self, state: State) -> Tensor:
+        """As for any partner, and the first row is p(x_0): an exact law needs no start token."""
+        h_BLD = super().hidden(state)
+        h_BLD[:, 0] = self.base.marginals(torch.full_like(state.tokens_BL, self.spec.mask_id))[:, 0].log().float()
+        return h_BLD
+
+    def head(self, h_RD: Tensor) -> Tensor:
+        """States are the logits."""
+        return h_RD
+
+    def require_start(self, state: State) -> None:
+        """Any canvas will do."""
 
 
 def _layer_config(width: int) -> Shape:

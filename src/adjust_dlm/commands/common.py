@@ -24,6 +24,8 @@ class DecodeFlags:
         base: name of a base (see `adjust bases`), a folder that `adjust adapt` wrote, or a checkpoint: folder, GGUF, or
             Hub id.
         sampler: folder or Hub id of a sampler; by default the one that ships for the base.
+        partner: folder of an autoregressive model with the base's tokenizer, for decoders that ask one; by default the
+            one that the base was made from.
         tokens_per_step: K, tokens committed per base pass.
         max_new_tokens: length of the canvas behind the prompt.
         temperature: 0 is argmax.
@@ -47,6 +49,7 @@ class DecodeFlags:
 
     base: str = DEFAULT_BASE
     sampler: Path | None = None
+    partner: str | None = None
     tokens_per_step: int = 4
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -177,6 +180,7 @@ def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
         "finish_reason": "stop" if len(words) < new else "length",
         "base_calls": int(result.base_calls_B[b]),
         "sampler_calls": int(result.sampler_calls_B[b]),
+        "partner_calls": int(result.partner_calls_B[b]),
         "seconds": round(result.seconds, 6),
         "seed": result.config.seed,
         "decoder": result.decoder,

@@ -53,19 +53,18 @@ def run(flags: GenerateConfig) -> Outcome:
     """Decodes every prompt `num_samples` times; sample i of prompt j is row j * num_samples + i."""
     config = _check(flags)
     base = load_for(flags)
-    sampler = _sampler(flags, base)
+    sampler, partner = _sampler(flags, base), _partner(flags, base)
     prompts = [encode_prompt(base, text, chat=flags.chat) for text in flags.prompt] or [no_prompt(base)]
     check_fit(base, prompts, config)
     started = time.perf_counter()
     records = []
-    for record in _decode_all(flags, config, base, sampler, prompts):
+    for record in _decode_all(flags, config, base, prompts, sampler=sampler, partner=partner):
         records.append(record)
         _show(flags, record, several=len(prompts) * flags.num_samples > 1)
     results = {**summary(records, time.perf_counter() - started), **setup_facts(base, sampler)}
-    logger.info(
-        "%d tokens in %.2f s; %d base passes, %d sampler passes",
-        *(results[key] for key in ("completion_tokens", "seconds", "base_calls", "sampler_calls")),
-    )
+    passes = ("base", "sampler", "partner") if partner else ("base", "sampler")
+    cost = ", ".join(f"{results[f'{kind}_calls']} {kind} passes" for kind in passes)
+    logger.info("%d tokens in %.2f s; %s", results["completion_tokens"], results["seconds"], cost)
     return Outcome(results=results, samples=records)
 
 
@@ -92,8 +91,19 @@ def _sampler(flags: GenerateConfig, base: Base) -> Any:
     return None
 
 
+def _partner(flags: GenerateConfig, base: Base) -> Any:
+    from adjust_dlm.bases.partner import load_partner
+    from adjust_dlm.decoders import DECODERS
+
+    if DECODERS[flags.decoder].needs_partner:
+        return load_partner(base, flags.partner)
+    if flags.partner:
+        logger.warning("decoder %s asks no partner: %s is not read", flags.decoder, flags.partner)
+    return None
+
+
 def _decode_all(
-    flags: GenerateConfig, config: DecodeConfig, base: Base, sampler: Any, prompts: list[list[int]]
+    flags: GenerateConfig, config: DecodeConfig, base: Base, prompts: list[list[int]], **helpers: Any
 ) -> Iterator[dict[str, Any]]:
     """Records of all rows, batch by batch, with row number and prompt."""
     from adjust_dlm.decoders import decode, read_options
@@ -104,7 +114,7 @@ def _decode_all(
         with _watching(flags, base) as watch:
             result = decode(
                 base, [prompts[row // flags.num_samples] for row in batch], config,
-                decoder=flags.decoder, sampler=sampler, rows=list(batch), watch=watch, **read_options(flags.set),
+                decoder=flags.decoder, rows=list(batch), watch=watch, **helpers, **read_options(flags.set),
             )  # fmt: skip
         for b, row in enumerate(batch):
             text = flags.prompt[row // flags.num_samples] if flags.prompt else ""
@@ -140,7 +150,7 @@ def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> No
 
 def summary(records: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Totals over samples; throughput counts completion tokens only (no prompt, nothing behind the end)."""
-    counted = ("prompt_tokens", "completion_tokens", "base_calls", "sampler_calls")
+    counted = ("prompt_tokens", "completion_tokens", "base_calls", "sampler_calls", "partner_calls")
     total = {key: sum(record[key] for record in records) for key in counted}
     speed = total["completion_tokens"] / seconds if seconds else 0.0
     return {"samples": len(records), **total, "seconds": round(seconds, 6), "tokens_per_second": speed}

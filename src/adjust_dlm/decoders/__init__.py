@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import adjust
 from adjust_dlm.decoders.blocks import BlocksOptions, blocks
@@ -24,7 +25,17 @@ from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
-__all__ = ["DECODERS", "Canvas", "Decoder", "build_options", "decode", "generate", "read_options"]
+__all__ = [
+    "DECODERS",
+    "Canvas",
+    "Decoder",
+    "Variant",
+    "build_options",
+    "decode",
+    "generate",
+    "read_options",
+    "read_variant",
+]
 
 
 @dataclass(frozen=True)
@@ -32,13 +43,15 @@ class Decoder:
     """An entry of `DECODERS`.
 
     Attributes:
-        run: (base, [sampler,] canvas, [options]) -> None; fills the canvas.
+        run: (base, [sampler,] [partner,] canvas, [options]) -> None; fills the canvas.
         needs_sampler: whether it takes g.
+        needs_partner: whether it takes an autoregressive partner (`bases.partner`).
         options: dataclass of settings that only this decoder has.
     """
 
     run: Callable[..., None]
     needs_sampler: bool = False
+    needs_partner: bool = False
     options: Callable[..., Any] | None = None
 
 
@@ -88,6 +101,36 @@ def read_options(pairs: Iterable[str]) -> dict[str, Any]:
     return out
 
 
+class Variant(NamedTuple):
+    """A decoder with its settings, as one word says it.
+
+    Attributes:
+        name: of the decoder.
+        settings: fields of `DecodeConfig` that differ, such as tokens_per_step.
+        options: its own options.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    options: dict[str, Any]
+
+
+def read_variant(text: str) -> Variant:
+    """`threshold:tau=0.9`, `adjust:tokens_per_step=4`.
+
+    Raises:
+        InputError: an unknown decoder, a setting that neither it nor `DecodeConfig` has, or a bad value.
+    """
+    name, _, pairs = text.partition(":")
+    given = read_options(pairs.split(",") if pairs else [])
+    shared = {field.name for field in fields(DecodeConfig)}
+    settings = {key: value for key, value in given.items() if key in shared}
+    options = {key: value for key, value in given.items() if key not in shared}
+    build_options(name, options)
+    DecodeConfig(**settings)
+    return Variant(name, settings, options)
+
+
 @torch.no_grad()
 def decode(
     base: Base,
@@ -96,6 +139,7 @@ def decode(
     *,
     decoder: str = "adjust",
     sampler: Any = None,
+    partner: Partner | None = None,
     rows: list[int] | None = None,
     watch: Callable[[Canvas], None] | None = None,
     **options: Any,
@@ -108,12 +152,13 @@ def decode(
         config: all settings; `joint` is one token a pass, whatever `tokens_per_step` and `schedule` say.
         decoder: a name in `DECODERS`.
         sampler: g, for decoders that need it.
+        partner: autoregressive model, for decoders that need one (`load_partner`).
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
         watch: called with the canvas after every commit.
         options: settings that only this decoder has, such as `tau=` of `threshold`.
 
     Raises:
-        InputError: unknown decoder or option, missing sampler, or a canvas that does not fit the base.
+        InputError: unknown decoder or option, missing sampler or partner, or a canvas that does not fit the base.
     """
     own = build_options(decoder, options)
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
@@ -122,18 +167,27 @@ def decode(
         not entry.needs_sampler or sampler is not None,
         f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
     )
+    require(
+        not entry.needs_partner or partner is not None,
+        f"decoder {decoder!r} needs an autoregressive partner of base {base.spec.name!r}: see `load_partner`",
+    )
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     started = time.perf_counter()
     canvas = Canvas(base, prompts, config, rows=rows)
     canvas.watch = watch
-    entry.run(base, *([sampler] if entry.needs_sampler else []), canvas, *own)
+    helpers = [sampler] if entry.needs_sampler else []
+    if entry.needs_partner and partner is not None:
+        partner.require_start(canvas)
+        helpers.append(partner)
+    entry.run(base, *helpers, canvas, *own)
     return DecodeResult(
         tokens_BL=canvas.tokens_BL,
         order_BL=canvas.order_BL,
         real_BL=canvas.real_BL,
         base_calls_B=canvas.base_calls_B,
         sampler_calls_B=canvas.sampler_calls_B,
+        partner_calls_B=canvas.partner_calls_B,
         rows_B=canvas.rows_B,
         config=config,
         decoder=decoder,

@@ -39,7 +39,7 @@ class Canvas(State):
         order_BL: commit number of each position, `GIVEN` or `MASKED`.
         commits_B: commits so far, per row.
         rows_B: global row ids; with the seed they fix every random number of a row.
-        base_calls_B, sampler_calls_B: passes each row needed.
+        base_calls_B, sampler_calls_B, partner_calls_B: passes each row needed.
         quota_B: commits left in this round, per row.
     """
 
@@ -76,6 +76,7 @@ class Canvas(State):
         self.rows_B = torch.tensor(rows, device=base.device)
         self.commits_B = torch.zeros_like(self.rows_B)
         self.base_calls_B, self.sampler_calls_B = self.commits_B.clone(), self.commits_B.clone()
+        self.partner_calls_B = self.commits_B.clone()
         self.quota_B = self.commits_B.clone()
         self._round = 0
         self.watch: Callable[[Canvas], None] | None = None

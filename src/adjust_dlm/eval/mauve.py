@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from adjust_dlm.eval.nll import Floats, Ints, Tokens, last_hidden, require_causal, require_ids, right_padded
+from adjust_dlm.bases.partner import last_hidden, require_causal
+from adjust_dlm.eval.nll import Floats, Ints, Tokens, require_ids, right_padded
 from adjust_dlm.types import InputError, require
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adjust_dlm.bases.partner import last_hidden, output_embedding, require_causal, require_plain_head
 from adjust_dlm.types import require
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def score_nll(
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     require(any(token_lists), f"none of the {len(token_lists)} texts has a token to score")
     require_ids(model, token_lists, start=condition_id)
-    _require_plain_head(model, require_causal(model, condition_id, device))
+    require_plain_head(model, require_causal(model, condition_id, device))
     tokens_N = np.array([len(ids) for ids in token_lists], dtype=np.int64)
     sum_nll_N = np.zeros(len(token_lists))
     for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, device, start=condition_id):
@@ -166,13 +167,6 @@ def right_padded(
         yield rows, torch.tensor(ids, device=device), torch.tensor(real, device=device)
 
 
-@torch.inference_mode()
-def last_hidden(model: PreTrainedModel, ids_BL: Tensor) -> Tensor:
-    """Last hidden states [B, L, D] of a causal model, after its final norm, without logits and cache."""
-    hidden_BLD: Tensor = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
-    return hidden_BLD
-
-
 def require_ids(model: PreTrainedModel, token_lists: Tokens, *, start: int | None = None) -> None:
     """Raises `InputError` on ids outside the judge's vocabulary and on texts longer than its context."""
     vocabulary = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
@@ -186,47 +180,13 @@ def require_ids(model: PreTrainedModel, token_lists: Tokens, *, start: int | Non
         require(length <= context, f"text {i} takes {length} positions; the judge has {context}")
 
 
-def require_causal(model: PreTrainedModel, token: int, device: torch.device | str) -> Tensor:
-    """Raises `InputError` unless the model is in eval mode and a later token leaves an earlier state alone.
-
-    Returns:
-        The probe, ids [2, 4].
-    """
-    require(not cast(nn.Module, model).training, "the judge is in training mode; call model.eval() first")
-    other = token - 1 if token else 1
-    probe_BL = torch.tensor([[token] * 4, [token, other, other, other]], device=device)
-    first_BD = last_hidden(model, probe_BL)[:, 0]
-    require(_close(first_BD[0], first_BD[1], 1e-3), "the judge looks at later tokens; it must be a causal model")
-    return probe_BL
-
-
-def _require_plain_head(model: PreTrainedModel, probe_BL: Tensor) -> None:
-    """Some families scale or cap the logits after the head; scoring them without it would be silently wrong."""
-    head = _head(model)
-    with torch.inference_mode():
-        logits_BLV = head(last_hidden(model, probe_BL))
-        expected_BLV = model(input_ids=probe_BL, use_cache=False).logits
-    message = f"{type(model).__name__} changes the logits after its output embedding; such judges are not supported"
-    require(_close(logits_BLV, expected_BLV, 1e-2), message)
-
-
-def _close(a: Tensor, b: Tensor, share: float) -> bool:
-    return bool((a - b).abs().max() <= share * b.abs().max())
-
-
-def _head(model: PreTrainedModel) -> nn.Linear:
-    head: nn.Linear | None = cast(Any, model).get_output_embeddings()
-    require(head is not None, f"{type(model).__name__} has no output embedding; the judge must be a causal LM")
-    return cast(nn.Linear, head)
-
-
 @torch.inference_mode()
 def _sum_nll(model: PreTrainedModel, ids_BL: Tensor, real_BL: Tensor) -> Tensor:
     """Per-row NLL [B] in fp64 on the CPU; `real_BL` marks the tokens that are scored, never column 0."""
     target_BL, scored_BL = ids_BL[:, 1:], real_BL[:, 1:]
     hidden_RD = last_hidden(model, ids_BL[:, :-1])[scored_BL]
     target_R = target_BL[scored_BL]
-    head = _head(model)
+    head = output_embedding(model)
     rows = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
     nll_R = [
         F.cross_entropy(head(h_RD).float(), t_R, reduction="none")

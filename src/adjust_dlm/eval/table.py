@@ -15,8 +15,9 @@ import torch.distributed as dist
 from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.partner import load_partner
 from adjust_dlm.data.store import write_atomic
-from adjust_dlm.decoders import build_options, decode, read_options
+from adjust_dlm.decoders import DECODERS, decode, read_variant
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, cut_at_end, nll_gap_closed, score_nll
@@ -35,12 +36,13 @@ class TableConfig:
     Attributes:
         base: name or folder of the base.
         sampler: folder or Hub id of g; the base's own by default.
+        partner: autoregressive model for decoders that ask one; the base's own by default.
         output: where results and samples go.
         n: texts per cell.
         temperatures: one block of the table each.
         tokens_per_step: K of parallel and ADJUST; 1 adds nothing, it is the joint row.
         variants: more rows, of decoders that decide themselves how many tokens a pass commits: a name in `DECODERS` and
-            its settings, such as "threshold:tau=0.9" or "adaptive:gamma=2,most=8".
+            its settings, such as "threshold:tau=0.9", "adaptive:gamma=2,most=8" or "edlm:tokens_per_step=4".
         max_new_tokens: length of a text.
         top_p: nucleus mass.
         batch_size: rows decoded at once.
@@ -54,6 +56,7 @@ class TableConfig:
 
     base: str = "smol"
     sampler: str | None = None
+    partner: str | None = None
     output: str = "runs/table"
     n: int = 1024
     temperatures: tuple[float, ...] = (1.0, 0.6)
@@ -79,8 +82,7 @@ class TableConfig:
         good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
         require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
         for variant in self.variants:
-            name, options = _variant(variant)
-            build_options(name, options)
+            read_variant(variant)
 
 
 def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
@@ -100,11 +102,14 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
         f"judge {config.judge!r} has {judge.config.vocab_size} tokens, base {config.base!r} {base.spec.vocab_size}: "
         "token ids would mean other words",
     )
+    helpers: dict[str, Any] = {"sampler": sampler}
+    if any(DECODERS[read_variant(variant).name].needs_partner for variant in config.variants):
+        helpers["partner"] = load_partner(base, config.partner)
     cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
-    made = {cell: _generate(base, sampler, config, *cell) for cell in cells}
+    made = {cell: _generate(base, helpers, config, *cell) for cell in cells}
     texts = {cell: [text for text, _ in rows] for cell, rows in made.items()}
     references = {
-        t: [text for text, _ in _generate(base, sampler, config, t, "joint", 1, first_row=config.n)]
+        t: [text for text, _ in _generate(base, helpers, config, t, "joint", 1, first_row=config.n)]
         for t in config.temperatures
     }
     lines = _score(config, base, judge, texts, references, cells[rank::world])
@@ -123,40 +128,44 @@ def _methods(config: TableConfig) -> list[tuple[str, int]]:
     return [("joint", 1), *fixed, *[(variant, 0) for variant in config.variants]]
 
 
-def _variant(text: str) -> tuple[str, dict[str, Any]]:
-    """`threshold:tau=0.9` -> the decoder's name and its settings."""
-    name, _, pairs = text.partition(":")
-    return name, read_options(pairs.split(",") if pairs else [])
-
-
-Passes = tuple[int, int, int]  # tokens, base passes, sampler passes of one text
+Passes = tuple[int, int, int, int]  # tokens, base passes, sampler passes, partner passes of one text
 
 
 def _passes(rows: list[Passes]) -> dict[str, float]:
-    """Mean base and sampler passes a text, and tokens committed per base pass over all texts."""
-    tokens, base_calls, sampler_calls = (sum(column) for column in zip(*rows, strict=True))
-    means = {"base_calls": base_calls / len(rows), "sampler_calls": sampler_calls / len(rows)}
-    return means | {"tokens_per_pass": tokens / max(base_calls, 1)}
+    """Mean passes of each kind a text, and tokens committed per base pass over all texts."""
+    tokens, *calls = (sum(column) for column in zip(*rows, strict=True))
+    means = {
+        name: n / len(rows) for name, n in zip(("base_calls", "sampler_calls", "partner_calls"), calls, strict=True)
+    }
+    return means | {"tokens_per_pass": tokens / max(calls[0], 1)}
 
 
 def _generate(
-    base: Base, sampler: Sampler, config: TableConfig, temperature: float, decoder: str, k: int, first_row: int = 0
+    base: Base,
+    helpers: dict[str, Any],
+    config: TableConfig,
+    temperature: float,
+    decoder: str,
+    k: int,
+    first_row: int = 0,
 ) -> list[tuple[list[int], Passes]]:
     """n unconditional texts, each up to its end token, with their passes; split over ranks by row."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    variant = read_variant(decoder)
     settings = DecodeConfig(
         tokens_per_step=max(k, 1), max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
         seed=config.seed, suppress_eos=config.suppress_eos,
-    )  # fmt: skip
+    ).but(**variant.settings)  # fmt: skip
     prompt = [] if base.spec.bos_id is None else [base.spec.bos_id]
     mine = range(first_row + rank, first_row + config.n, world)
-    name, own = _variant(decoder)
     texts: dict[int, tuple[list[int], Passes]] = {}
     for at in range(0, len(mine), config.batch_size):
         rows = list(mine[at : at + config.batch_size])
-        result = decode(base, [prompt] * len(rows), settings, decoder=name, sampler=sampler, rows=rows, **own)
+        result = decode(
+            base, [prompt] * len(rows), settings, decoder=variant.name, rows=rows, **helpers, **variant.options
+        )
         new = [cut_at_end(ids, base.spec.end_ids) for ids in result.tokens_BL[:, len(prompt) :].tolist()]
-        counts = [(result.order_BL >= 0).sum(-1), result.base_calls_B, result.sampler_calls_B]
+        counts = [(result.order_BL >= 0).sum(-1), result.base_calls_B, result.sampler_calls_B, result.partner_calls_B]
         passes = zip(*(count.tolist() for count in counts), strict=True)
         texts |= dict(zip(rows, zip(new, passes, strict=True), strict=True))
     log.info("T=%s %s K=%d: %d texts", temperature, decoder, k, len(texts))

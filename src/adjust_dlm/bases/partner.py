@@ -1,0 +1,176 @@
+"""The autoregressive partner of a base: p(x_i | x_<i) over the same token ids, for decoders that ask a second model."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.base import Base, BaseSpec
+from adjust_dlm.bases.layers import shift_right
+from adjust_dlm.types import State, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Partner(ABC):
+    """An autoregressive model that speaks a base's ids.
+
+    Attributes:
+        name: its source.
+        spec: the base's facts; forbidden tokens are the base's.
+    """
+
+    name: str
+    spec: BaseSpec
+
+    @abstractmethod
+    def read(self, tokens_BN: Tensor, real_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
+        """States behind each of N more columns: [B, N, D], row n scores the token *after* column n.
+
+        Args:
+            tokens_BN: ids of columns L-N .. L-1.
+            real_BL: False on left pads, of all L columns read so far and now.
+            memory: what the last call returned (keys and values), None at the start. A memory is used once.
+
+        Returns:
+            States, and the memory with these columns.
+        """
+
+    @abstractmethod
+    def head(self, h_RD: Tensor) -> Tensor:
+        """Logits [R, v] of states over the partner's own vocabulary."""
+
+    def hidden(self, state: State) -> Tensor:
+        """States of a whole canvas in the scoring frame: row i scores the token at i given those before it.
+
+        Masks are never seen by a row left of them; a row right of a mask means nothing. So does the first row of a
+        text, which has nothing before it: `require_start` refuses canvases where it would be asked for.
+        """
+        tokens_BL = state.tokens_BL.masked_fill(state.masked_BL, 0)
+        return shift_right(self.read(tokens_BL, state.real_BL)[0], state)
+
+    def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """fp32 logits [R, V] over the base's ids: what the base never commits, or the partner lacks, is -inf."""
+        own_RV = self.head(h_RD).float()[:, : self.spec.token_limit]
+        logits_RV = own_RV.new_full((len(own_RV), self.spec.vocab_size), -torch.inf)
+        logits_RV[:, : own_RV.shape[1]] = own_RV
+        logits_RV[:, self.spec.mask_id] = -torch.inf
+        if suppress_eos:
+            logits_RV[:, list(self.spec.end_ids)] = -torch.inf
+        return logits_RV
+
+    def require_start(self, state: State) -> None:
+        """Raises InputError if the first token of a text is masked: nothing stands before it."""
+        first_BL = (state.positions_BL == 0) & state.real_BL & state.masked_BL
+        require(
+            not bool(first_BL.any()),
+            f"partner {self.name!r} scores a token given those before it, and a canvas begins with a mask; "
+            "put at least one token (the start token) in front",
+        )
+
+
+class CausalPartner(Partner):
+    """Any causal LM of transformers whose logits are its output embedding times its last hidden state."""
+
+    def __init__(self, model: PreTrainedModel, spec: BaseSpec, *, name: str) -> None:
+        """Checks that the model is causal and plain-headed.
+
+        Raises:
+            InputError: it is not.
+        """
+        self.model, self.spec, self.name = model, spec, name
+        require_plain_head(model, require_causal(model, spec.end_ids[0] if spec.end_ids else 0, model.device))
+        # transformers renamed the argument between the floor version and now.
+        known = inspect.signature(model.base_model.forward).parameters
+        self._memory_name = "cache" if "cache" in known else "past_key_values"
+        self._embedded = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+
+    @torch.no_grad()
+    def read(self, tokens_BN: Tensor, real_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
+        """See `Partner.read`."""
+        most = int(tokens_BN.max())
+        require(most < self._embedded, f"partner {self.name!r} knows ids up to {self._embedded - 1}, not {most}")
+        from transformers import DynamicCache
+
+        memory = DynamicCache() if memory is None else memory
+        positions_BL = (real_BL.long().cumsum(-1) - 1).clamp_min(0)
+        out = self.model.base_model(
+            input_ids=tokens_BN, attention_mask=real_BL, position_ids=positions_BL[:, -tokens_BN.shape[1] :],
+            use_cache=True, **{self._memory_name: memory},
+        )  # fmt: skip
+        return out.last_hidden_state, memory
+
+    def head(self, h_RD: Tensor) -> Tensor:
+        """See `Partner.head`."""
+        return output_embedding(self.model)(h_RD)
+
+
+def load_partner(base: Base, source: str | None = None) -> Partner:
+    """The base's own partner, or the causal LM at `source`, which must have been made with the same tokenizer.
+
+    Raises:
+        InputError: the base has none of its own, nothing there, or a model that is not causal.
+    """
+    if source is None:
+        own = base.partner()
+        if own is not None:
+            return own
+        source = base.ar_source
+    require(
+        source is not None,
+        f"base {base.spec.name!r} has no autoregressive partner of its own; name a causal LM with the same tokenizer",
+    )
+    model, _ = load_ar(str(source), device=base.device, dtype=base.dtype)
+    return CausalPartner(model, base.spec, name=str(source))
+
+
+# What is asked of any causal LM of transformers ------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def last_hidden(model: PreTrainedModel, ids_BL: Tensor) -> Tensor:
+    """Last hidden states [B, L, D] of a causal model, after its final norm, without logits and cache."""
+    hidden_BLD: Tensor = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+    return hidden_BLD
+
+
+def require_causal(model: PreTrainedModel, token: int, device: torch.device | str) -> Tensor:
+    """Raises `InputError` unless the model is in eval mode and a later token leaves an earlier state alone.
+
+    Returns:
+        The probe, ids [2, 4].
+    """
+    name = type(model).__name__
+    require(not cast(nn.Module, model).training, f"{name} is in training mode; call model.eval() first")
+    other = token - 1 if token else 1
+    probe_BL = torch.tensor([[token] * 4, [token, other, other, other]], device=device)
+    first_BD = last_hidden(model, probe_BL)[:, 0]
+    require(_close(first_BD[0], first_BD[1], 1e-3), f"{name} looks at later tokens; it must be a causal model")
+    return probe_BL
+
+
+def require_plain_head(model: PreTrainedModel, probe_BL: Tensor) -> None:
+    """Some families scale or cap the logits after the head; scoring without it would be silently wrong."""
+    head = output_embedding(model)
+    with torch.inference_mode():
+        logits_BLV = head(last_hidden(model, probe_BL))
+        expected_BLV = model(input_ids=probe_BL, use_cache=False).logits
+    message = f"{type(model).__name__} changes the logits after its output embedding; such models are not supported"
+    require(_close(logits_BLV, expected_BLV, 1e-2), message)
+
+
+def _close(a: Tensor, b: Tensor, share: float) -> bool:
+    return bool((a - b).abs().max() <= share * b.abs().max())
+
+
+def output_embedding(model: PreTrainedModel) -> nn.Linear:
+    """The head of a causal LM."""
+    head: nn.Linear | None = cast(Any, model).get_output_embeddings()
+    require(head is not None, f"{type(model).__name__} has no output embedding; it must be a causal LM")
+    return cast(nn.Linear, head)
