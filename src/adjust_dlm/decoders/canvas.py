@@ -83,6 +83,11 @@ class Canvas(State):
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
 
     @property
+    def open_BL(self) -> Tensor:
+        """Positions that may be committed now."""
+        return self.masked_BL
+
+    @property
     def open_B(self) -> Tensor:
         """Rows that still have something to commit."""
         return self.masked_BL.any(-1)
