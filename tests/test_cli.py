@@ -303,7 +303,7 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("temprature: 1", "unknown setting temprature; known are base, batch_size, chat"),
+        ("temprature: 1", "unknown setting temprature; known are base, batch_size, block_length"),
         ("temperature: hot", "temperature is 'hot'; it must be a number"),
         ("tokens_per_step: 2.5", "tokens_per_step is 2.5; it must be a whole number"),
         ("seed: true", "seed is True; it must be a whole number"),

@@ -18,8 +18,8 @@ from adjust_dlm.bases.dream import DREAM, dream_base
 from adjust_dlm.bases.layers import Body, Shape
 from adjust_dlm.bases.llada import LLADA, llada_base
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.blocks import BlocksOptions, blocks
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
@@ -181,14 +181,14 @@ def llada_config_of(case: dict[str, Any]) -> DecodeConfig:
     return DecodeConfig(
         tokens_per_step=-(-block // (case["steps"] * block // NEW)), max_new_tokens=NEW,
         temperature=case.get("temperature", 0.0), order=REMASKING_ORDERS[case.get("remasking", "low_confidence")],
-        order_on="raw", schedule="reference",
+        order_on="raw", schedule="reference", block_length=block,
     )  # fmt: skip
 
 
-def published_config_of(case: dict[str, Any], **changes: Any) -> BlocksOptions:
-    return BlocksOptions(
+def published_config_of(case: dict[str, Any], **changes: Any) -> GuidedOptions:
+    return GuidedOptions(
         **{
-            "block_length": case["block_length"], "cfg_scale": case.get("cfg_scale", 0.0),
+            "cfg_scale": case.get("cfg_scale", 0.0),
             "logits_eos_inf": case.get("logits_eos_inf", False),
             "confidence_eos_eot_inf": "faithful" if case.get("confidence_eos_eot_inf") else "off",
             "eos_eot": (case["eos"], case["eot"]) if "eos" in case else None, **changes,
@@ -197,8 +197,8 @@ def published_config_of(case: dict[str, Any], **changes: Any) -> BlocksOptions:
 
 
 def plain_llada(case: dict[str, Any]) -> bool:
-    """Whether our own parallel decoder does it: one block, no guidance, no switches."""
-    return case["block_length"] == NEW and "cfg_scale" not in case and "eos" not in case
+    """Whether our own parallel decoder does it: no guidance, no switches."""
+    return "cfg_scale" not in case and "eos" not in case
 
 
 @pytest.mark.parametrize("name", [n for n, c in DREAM_CASES.items() if c["alg"] != "origin" and "alg_temp" not in c])
@@ -234,10 +234,10 @@ def test_parallel_writes_what_generate_writes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LLADA_CASES)
-def test_blocks_write_what_generate_writes(name: str) -> None:
+def test_guided_writes_what_generate_writes(name: str) -> None:
     case, base = LLADA_CASES[name], published_base("llada")
     canvas = Replay(base, case, llada_config_of(case))
-    blocks(base, canvas, published_config_of(case))
+    guided(base, canvas, published_config_of(case))
     canvas.assert_published(case)
     passes = case["steps"] * (2 if "cfg_scale" in case else 1)
     assert canvas.base_calls_B.tolist() == [passes] * len(case["prompts"])
@@ -253,14 +253,14 @@ def test_dream_step_counts_are_the_published_ones(masked: int, steps: int, count
 LOOPS: dict[str, Any] = {
     "origin": (origin, OriginOptions()),
     "soft_order": (soft_order, SoftOrderOptions(alg_temp=0.3)),
-    "blocks": (blocks, BlocksOptions(block_length=4, cfg_scale=0.5)),
+    "guided": (guided, GuidedOptions(cfg_scale=0.5)),
 }
 EOS, EOT = 0, 1  # of the writers below
 
 
-def run_blocks(base: Base, config: DecodeConfig, **published: Any) -> Canvas:
+def run_guided(base: Base, config: DecodeConfig, **published: Any) -> Canvas:
     canvas = Canvas(base, [[]], config)
-    blocks(base, canvas, BlocksOptions(**published))
+    guided(base, canvas, GuidedOptions(**published))
     return canvas
 
 
@@ -278,7 +278,7 @@ def test_end_tokens_wait_as_asked(switch: str, temperature: float, order: list[i
     """Positions from the most to the least certain: EOS, EOT, two words; at T = .001 a draw is the argmax."""
     base = writer([EOS, EOT, 2, 3], [9.0, 8.0, 7.0, 6.0])
     config = DecodeConfig(max_new_tokens=4, temperature=temperature, order="confidence")
-    canvas = run_blocks(base, config, confidence_eos_eot_inf=switch, eos_eot=(EOS, EOT))
+    canvas = run_guided(base, config, confidence_eos_eot_inf=switch, eos_eot=(EOS, EOT))
     assert canvas.tokens_BL.tolist() == [[EOS, EOT, 2, 3]]
     assert canvas.order_BL.tolist() == [order]
 
@@ -288,7 +288,7 @@ def test_the_random_order_holds_end_tokens_back_only_when_sane(switch: str, firs
     base, seen = writer([EOS, EOT, 2, 3], [9.0] * 4), set()
     for seed in range(40):
         config = DecodeConfig(max_new_tokens=4, temperature=0.0, order="random", seed=seed)
-        canvas = run_blocks(base, config, confidence_eos_eot_inf=switch, eos_eot=(EOS, EOT))
+        canvas = run_guided(base, config, confidence_eos_eot_inf=switch, eos_eot=(EOS, EOT))
         seen.add(canvas.order_BL[0].tolist().index(0))
     assert seen == first
 
@@ -307,7 +307,7 @@ def test_the_published_texts_tell_the_switches_apart(name: str, others: tuple[st
     case, base = LLADA_CASES[name], published_base("llada")
     for switch in ("off", "faithful", "sane"):
         canvas = Replay(base, case, llada_config_of(case))
-        blocks(base, canvas, published_config_of(case, confidence_eos_eot_inf=switch))
+        guided(base, canvas, published_config_of(case, confidence_eos_eot_inf=switch))
         assert (canvas.tokens_BL.tolist() != case["tokens"]) == (switch in others)
 
 
@@ -361,7 +361,7 @@ def test_guidance_is_a_straight_line_between_two_passes() -> None:
     """One open position, w = 1.5: the token is the argmax of un + 2.5 (cond - un), un under a masked prompt."""
     base, prompt = published_base("llada"), [5, 9, 13, 21]
     canvas = Canvas(base, [prompt], DecodeConfig(max_new_tokens=1, temperature=0.0))
-    blocks(base, canvas, BlocksOptions(cfg_scale=1.5))
+    guided(base, canvas, GuidedOptions(cfg_scale=1.5))
     rows = torch.tensor([[*prompt, MASK], [MASK] * 5])
     with torch.no_grad():
         cond_V, un_V = own_logits(base, rows)[:, -1]
@@ -371,7 +371,7 @@ def test_guidance_is_a_straight_line_between_two_passes() -> None:
 def test_blocks_stop_at_the_end_of_the_text() -> None:
     """The base ends its text in the first of two blocks: the second costs nothing and is filled with EOS."""
     base = writer([2, EOS, 3, 4], [9.0, 8.0, 7.0, 6.0], end_ids=(EOS,))
-    canvas = run_blocks(base, DecodeConfig(max_new_tokens=4, temperature=0.0, order="confidence"), block_length=2)
+    canvas = run_guided(base, DecodeConfig(max_new_tokens=4, temperature=0.0, order="confidence", block_length=2))
     assert canvas.tokens_BL.tolist() == [[2, EOS, EOS, EOS]]
     assert canvas.base_calls_B.tolist() == [2]
 
@@ -382,9 +382,8 @@ def test_blocks_stop_at_the_end_of_the_text() -> None:
         (OriginOptions, {"eps": 1.0}, "eps is 1.0"),
         (OriginOptions, {"eps": "x"}, "eps is x"),
         (SoftOrderOptions, {"alg_temp": -0.1}, "alg_temp is -0.1"),
-        (BlocksOptions, {"cfg_scale": float("nan")}, "cfg_scale is nan"),
-        (BlocksOptions, {"block_length": 0}, "block_length is 0"),
-        (BlocksOptions, {"confidence_eos_eot_inf": "on"}, "it must be one of off, faithful, sane"),
+        (GuidedOptions, {"cfg_scale": float("nan")}, "cfg_scale is nan"),
+        (GuidedOptions, {"confidence_eos_eot_inf": "on"}, "it must be one of off, faithful, sane"),
     ],
 )
 def test_wrong_settings_are_refused(kind: Any, settings: dict[str, Any], message: str) -> None:
@@ -395,12 +394,11 @@ def test_wrong_settings_are_refused(kind: Any, settings: dict[str, Any], message
 def test_what_a_loop_cannot_do_is_refused() -> None:
     base = writer([1] * 4, [5.0] * 4)
     for order, published, message in (
-        ("confidence", {"block_length": 3}, "must divide the 4 new tokens"),
-        ("entropy", {}, "blocks know confidence and random"),
+        ("entropy", {}, "guided knows confidence and random"),
         ("confidence", {"logits_eos_inf": True}, "has no end tokens"),
     ):
         with pytest.raises(InputError, match=message):
-            run_blocks(base, DecodeConfig(max_new_tokens=4, order=order), **published)
+            run_guided(base, DecodeConfig(max_new_tokens=4, order=order), **published)
     canvas = Canvas(base, [[]], DecodeConfig(max_new_tokens=4, order="random"))
     with pytest.raises(InputError, match="needs a certainty"):
         soft_order(base, canvas, SoftOrderOptions())

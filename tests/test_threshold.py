@@ -148,7 +148,7 @@ def test_an_entropy_bound_of_zero_loses_nothing(seed: int) -> None:
         ("factor", {"f": -1}, "f is -1"),
         ("entropy_bound", {"gamma": math.nan}, "gamma is nan"),
         ("threshold", {"gamma": 1}, "decoder 'threshold' has no option gamma; it has tau"),
-        ("origin", {"block_length": 2}, "decoder 'origin' has no option block_length; it has eps"),
+        ("origin", {"cfg_scale": 2}, "decoder 'origin' has no option cfg_scale; it has eps"),
         ("joint", {"tau": 1}, "decoder 'joint' has no option tau; it has none"),
     ],
 )
@@ -168,4 +168,4 @@ def test_options_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) 
 
 def test_every_decoder_with_options_has_defaults() -> None:
     built = {name: entry.options() for name, entry in DECODERS.items() if entry.options is not None}
-    assert set(built) == {"adaptive", "threshold", "factor", "entropy_bound", "origin", "soft_order", "blocks"}
+    assert set(built) == {"adaptive", "threshold", "factor", "entropy_bound", "origin", "soft_order", "guided"}

@@ -50,6 +50,12 @@ class DecodeConfig:
         order_on: score the tempered and filtered distribution, or the raw one; None: the base's own.
         schedule: "exact" K per round, or the family's published step counts ("reference").
         suppress_eos: never commit an end token (applies to base and sampler alike).
+        block_length: new tokens of a block; blocks are filled from left to right, the last may be shorter, masks
+            inside the prompt belong to the first. None is one block. A reference schedule counts within each block.
+        candidates: after the first commit of a round only that many of the positions that the base is most certain of
+            (beside the committed one) can still be picked in it, and only they pay for the head; 0 is all.
+        cache_period: None recomputes everything in every base pass. p computes what stands before the first mask once
+            for p passes, and whenever a row enters a block: an approximation, exact for p = 1.
         seed: with a row's id, the only source of randomness.
     """
 
@@ -62,6 +68,9 @@ class DecodeConfig:
     order_on: OrderOn | None = None
     schedule: Schedule = "exact"
     suppress_eos: bool = False
+    block_length: int | None = None
+    candidates: int = 0
+    cache_period: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +82,9 @@ class DecodeConfig:
         )
         require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
         require(self.top_k >= 0, f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
+        require(self.candidates >= 0, f"candidates is {self.candidates}; it must be >= 0 (0 is every position)")
+        for name, count in (("block_length", self.block_length), ("cache_period", self.cache_period)):
+            require(count is None or count >= 1, f"{name} is {count}; it must be at least 1, or none")
         for name, value, kind in (
             ("order", self.order, OrderRule),
             ("order_on", self.order_on, OrderOn),

@@ -76,6 +76,19 @@ class Base(ABC):
     def hidden(self, state: State) -> Tensor:
         """f: post-final-norm states h_BLD in the scoring frame. Pads are invisible."""
 
+    def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
+        """As `hidden`, but columns in `stale_BL` and their keys and values stay as the last pass left them.
+
+        Args:
+            state: what to look at.
+            stale_BL: bool; ignored in the first pass.
+            memory: what the last pass returned; None at the start. A memory is used once.
+
+        Returns:
+            States [B, L, D] and the memory of this pass.
+        """
+        raise InputError(f"base {self.spec.name!r} keeps no keys and values; leave cache_period out")
+
     def head(self, h_RD: Tensor) -> Tensor:
         """W h: logits [R, V] in the base's dtype, nothing forbidden yet."""
         return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix)

@@ -6,6 +6,7 @@ are not used here because importing them takes longer than everything else in a 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adjust_dlm.bases.memory import KeepKeys, Memory
 from adjust_dlm.types import InputError, State, require
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -232,13 +234,17 @@ class Attention(nn.Module):
         self.v_proj = Linear(width, keys, bias=shape.qkv_bias)
         self.o_proj = Linear(queries, width, bias=shape.output_bias)
 
-    def forward(self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Same shape; `mask_B11L` is False on keys that nobody may see."""
+    def forward(
+        self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+    ) -> Tensor:
+        """Same shape; `mask_B11L` is False on keys that nobody may see; `keep` adds the keys and values of before."""
         parts = (
             proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, L, d]
         q, k = _turn(q, *rotary), _turn(k, *rotary)
+        if keep is not None:
+            k, v = keep(k, v)
         share = self.shape.num_attention_heads // self.shape.num_key_value_heads
         # With a mask, grouped heads would send CUDA to the slow kernel.
         grouped = share > 1 and mask_B11L is None and q.is_cuda
@@ -280,9 +286,11 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+    ) -> Tensor:
         """Same shape."""
-        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_B11L, rotary)
+        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_B11L, rotary, keep)
         return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
 
 
@@ -309,19 +317,24 @@ class Body(_WithRotary):
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
 
-    def forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
+    def forward(
+        self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor, memory: Memory | None = None
+    ) -> Tensor:
         """Post-final-norm states [B, L, D], row i at position i.
 
         Args:
             tokens_BL: ids.
             real_BL: False on pads; None promises that there are none.
             positions_BL: 0 on the first real token.
+            memory: keys and values of columns that stay as they were; only those from `memory.first` on are computed
+                and returned.
         """
-        h_BLD = self.embed_tokens(tokens_BL)
+        first = 0 if memory is None else memory.first
+        h_BLD = self.embed_tokens(tokens_BL[:, first:])
         mask_B11L = None if real_BL is None else real_BL[:, None, None, :]
-        rotary = self.rotary(positions_BL, h_BLD.dtype)
-        for layer in self.layers:
-            h_BLD = layer(h_BLD, mask_B11L, rotary)
+        rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
+        for n, layer in enumerate(self.layers):
+            h_BLD = layer(h_BLD, mask_B11L, rotary, memory and functools.partial(memory.update, n))
         out: Tensor = self.norm(h_BLD)
         return out
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.layers import shift_right
+from adjust_dlm.bases.memory import Memory
 from adjust_dlm.types import State
 
 _SHAPE_FIELDS = (
@@ -70,6 +71,17 @@ class TransformerBase(Base):
         self.check_length(state)
         real_BL = state.real_BL if state.padded else None
         return self.to_frame(self._body(state.tokens_BL, real_BL, state.positions_BL), state)
+
+    @torch.no_grad()
+    def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
+        """See `Base.hidden_again`; the memory is (keys and values, states before the frame)."""
+        self.check_length(state)
+        keys, old_BLD = (Memory(), None) if memory is None else memory
+        keys.plan(stale_BL)
+        real_BL = state.real_BL if state.padded else None
+        new_BND = self.model(state.tokens_BL, real_BL, state.positions_BL, keys)
+        states_BLD = new_BND if old_BLD is None else keys.merge(old_BLD, new_BND)
+        return self.to_frame(states_BLD, state), (keys, states_BLD)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
         """See `Base.to_frame`."""

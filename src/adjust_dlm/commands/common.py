@@ -35,6 +35,10 @@ class DecodeFlags:
         order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
         schedule: exact (K per pass) or reference (the model family's published step counts).
         suppress_eos: never commit an end token.
+        block_length: fill new tokens block by block of this length, from left to right; by default they are one block.
+        candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
+        cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
+            pass reuses any, and all are exact.
         chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
         seed: with a sample's row number the only source of randomness.
         num_samples: samples per prompt.
@@ -59,6 +63,9 @@ class DecodeFlags:
     order_on: str | None = None
     schedule: str = "exact"
     suppress_eos: bool = False
+    block_length: int | None = None
+    candidates: int = 0
+    cache_period: int | None = None
     chat: bool = True
     seed: int = 0
     num_samples: int = 1

@@ -14,10 +14,11 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import adjust
-from adjust_dlm.decoders.blocks import BlocksOptions, blocks
+from adjust_dlm.decoders.cache import with_prefix_cache
 from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
+from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
@@ -65,7 +66,7 @@ DECODERS: dict[str, Decoder] = {
     "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
     "origin": Decoder(origin, options=OriginOptions),
     "soft_order": Decoder(soft_order, options=SoftOrderOptions),
-    "blocks": Decoder(blocks, options=BlocksOptions),
+    "guided": Decoder(guided, options=GuidedOptions),
 }
 
 
@@ -180,7 +181,7 @@ def decode(
     if entry.needs_partner and partner is not None:
         partner.require_start(canvas)
         helpers.append(partner)
-    entry.run(base, *helpers, canvas, *own)
+    entry.run(with_prefix_cache(base, config.cache_period), *helpers, canvas, *own)
     return DecodeResult(
         tokens_BL=canvas.tokens_BL,
         order_BL=canvas.order_BL,

@@ -41,6 +41,7 @@ class Canvas(State):
         rows_B: global row ids; with the seed they fix every random number of a row.
         base_calls_B, sampler_calls_B, partner_calls_B: passes each row needed.
         quota_B: commits left in this round, per row.
+        block_B: the block that each row is in, 0-based.
     """
 
     def __init__(
@@ -79,13 +80,37 @@ class Canvas(State):
         self.partner_calls_B = self.commits_B.clone()
         self.quota_B = self.commits_B.clone()
         self._round = 0
+        self._column_L = torch.arange(shape[1], device=base.device)
+        self._candidate_BL: Tensor | None = None
         self.watch: Callable[[Canvas], None] | None = None
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
 
     @property
     def open_BL(self) -> Tensor:
-        """Positions that may be committed now."""
-        return self.masked_BL
+        """Positions that may be committed now: the masks of each row's block, and of its candidates."""
+        open_BL = self.masked_BL
+        if self.config.block_length is not None:
+            new = self.config.max_new_tokens
+            end_B = len(self._column_L) - new + (self.block_B + 1) * self.config.block_length
+            open_BL = open_BL & (self._column_L < end_B[:, None])
+        return open_BL if self._candidate_BL is None else open_BL & self._candidate_BL
+
+    @property
+    def block_B(self) -> Tensor:
+        """The block of each row's first mask; one block unless told."""
+        if self.config.block_length is None:
+            return torch.zeros_like(self.rows_B)
+        first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.config.max_new_tokens)
+        return first_B.clamp_min(0) // self.config.block_length
+
+    def narrow(self, score_BL: Tensor) -> None:
+        """After the first pick of a round: of the positions behind it only the best `candidates` stay open in it."""
+        count = self.config.candidates
+        if count == 0 or self._candidate_BL is not None:
+            return
+        best_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, : count + 1]
+        self._candidate_BL = torch.zeros_like(self.masked_BL).scatter_(1, best_BN, True)
+        self.quota_B = self.quota_B.clamp_max(count + 1)
 
     @property
     def open_B(self) -> Tensor:
@@ -105,7 +130,8 @@ class Canvas(State):
         """
         open_B = self.open_B
         self.base_calls_B += open_B
-        left_B = self.masked_BL.sum(-1)
+        self._candidate_BL = None
+        left_B = self.open_BL.sum(-1)
         self.quota_B = torch.minimum(self._scheduled() if wanted_B is None else wanted_B, left_B)
         self._round += 1
         return int(self.quota_B.max())
@@ -154,10 +180,17 @@ class Canvas(State):
         self.masked_BL &= ~filler_BL
 
     def _reference_schedules(self) -> Tensor:
-        """[B, steps] commits per round of the family's published loop."""
-        masked = self.masked_BL.sum(-1).tolist()
-        steps = -(-self.config.max_new_tokens // self.config.tokens_per_step)
-        return torch.tensor([self.base.reference_schedule(m, steps) for m in masked], device=self.base.device)
+        """[B, steps] commits per round of the family's published loop, block after block."""
+        new, width = self.config.max_new_tokens, self.config.tokens_per_step
+        length = self.config.block_length or new
+        parts, before, at = [], 0, len(self._column_L) - new
+        for first in range(0, new, length):
+            end = at + min(first + length, new)
+            steps = -(-min(length, new - first) // width)
+            masked = self.masked_BL[:, before:end].sum(-1).tolist()
+            parts.append(torch.tensor([self.base.reference_schedule(m, steps) for m in masked]))
+            before = end
+        return torch.cat(parts, 1).to(self.base.device)
 
     def uniforms(self, position: Tensor, row: Tensor, stream: int = 1) -> Tensor:
         """The uniforms of the next commit at (row index, position index): float64, shape of `position`."""
@@ -178,7 +211,7 @@ def _compiled_score_rows() -> Callable[..., Tensor]:
 def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
 
-    The head runs on masked rows only. Their logits are kept for the draw if they fit into one chunk; else it runs
+    The head runs on open positions only. Their logits are kept for the draw if they fit into one chunk; else it runs
     once more on the chosen ones.
 
     Raises:
@@ -187,6 +220,8 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     _refuse_nan(base, h_BLD[canvas.masked_BL])
     score_BL, kept_RV = _scores(base, h_BLD, canvas)
     count = max(count, 1)
+    if count == 1:
+        canvas.narrow(score_BL)
     position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     valid_BN = score_BL.gather(1, position_BN) > -torch.inf
     row_BN = torch.arange(len(score_BL), device=h_BLD.device)[:, None].expand_as(position_BN)
@@ -216,7 +251,7 @@ def _logits_of(
 def _scores(base: Base, h_BLD: Tensor, canvas: Canvas) -> tuple[Tensor, _Kept | None]:
     """Certainty of every open position, -inf elsewhere: [B, L]; and the logits behind it, if all are at hand."""
     rule = canvas.config.order or base.spec.order
-    row_R, position_R = (canvas.masked_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
+    row_R, position_R = (canvas.open_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
     score_BL = torch.full(canvas.tokens_BL.shape, -torch.inf, device=h_BLD.device)
     kept = None
     if rule == "left_to_right":

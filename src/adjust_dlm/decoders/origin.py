@@ -36,7 +36,13 @@ def origin(base: Base, canvas: Canvas, options: OriginOptions) -> None:
     t and s are neighbours on linspace(1, eps, steps + 1); the last step takes all that is left. The rule for the
     next position plays no part. A step that commits nothing is a pass all the same. Steps are ceil(new tokens /
     `tokens_per_step`), the release's own when they divide.
+
+    Raises:
+        InputError: blocks are asked for.
     """
+    require(
+        canvas.config.block_length is None, "origin commits at random over the whole canvas; leave block_length out"
+    )
     steps = -(-canvas.config.max_new_tokens // canvas.config.tokens_per_step)
     times = torch.linspace(1, options.eps, steps + 1)
     for step in range(steps):
@@ -45,7 +51,7 @@ def origin(base: Base, canvas: Canvas, options: OriginOptions) -> None:
         h_BLD = base.hidden(canvas)
         canvas.start_round()
         share = 1 - float(times[step + 1] / times[step]) if step < steps - 1 else 1.0
-        row_R, position_R = canvas.masked_BL.nonzero(as_tuple=True)
+        row_R, position_R = canvas.open_BL.nonzero(as_tuple=True)
         chosen_R = canvas.uniforms(position_R, row_R, _STEP + step) < share
         chosen_BL = torch.zeros_like(canvas.masked_BL)
         chosen_BL[row_R, position_R] = chosen_R

@@ -58,7 +58,7 @@ def fill_by_rule(base: Base, canvas: Canvas, score: Score, allowed: Allowed) -> 
     """Fills the canvas: pass after pass, the longest allowed prefix of each row's ranking; the first of it always."""
     while canvas.open:
         h_BLD = base.hidden(canvas)
-        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, plain_logits(base, h_BLD, canvas), score)
+        score_BL, token_BL = propose(base, canvas, canvas.open_BL, plain_logits(base, h_BLD, canvas), score)
         ranked_BN = score_BL.sort(dim=-1, descending=True).values
         prefix_BN = (allowed(ranked_BN) & (ranked_BN > -torch.inf)).cumprod(-1)
         canvas.start_round(prefix_BN.sum(-1).clamp_min(1))

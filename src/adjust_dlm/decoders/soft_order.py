@@ -52,5 +52,5 @@ def soft_order(base: Base, canvas: Canvas, options: SoftOrderOptions) -> None:
     while canvas.open:
         h_BLD = base.hidden(canvas)
         canvas.start_round()
-        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, plain_logits(base, h_BLD, canvas), certainty)
+        score_BL, token_BL = propose(base, canvas, canvas.open_BL, plain_logits(base, h_BLD, canvas), certainty)
         commit_best(canvas, score_BL, token_BL)

@@ -1,4 +1,4 @@
-"""LLaDA's `generate`: blocks, guidance and end token switches. Held to what the published code computes by tests."""
+"""LLaDA's `generate`: guidance and end token switches. Held to what the published code computes by tests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ EndSwitch = Literal["off", "faithful", "sane"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlocksOptions:
-    """Settings of `blocks`.
+class GuidedOptions:
+    """Settings of `guided`.
 
     Attributes:
-        block_length: new tokens of a block, left to right; None is one block.
         cfg_scale: w >= 0 of un + (w + 1)(cond - un); costs a second pass.
         logits_eos_inf: never draw the EOS token.
         confidence_eos_eot_inf: commit EOS and EOT last. "faithful" does what the release does, where at T > 0 EOS keeps
@@ -31,54 +30,39 @@ class BlocksOptions:
         eos_eot: ids of these two; None: the base's first two end ids (EOT is EOS where there is one only).
     """
 
-    block_length: int | None = None
     cfg_scale: float = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: EndSwitch = "off"
     eos_eot: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        length, scale, switch = self.block_length, self.cfg_scale, self.confidence_eos_eot_inf
-        whole = length is None or (is_number(length) and length >= 1 and length % 1 == 0)
-        require(whole, f"block_length is {length}; it must be at least 1")
+        scale, switch = self.cfg_scale, self.confidence_eos_eot_inf
         good = is_number(scale) and 0 <= scale < math.inf
         require(good, f"cfg_scale is {scale}; it must be a finite number >= 0")
         known = get_args(EndSwitch)
         require(switch in known, f"confidence_eos_eot_inf is {switch!r}; it must be one of {', '.join(known)}")
 
 
-def blocks(base: Base, canvas: Canvas, options: BlocksOptions) -> None:
-    """Fills the canvas block by block, the most confident positions of a block first.
+def guided(base: Base, canvas: Canvas, options: GuidedOptions) -> None:
+    """Fills the canvas, the most confident positions first; with `cfg_scale` a step is two passes, and two are booked.
 
-    Counts are the base's published ones for each row and block, confidence is that of the drawn token on logits
-    before temperature and filters, or a random number (order "random"). Masks inside the prompt belong to the first
-    block. With `cfg_scale` a step is two passes, and two are booked.
+    Confidence is that of the drawn token on logits before temperature and filters, or a random number (order
+    "random"). Blocks and their published step counts are settings of every decoder: `block_length`, `schedule`.
 
     Raises:
-        InputError: blocks do not divide the new tokens; another order rule; a switch for a base without end tokens.
+        InputError: another order rule; a switch for a base without end tokens.
     """
-    new, rule = canvas.config.max_new_tokens, canvas.config.order or base.spec.order
-    length = options.block_length or new
-    require(new % length == 0, f"block_length is {length}; it must divide the {new} new tokens")
-    require(rule in ("confidence", "random"), f"order is {rule!r}; blocks know confidence and random")
-    steps = -(-length // canvas.config.tokens_per_step)
-    score = _block_score(base, canvas, options)
-    first = canvas.tokens_BL.shape[1] - new + length
-    for end in range(first, first + new, length):
-        masked = canvas.masked_BL[:, :end].sum(-1).tolist()
-        count_SB = torch.tensor([base.reference_schedule(m, steps) for m in masked], device=base.device).T
-        for count_B in count_SB:
-            if not canvas.masked_BL[:, :end].any():
-                break
-            logits = _guided(base, canvas, options)
-            open_BL = canvas.masked_BL.clone()
-            open_BL[:, end:] = False
-            canvas.start_round(count_B.minimum(open_BL.sum(-1)))
-            commit_best(canvas, *propose(base, canvas, open_BL, logits, score))
+    rule = canvas.config.order or base.spec.order
+    require(rule in ("confidence", "random"), f"order is {rule!r}; guided knows confidence and random")
+    score = _score(base, canvas, options)
+    while canvas.open:
+        logits = _guided(base, canvas, options)
+        canvas.start_round()
+        commit_best(canvas, *propose(base, canvas, canvas.open_BL, logits, score))
 
 
-def _block_score(base: Base, canvas: Canvas, options: BlocksOptions) -> Score:
-    """Certainty of drawn tokens in `blocks`, end tokens held back as asked.
+def _score(base: Base, canvas: Canvas, options: GuidedOptions) -> Score:
+    """Certainty of drawn tokens, end tokens held back as asked.
 
     The release blanks EOS on the logits that the noise was added to, and EOT on the plain ones. Only the plain ones
     are read afterwards; at T=0 both are one tensor. Under the random order it does nothing.
@@ -98,7 +82,7 @@ def _block_score(base: Base, canvas: Canvas, options: BlocksOptions) -> Score:
     return score
 
 
-def _ends(base: Base, options: BlocksOptions) -> tuple[int, int]:
+def _ends(base: Base, options: GuidedOptions) -> tuple[int, int]:
     """(EOS, EOT)."""
     if options.eos_eot is not None:
         return options.eos_eot
@@ -107,7 +91,7 @@ def _ends(base: Base, options: BlocksOptions) -> tuple[int, int]:
     return ends[0], ends[:2][-1]
 
 
-def _guided(base: Base, canvas: Canvas, options: BlocksOptions) -> Logits:
+def _guided(base: Base, canvas: Canvas, options: GuidedOptions) -> Logits:
     """One pass, or two with guidance: un + (w + 1)(cond - un), un with the prompt masked."""
     cond, scale = plain_logits(base, base.hidden(canvas), canvas), options.cfg_scale
     un = None

@@ -1,0 +1,225 @@
+"""Blocks, candidates and the prefix cache, settings of every decoder: off they change nothing, on they do as told."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders import DECODERS, Canvas, decode
+from adjust_dlm.decoders.cache import PrefixCache
+from adjust_dlm.types import DecodeConfig, InputError, State
+from helpers import (
+    BOS,
+    FAMILIES,
+    MASK,
+    TableBase,
+    exact_base,
+    oracle,
+    row_of,
+    tiny_base,
+    tiny_sampler,
+    writer,
+)
+
+PLAIN = [name for name, entry in DECODERS.items() if not entry.needs_partner and name not in ("origin", "guided")]
+PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS]]
+NO_END = (23,)
+
+
+def run(base: Any, prompts: list[list[int]], config: DecodeConfig, decoder: str, **options: Any) -> Any:
+    sampler = tiny_sampler(base) if DECODERS[decoder].needs_sampler else None
+    return decode(base, prompts, config, decoder=decoder, sampler=sampler, **options)
+
+
+# Blocks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoder", PLAIN)
+@pytest.mark.parametrize("new", [1, 7, 12])
+def test_blocks_are_filled_from_left_to_right(decoder: str, new: int) -> None:
+    """Blocks of 5 of which the last is shorter; masks in a prompt belong to the first."""
+    base = tiny_base("dream", end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=new, tokens_per_step=3, block_length=5, seed=1)
+    result = run(base, PROMPTS, config, decoder)
+    for b in range(len(PROMPTS)):
+        _, order, _, _ = row_of(result, b)
+        edges = [0, *range(len(order) - new + 5, len(order), 5), len(order)]
+        blocks = [[n for n in order[i:j] if n >= 0] for i, j in itertools.pairwise(edges)]
+        assert all(max(left) < min(right) for left, right in itertools.pairwise(blocks))
+
+
+@pytest.mark.parametrize(("schedule", "rounds"), [("exact", [3, 2, 3, 2, 2]), ("reference", [3, 2, 3, 2, 2])])
+def test_a_round_ends_with_its_block(schedule: Any, rounds: list[int]) -> None:
+    base = writer([1] * 12, [float(9 + n % 7) for n in range(12)])
+    config = DecodeConfig(max_new_tokens=12, tokens_per_step=3, block_length=5, temperature=0, schedule=schedule)
+    fills: list[int] = []
+    canvas = Canvas(base, [[]], config)
+    canvas.watch = lambda c: fills.append(int((c.order_BL >= 0).sum()))
+    DECODERS["parallel"].run(base, canvas)
+    assert [b - a for a, b in itertools.pairwise([0, *fills])] == rounds
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 4])
+def test_with_true_conditionals_blocks_change_the_order_alone(length: int, tokens_per_step: int) -> None:
+    """ADJUST with the oracle equals joint decoding in the same blocks, token for token."""
+    base = exact_base(3, 5)
+    config = DecodeConfig(max_new_tokens=5, tokens_per_step=tokens_per_step, block_length=length, seed=3)
+    joint = decode(base, [[]] * 50, config, decoder="joint")
+    adjust = decode(base, [[]] * 50, config, decoder="adjust", sampler=oracle(base))
+    assert torch.equal(joint.tokens_BL, adjust.tokens_BL)
+    assert torch.equal(joint.order_BL, adjust.order_BL)
+    rounds = sum(-(-min(length, 5 - first) // tokens_per_step) for first in range(0, 5, length))
+    assert set(adjust.base_calls_B.tolist()) == {rounds}
+
+
+@pytest.mark.parametrize("new", [1, 10, 33])
+@pytest.mark.parametrize("prompt", [31, 32, 33])
+def test_alignment_never_adds_a_token(new: int, prompt: int) -> None:
+    base = TableBase(torch.randn(66, 6, generator=torch.Generator().manual_seed(0)))
+    config = DecodeConfig(max_new_tokens=new, tokens_per_step=4, block_length=32)
+    result = decode(base, [[1] * prompt], config, decoder="parallel")
+    assert result.tokens_BL.shape[1] == prompt + new and int((result.order_BL >= 0).sum()) == new
+    with pytest.raises(InputError, match="base 'table' takes at most 66"):
+        decode(base, [[1] * (67 - new)], config, decoder="parallel")
+
+
+def test_origin_has_no_blocks() -> None:
+    with pytest.raises(InputError, match="leave block_length out"):
+        decode(exact_base(), [[]], DecodeConfig(max_new_tokens=4, block_length=2), decoder="origin")
+
+
+@pytest.mark.parametrize("field", ["block_length", "cache_period"])
+def test_settings_are_checked(field: str) -> None:
+    with pytest.raises(InputError, match=f"{field} is 0"):
+        DecodeConfig(**{field: 0})
+    with pytest.raises(InputError, match="candidates is -1"):
+        DecodeConfig(candidates=-1)
+
+
+# Candidates ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("decoder", ["adjust", "adaptive"])
+def test_enough_candidates_are_all_positions(family: str, decoder: str) -> None:
+    base = tiny_base(family)
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, seed=2)
+    whole, same = (run(base, PROMPTS, config.but(candidates=m), decoder) for m in (0, 9))
+    assert torch.equal(whole.tokens_BL, same.tokens_BL) and torch.equal(whole.order_BL, same.order_BL)
+
+
+@pytest.mark.parametrize(("candidates", "rounds"), [(1, 5), (2, 3), (3, 3)])
+def test_a_round_stays_with_the_candidates_of_its_base_pass(candidates: int, rounds: int) -> None:
+    """g turns certainty around, so without candidates a round would go to the least certain positions."""
+    base = writer(list(range(1, 10)), [float(20 - 2 * n) for n in range(9)], words=10)
+
+    def turned(h_BLD: Tensor, state: State) -> Tensor:
+        return base._h_LD.flip(0).roll(0)[None] * torch.arange(9)[None, :, None] / 4
+
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0, candidates=candidates)
+    result = decode(base, [[]], config, decoder="adjust", sampler=turned)
+    count = min(4, candidates + 1)
+    first = {position for position, n in enumerate(result.order_BL[0].tolist()) if n < count}
+    assert first == set(range(count))
+    assert result.base_calls_B.tolist() == [rounds]
+    free = decode(base, [[]], config.but(candidates=0), decoder="adjust", sampler=turned)
+    assert {p for p, n in enumerate(free.order_BL[0].tolist()) if n < count} != first
+
+
+def test_only_candidates_pay_for_the_head() -> None:
+    base, rows = tiny_base("dream", end_ids=NO_END), []
+    logits = base.logits
+
+    def spy(h_RD: Tensor, **options: Any) -> Tensor:
+        rows.append(len(h_RD))
+        return logits(h_RD, **options)
+
+    base.logits = spy  # type: ignore[method-assign]
+    config = DecodeConfig(max_new_tokens=8, tokens_per_step=4, candidates=3)
+    run(base, [[BOS, 5]] * 2, config, "adjust")
+    assert rows == [16, 6, 4, 2, 8, 6, 4, 2]
+
+
+# The prefix cache ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("decoder", [*PLAIN, "guided"])
+def test_a_period_of_one_is_exact(family: str, decoder: str) -> None:
+    base = tiny_base(family)
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, block_length=4, seed=4, order="confidence")
+    options = {"cfg_scale": 0.5} if decoder == "guided" else {}
+    exact, cached = (run(base, PROMPTS, config.but(cache_period=p), decoder, **options) for p in (None, 1))
+    assert torch.equal(exact.tokens_BL, cached.tokens_BL) and torch.equal(exact.order_BL, cached.order_BL)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("decoder", ["joint", "adjust", "threshold"])
+@pytest.mark.parametrize("block_length", [None, 4])
+def test_a_cached_row_does_not_depend_on_its_batch(family: str, decoder: str, block_length: int | None) -> None:
+    """Rows enter their blocks at different passes, so columns that one reuses are computed for another."""
+    base = tiny_base(family)
+    config = DecodeConfig(max_new_tokens=11, tokens_per_step=2, block_length=block_length, cache_period=3, seed=7)
+    options = {"tau": 0.3} if decoder == "threshold" else {}
+    sampler = tiny_sampler(base)
+    together = decode(base, PROMPTS, config, decoder=decoder, sampler=sampler, **options)
+    for b, prompt in enumerate(PROMPTS):
+        alone = decode(base, [prompt], config, decoder=decoder, sampler=sampler, rows=[b], **options)
+        assert row_of(alone, 0) == row_of(together, b)
+
+
+def by_hand(base: TransformerBase, then: State, now: State, stop: int) -> Tensor:
+    """States of `now` whose first `stop` columns enter every layer as they did when `then` was looked at whole."""
+    body, rotary = base.model, base.model.rotary(now.positions_BL, torch.float32)
+    old_BLD, new_BLD = body.embed_tokens(then.tokens_BL), body.embed_tokens(now.tokens_BL)
+    for layer in body.layers:
+        mixed_BLD = torch.cat([old_BLD[:, :stop], new_BLD[:, stop:]], 1)
+        old_BLD, new_BLD = layer(old_BLD, None, rotary), layer(mixed_BLD, None, rotary)
+    mixed_BLD = torch.cat([old_BLD[:, :stop], new_BLD[:, stop:]], 1)
+    return base.to_frame(body.norm(mixed_BLD), now)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_reused_and_what_is_not(family: str) -> None:
+    """Against layers run by hand: the prefix as the last whole pass saw it, the rest as it is now."""
+    base = tiny_base(family, end_ids=NO_END)
+    canvas = Canvas(base, [[BOS, 5, 6, 7]], DecodeConfig(max_new_tokens=6))
+    cache, firsts = PrefixCache(base, 3), []
+    then = None
+    for n, position in enumerate((4, 6, 5, 8, 7, 9)):
+        now = State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL.clone(), padded=False)
+        h_BLD = cache(canvas)
+        firsts.append(cache._memory[0].first)
+        if n % 3 == 0:
+            then, stop = now, int(now.masked_BL[0].long().argmax()) - 1
+        with torch.no_grad():
+            expected_BLD = base.hidden(now) if n % 3 == 0 else by_hand(base, then, now, stop)
+        torch.testing.assert_close(h_BLD, expected_BLD, atol=1e-5, rtol=1e-4)
+        canvas.tokens_BL[0, position], canvas.masked_BL[0, position] = 10 + n, False
+    assert firsts == [0, 3, 3, 0, 6, 6]
+
+
+def test_a_row_that_enters_a_block_is_computed_whole() -> None:
+    base, firsts = tiny_base("llada", end_ids=NO_END), []
+    again = base.hidden_again
+
+    def spy(state: State, stale_BL: Tensor, memory: Any = None) -> Any:
+        out = again(state, stale_BL, memory)
+        firsts.append(out[1][0].first)
+        return out
+
+    base.hidden_again = spy  # type: ignore[method-assign]
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=1, block_length=3, cache_period=100)
+    decode(base, [[BOS, 5]], config, decoder="joint")
+    assert firsts == [0, 1, 1, 0, 4, 4, 0, 7, 7]
+
+
+def test_a_base_without_keys_and_values_says_so() -> None:
+    with pytest.raises(InputError, match="keeps no keys and values"):
+        decode(exact_base(), [[]], DecodeConfig(max_new_tokens=4, cache_period=2), decoder="joint")
