@@ -114,7 +114,8 @@ SAMPLERS = {family: tiny_sampler(base) for family, base in TINY.items()}
 @settings(max_examples=25)
 @given(
     family=st.sampled_from(sorted(TINY)), given_=prompts(MASK, MASK, [BOS]), config=configs,
-    decoder=st.sampled_from(CORE), cuts=st.lists(st.integers(0, 5), max_size=2), period=st.sampled_from([None, 1, 2, 9]),
+    decoder=st.sampled_from(CORE), cuts=st.lists(st.integers(0, 5), max_size=2),
+    period=st.sampled_from([None, 1, 2, 9]),
 )  # fmt: skip
 def test_any_decode_of_a_transformer(family, given_, config, decoder, cuts, period) -> None:
     config = config.but(cache_period=period)

@@ -10,23 +10,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.partner import load_partner
 from adjust_dlm.data.store import write_atomic
-from adjust_dlm.decoders import DECODERS, decode, read_variant
+from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
+from adjust_dlm.eval.generation import Generated, costs, from_all_ranks, generate_rows
 from adjust_dlm.eval.mauve import features, mauve
-from adjust_dlm.eval.nll import NllScore, cut_at_end, nll_gap_closed, score_nll
+from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
 
 log = logging.getLogger(__name__)
 Texts = list[list[int]]
+Cell = tuple[float, str, int]  # temperature, decoder or variant, K (0: a variant has none)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,32 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
     """Generates every cell once, scores it, writes `samples.jsonl` and `table.md`, returns the numbers."""
     require(find_spec("sklearn") is not None, "MAUVE needs scikit-learn: pip install 'adjust-dlm[eval]'")
     rank, world, _ = distributed.start()
+    base, helpers = open_all(config, base, sampler)
+    judge, _ = load_ar(config.judge, device=base.device, dtype=base.dtype)
+    require(
+        judge.config.vocab_size == base.spec.vocab_size,
+        f"judge {config.judge!r} has {judge.config.vocab_size} tokens, base {config.base!r} {base.spec.vocab_size}: "
+        "token ids would mean other words",
+    )
+    cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
+    made = {cell: _generate(base, helpers, config, cell) for cell in cells}
+    texts = {cell: [line.tokens for line in rows] for cell, rows in made.items()}
+    references = {
+        t: [line.tokens for line in _generate(base, helpers, config, (t, "joint", 1), first_row=config.n)]
+        for t in config.temperatures
+    }
+    lines = _score(config, base, judge, texts, references, cells[rank::world])
+    for line in lines:
+        line |= costs(made[_cell(line)])
+    out = {"config": asdict(config), "cells": sorted(from_all_ranks(lines), key=lambda c: cells.index(_cell(c)))}
+    if rank == 0:
+        _write(Path(config.output), render(out), base, texts)
+    distributed.barrier()
+    return out
+
+
+def open_all(config: TableConfig, base: Base | None, sampler: Sampler | None) -> tuple[Base, dict[str, Any]]:
+    """The base, and the sampler and partner that the decoders want."""
     base = base or load_base(config.base, device=config.device)
     if config.compile:
         base.compile()
@@ -96,30 +122,10 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
         named = config.sampler or default_sampler(config.base)
         require(named is not None, f"no sampler ships for base {config.base!r}; name one")
         sampler = from_pretrained(str(named), base)
-    judge, _ = load_ar(config.judge, device=base.device, dtype=base.dtype)
-    require(
-        judge.config.vocab_size == base.spec.vocab_size,
-        f"judge {config.judge!r} has {judge.config.vocab_size} tokens, base {config.base!r} {base.spec.vocab_size}: "
-        "token ids would mean other words",
-    )
     helpers: dict[str, Any] = {"sampler": sampler}
     if any(DECODERS[read_variant(variant).name].needs_partner for variant in config.variants):
         helpers["partner"] = load_partner(base, config.partner)
-    cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
-    made = {cell: _generate(base, helpers, config, *cell) for cell in cells}
-    texts = {cell: [text for text, _ in rows] for cell, rows in made.items()}
-    references = {
-        t: [text for text, _ in _generate(base, helpers, config, t, "joint", 1, first_row=config.n)]
-        for t in config.temperatures
-    }
-    lines = _score(config, base, judge, texts, references, cells[rank::world])
-    for line in lines:
-        line |= _passes([passes for _, passes in made[_cell(line)]])
-    out = {"config": asdict(config), "cells": sorted(_from_all_ranks(lines), key=lambda c: cells.index(_cell(c)))}
-    if rank == 0:
-        _write(Path(config.output), render(out), base, texts)
-    distributed.barrier()
-    return out
+    return base, helpers
 
 
 def _methods(config: TableConfig) -> list[tuple[str, int]]:
@@ -128,57 +134,21 @@ def _methods(config: TableConfig) -> list[tuple[str, int]]:
     return [("joint", 1), *fixed, *[(variant, 0) for variant in config.variants]]
 
 
-Passes = tuple[int, int, int, int]  # tokens, base passes, sampler passes, partner passes of one text
-
-
-def _passes(rows: list[Passes]) -> dict[str, float]:
-    """Mean passes of each kind a text, and tokens committed per base pass over all texts."""
-    tokens, *calls = (sum(column) for column in zip(*rows, strict=True))
-    means = {
-        name: n / len(rows) for name, n in zip(("base_calls", "sampler_calls", "partner_calls"), calls, strict=True)
-    }
-    return means | {"tokens_per_pass": tokens / max(calls[0], 1)}
-
-
 def _generate(
-    base: Base,
-    helpers: dict[str, Any],
-    config: TableConfig,
-    temperature: float,
-    decoder: str,
-    k: int,
-    first_row: int = 0,
-) -> list[tuple[list[int], Passes]]:
-    """n unconditional texts, each up to its end token, with their passes; split over ranks by row."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    variant = read_variant(decoder)
+    base: Base, helpers: dict[str, Any], config: TableConfig, cell: Cell, first_row: int = 0
+) -> list[Generated]:
+    """n unconditional texts of a cell, each up to its end token."""
+    temperature, decoder, k = cell
     settings = DecodeConfig(
         tokens_per_step=max(k, 1), max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
         seed=config.seed, suppress_eos=config.suppress_eos,
-    ).but(**variant.settings)  # fmt: skip
+    )  # fmt: skip
     prompt = [] if base.spec.bos_id is None else [base.spec.bos_id]
-    mine = range(first_row + rank, first_row + config.n, world)
-    texts: dict[int, tuple[list[int], Passes]] = {}
-    for at in range(0, len(mine), config.batch_size):
-        rows = list(mine[at : at + config.batch_size])
-        result = decode(
-            base, [prompt] * len(rows), settings, decoder=variant.name, rows=rows, **helpers, **variant.options
-        )
-        new = [cut_at_end(ids, base.spec.end_ids) for ids in result.tokens_BL[:, len(prompt) :].tolist()]
-        counts = [(result.order_BL >= 0).sum(-1), result.base_calls_B, result.sampler_calls_B, result.partner_calls_B]
-        passes = zip(*(count.tolist() for count in counts), strict=True)
-        texts |= dict(zip(rows, zip(new, passes, strict=True), strict=True))
-    log.info("T=%s %s K=%d: %d texts", temperature, decoder, k, len(texts))
-    return [text for _, text in sorted(_from_all_ranks(list(texts.items())))]
-
-
-def _from_all_ranks(items: list[Any]) -> list[Any]:
-    """The items of every rank, on every rank."""
-    if not dist.is_initialized():
-        return items
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
+    rows = generate_rows(
+        base, helpers, decoder, [prompt] * config.n, settings, first_row=first_row, batch_size=config.batch_size
+    )
+    log.info("T=%s %s K=%d: %d texts", *cell, len(rows))
+    return rows
 
 
 def _score(
@@ -223,7 +193,7 @@ def _features(judge: Any, rows: Texts) -> Any:
     return features(judge, [ids for ids in rows if ids], 64, pooling="mean")
 
 
-def _cell(line: dict[str, Any]) -> tuple[float, str, int]:
+def _cell(line: dict[str, Any]) -> Cell:
     return line["temperature"], line["decoder"], line["tokens_per_step"]
 
 

@@ -1,0 +1,93 @@
+"""Texts of many rows with what they cost: generated once, scored by anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders import decode, read_variant
+from adjust_dlm.eval.nll import cut_at_end
+from adjust_dlm.types import DecodeConfig
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One row of a decode.
+
+    Attributes:
+        row: its row id.
+        tokens: new tokens before the first end token: what is text, and what counts as throughput.
+        base_calls, sampler_calls, partner_calls: passes it needed.
+        seconds: its share of the wall time of its batch.
+    """
+
+    row: int
+    tokens: list[int]
+    base_calls: int
+    sampler_calls: int
+    partner_calls: int
+    seconds: float
+
+
+def generate_rows(
+    base: Base,
+    helpers: dict[str, Any],
+    variant: str,
+    prompts: Sequence[list[int]],
+    settings: DecodeConfig,
+    *,
+    first_row: int = 0,
+    batch_size: int = 256,
+) -> list[Generated]:
+    """Decodes every prompt with one variant of a decoder; under torch.distributed ranks share the rows.
+
+    Args:
+        base: the frozen model.
+        helpers: `sampler` and `partner` for decoders that want them.
+        variant: see `read_variant`; its settings go over `settings`.
+        prompts: ids; prompt n is row first_row + n.
+        settings: what all variants share.
+        first_row: id of the first row.
+        batch_size: rows decoded at once on a rank.
+
+    Returns:
+        All rows in order, on every rank.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    name, changes, options = read_variant(variant)
+    config = settings.but(**changes)
+    mine = range(rank, len(prompts), world)
+    made = []
+    for at in range(0, len(mine), batch_size):
+        batch = mine[at : at + batch_size]
+        rows = [first_row + n for n in batch]
+        result = decode(base, [prompts[n] for n in batch], config, decoder=name, rows=rows, **helpers, **options)
+        tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()
+        calls = torch.stack([result.base_calls_B, result.sampler_calls_B, result.partner_calls_B], 1).tolist()
+        share = result.seconds / len(rows)
+        for row, ids, (f, g, ar) in zip(rows, tokens, calls, strict=True):
+            made.append(Generated(row, cut_at_end(ids, base.spec.end_ids), f, g, ar, share))
+    return sorted(from_all_ranks(made), key=lambda line: line.row)
+
+
+def costs(rows: Sequence[Generated]) -> dict[str, float]:
+    """Mean passes of each kind and seconds a row, and tokens per base pass and per second over all rows."""
+    tokens = sum(len(line.tokens) for line in rows)
+    names = ("base_calls", "sampler_calls", "partner_calls", "seconds")
+    total = {name: sum(getattr(line, name) for line in rows) for name in names}
+    speed = {"tokens_per_pass": tokens / max(total["base_calls"], 1), "tokens_per_second": tokens / total["seconds"]}
+    return {name: value / len(rows) for name, value in total.items()} | speed
+
+
+def from_all_ranks(items: list[Any]) -> list[Any]:
+    """The items of every rank, on every rank."""
+    if not dist.is_initialized():
+        return items
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
