@@ -46,13 +46,13 @@ class ApdOptions:
 def apd(base: Base, partner: Partner, canvas: Canvas, options: ApdOptions) -> None:
     """Fills the canvas; a pass commits the longest prefix of the draft x that the target would have drawn too.
 
-    x_i ~ p_D(. | committed), y_i ~ p_T proportional to p_D^R p_AR(. | x_<i)^(1-R), both by Gumbel-max over the same
-    noise (Algorithm 1); both models are tempered and filtered first. The first draft always stands and asks no partner.
+    x_i ~ p_D(. | committed), y_i ~ p_T proportional to p_D^R p_AR(. | x_<i)^(1-R), both Gumbel-max over the same noise
+    (Algorithm 1); both models are tempered and filtered first. The first of a draft always stands and asks no partner.
 
-    The law: a later token a stands with probability m(a) = 1 / sum_b max(p_D(b) / p_D(a), p_T(b) / p_T(a)). With
-    `correct` the token at a mismatch is y_i, so every token but the first of a round has the law p_T exactly. Without,
-    that position is drawn anew from p_D(. | committed), of all mass that m leaves. Either way noise that a mismatch was
-    conditioned on must not come back: it is keyed by the number of commits, which every round raises.
+    Law: behind the first, token a stands with chance m(a) = 1 / sum_b max(p_D(b) / p_D(a), p_T(b) / p_T(a)). With
+    `correct` a mismatch commits y_i, so the law there is p_T exactly. Without, the next round draws that position from
+    its own p_D, so the law is m + (1 - sum m) p_D(. | committed). This holds because noise is keyed by the row's number
+    of commits: what a mismatch was conditioned on never comes back.
 
     Raises:
         FloatingPointError: a model gave NaN.
