@@ -13,12 +13,14 @@ from torch import Tensor
 
 from adjust_dlm.types import DecodeConfig, OrderRule
 
-# Streams of the counter-based generator: a draw and an order never share a number.
-DRAW, ORDER = 1, 2
+# Streams of the counter-based generator: a draw, an order and Gumbel noise never share a number.
+NOISE, DRAW, ORDER = 0, 1, 2
 
 
-def uniform(seed: int, row: Tensor, commit: Tensor, position: Tensor, stream: int = DRAW) -> Tensor:
-    """One uniform in [0, 1) for every (seed, row, commit, position): stateless and device independent.
+def uniform(
+    seed: int, row: Tensor, commit: Tensor, position: Tensor, stream: int = DRAW, token: Tensor | None = None
+) -> Tensor:
+    """One uniform in [0, 1) for every (seed, row, commit, position[, token]): stateless and device independent.
 
     A 64-bit counter hash (the splitmix64 finaliser, applied after each key is added), so batch size,
     neighbours, ranks and devices cannot change a number, and nothing has to be stored.
@@ -28,16 +30,26 @@ def uniform(seed: int, row: Tensor, commit: Tensor, position: Tensor, stream: in
         row: int64 row ids.
         commit: int64 commit numbers, broadcastable to `row`.
         position: int64 positions counted from the first real token, broadcastable to `row`.
-        stream: `DRAW` or `ORDER`.
+        stream: `NOISE`, `DRAW` or `ORDER`.
+        token: int64 vocabulary ids, where each has a number of its own; broadcastable to `row`.
 
     Returns:
         float64 tensor of the broadcast shape: multiples of 2**-32.
     """
     start = (seed + stream * 0x632BE59BD9B4E019 + 2**63) % 2**64 - 2**63  # wrapped here: not every torch wraps it
     state = _mix(torch.tensor(start, device=row.device))
-    for key in (row, commit, position):
+    for key in (row, commit, position) if token is None else (row, commit, position, token):
         state = _mix(state ^ (key * -0x61C8864680B583EB))
     return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
+
+
+def gumbel(u: Tensor) -> Tensor:
+    """fp32 Gumbel noise -log(-log u) of uniforms that are multiples of 2**-32, each taken at the middle of its cell.
+
+    argmax(log p + noise) is a draw from p (paper of `apd`, eq. 9): for close p and q the same noise mostly gives the
+    same token.
+    """
+    return -(-(u + 2.0**-33).log()).log().float()
 
 
 def _mix(x: Tensor) -> Tensor:

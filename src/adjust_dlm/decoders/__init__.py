@@ -14,6 +14,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import adjust
+from adjust_dlm.decoders.apd import ApdOptions, apd
 from adjust_dlm.decoders.cache import with_prefix_cache
 from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
@@ -67,6 +68,7 @@ DECODERS: dict[str, Decoder] = {
     "origin": Decoder(origin, options=OriginOptions),
     "soft_order": Decoder(soft_order, options=SoftOrderOptions),
     "guided": Decoder(guided, options=GuidedOptions),
+    "apd": Decoder(apd, needs_partner=True, options=ApdOptions),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.sampling import ORDER, draw, process, score_rows, uniform
+from adjust_dlm.sampling import NOISE, ORDER, draw, gumbel, process, score_rows, uniform
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, State, require
 
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
@@ -194,8 +194,15 @@ class Canvas(State):
 
     def uniforms(self, position: Tensor, row: Tensor, stream: int = 1) -> Tensor:
         """The uniforms of the next commit at (row index, position index): float64, shape of `position`."""
+        return uniform(*self._keys(position, row), stream)
+
+    def gumbels(self, position_R: Tensor, row_R: Tensor, token_V: Tensor) -> Tensor:
+        """Gumbel noise of the next commit for every token: fp32 [R, V]; fresh after each commit of the row."""
+        return gumbel(uniform(*self._keys(position_R[:, None], row_R[:, None]), NOISE, token_V))
+
+    def _keys(self, position: Tensor, row: Tensor) -> tuple[int, Tensor, Tensor, Tensor]:
         start_B = self.real_BL.long().argmax(-1)
-        return uniform(self.config.seed, self.rows_B[row], self.commits_B[row], position - start_B[row], stream)
+        return self.config.seed, self.rows_B[row], self.commits_B[row], position - start_B[row]
 
 
 def rows_at_once(base: Base) -> int:

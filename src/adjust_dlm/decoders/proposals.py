@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.canvas import Canvas, Picks, rows_at_once
 from adjust_dlm.sampling import confidence, draw, process
 
@@ -16,9 +17,9 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (logits [R, V], to
 Allowed = Callable[[Tensor], Tensor]  # scores [B, N], falling, -inf behind the last -> which ranks may go [B, N]
 
 
-def plain_logits(base: Base, h_BLD: Tensor, canvas: Canvas) -> Logits:
-    """The base's own logits of states."""
-    return lambda row_R, position_R: base.logits(h_BLD[row_R, position_R], suppress_eos=canvas.config.suppress_eos)
+def plain_logits(model: Base | Partner, h_BLD: Tensor, canvas: Canvas) -> Logits:
+    """A model's own logits of states."""
+    return lambda row_R, position_R: model.logits(h_BLD[row_R, position_R], suppress_eos=canvas.config.suppress_eos)
 
 
 def propose(base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: Score) -> tuple[Tensor, Tensor]:
