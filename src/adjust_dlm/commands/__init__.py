@@ -45,6 +45,10 @@ COMMANDS: dict[str, Command] = {
         "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
     ),
     "eval": Command("NLL and MAUVE of every decoder and K.", "adjust_dlm.eval.table", "TableConfig", "make_table"),
+    "frontier": Command(
+        "Quality of every decoder against passes and time: one plot, one CSV.",
+        "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
+    ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),

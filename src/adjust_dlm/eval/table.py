@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
-from adjust_dlm.bases.partner import load_partner
+from adjust_dlm.bases.partner import Partner, load_partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
@@ -85,11 +86,13 @@ class TableConfig:
             read_variant(variant)
 
 
-def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
+def make_table(
+    config: TableConfig, base: Base | None = None, sampler: Sampler | None = None, partner: Partner | None = None
+) -> dict[str, Any]:
     """Generates every cell once, scores it, writes `samples.jsonl` and `table.md`, returns the numbers."""
     require(find_spec("sklearn") is not None, "MAUVE needs scikit-learn: pip install 'adjust-dlm[eval]'")
     rank, world, _ = distributed.start()
-    base, helpers = open_all(config, base, sampler)
+    base, helpers = open_all(config, base, sampler, partner)
     judge, _ = load_ar(config.judge, device=base.device, dtype=base.dtype)
     require(
         judge.config.vocab_size == base.spec.vocab_size,
@@ -113,8 +116,15 @@ def make_table(config: TableConfig, base: Base | None = None, sampler: Sampler |
     return out
 
 
-def open_all(config: TableConfig, base: Base | None, sampler: Sampler | None) -> tuple[Base, dict[str, Any]]:
-    """The base, and the sampler and partner that the decoders want."""
+def open_all(
+    config: TableConfig,
+    base: Base | None = None,
+    sampler: Sampler | None = None,
+    partner: Partner | None = None,
+    *,
+    also: Sequence[str] = (),
+) -> tuple[Base, dict[str, Any]]:
+    """The base, and the sampler and partner that the variants, and those in `also`, want."""
     base = base or load_base(config.base, device=config.device)
     if config.compile:
         base.compile()
@@ -123,8 +133,8 @@ def open_all(config: TableConfig, base: Base | None, sampler: Sampler | None) ->
         require(named is not None, f"no sampler ships for base {config.base!r}; name one")
         sampler = from_pretrained(str(named), base)
     helpers: dict[str, Any] = {"sampler": sampler}
-    if any(DECODERS[read_variant(variant).name].needs_partner for variant in config.variants):
-        helpers["partner"] = load_partner(base, config.partner)
+    if any(DECODERS[read_variant(variant).name].needs_partner for variant in (*config.variants, *also)):
+        helpers["partner"] = partner or load_partner(base, config.partner)
     return base, helpers
 
 

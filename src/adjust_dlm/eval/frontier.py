@@ -1,0 +1,279 @@
+"""The frontier: quality of every decoder against tokens per base pass and wall time, as one CSV and one plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adjust_dlm.bases import Base
+from adjust_dlm.data.store import write_atomic
+from adjust_dlm.decoders import DECODERS, read_variant
+from adjust_dlm.eval.generation import costs, generate_rows
+from adjust_dlm.eval.lists import held_out_tasks, score_lists
+from adjust_dlm.eval.table import TableConfig, make_table, open_all
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.train import distributed
+from adjust_dlm.types import DecodeConfig, require
+
+log = logging.getLogger(__name__)
+
+
+def _sweep(form: str, setting: str, *values: float) -> list[str]:
+    """`adjust:`, tokens_per_step, 2, 4 -> one variant for each value."""
+    return [f"{form}{'' if form.endswith(':') else ','}{setting}={value}" for value in values]
+
+
+TEXT = (
+    *_sweep("parallel:", "tokens_per_step", 2, 3, 4, 6, 8),
+    *_sweep("parallel:order=margin", "tokens_per_step", 2, 4, 8),
+    *_sweep("adjust:", "tokens_per_step", 2, 3, 4, 6, 8),
+    *_sweep("adaptive:", "gamma", 2, 4, 8, 12, 20),
+    *_sweep("threshold:", "tau", 0.9, 0.6, 0.4, 0.2, 0.1),
+    *_sweep("factor:", "f", 1, 2, 4, 8, 16),
+    *_sweep("entropy_bound:", "gamma", 0.1, 1, 4, 8, 16),
+    *_sweep("klass:", "tau", 0.9, 0.6, 0.3),
+    *_sweep("edlm:", "tokens_per_step", 2, 4, 8),
+    *_sweep("apd:", "mixture", 0.3, 0.5, 0.7, 0.9),
+    *_sweep("dcd:", "tokens_per_step", 4, 8),
+)
+LISTS = (
+    *_sweep("parallel:", "tokens_per_step", 2, 4, 8),
+    *_sweep("adjust:", "tokens_per_step", 2, 4, 8),
+    *_sweep("adaptive:", "gamma", 0.01, 0.1, 0.5, 1, 2),
+    *_sweep("threshold:", "tau", 0.99, 0.95, 0.9, 0.8, 0.6),
+    *_sweep("factor:", "f", 0.1, 0.5, 1, 2),
+    *_sweep("entropy_bound:", "gamma", 0.01, 0.1, 0.5, 1),
+    *_sweep("apd:", "mixture", 0.5, 0.8),
+)
+FORM = ("order", "block_length", "cache_period", "candidates", "restart", "rule", "correct", "mode", "most")
+COLUMNS = (
+    "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "base_calls",
+    "sampler_calls", "partner_calls", "nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "repeated", "accuracy",
+    "accuracy_ci95",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierConfig(TableConfig):
+    """Settings of `adjust frontier`.
+
+    Attributes:
+        tokens_per_step: K of plain parallel and ADJUST rows beside the variants.
+        variants: decoders with settings for text (see `adjust eval`).
+        list_variants: the same for list tasks, at T = 0.
+        list_n: list tasks; 0 leaves them out.
+        list_max_new_tokens: canvas of an answer.
+        list_block_length: blocks of an answer, for all decoders; 0 is one block.
+        plot: draw frontier.png (needs matplotlib).
+    """
+
+    output: str = "runs/frontier"
+    tokens_per_step: tuple[int, ...] = ()
+    variants: tuple[str, ...] = TEXT
+    list_variants: tuple[str, ...] = LISTS
+    list_n: int = 400
+    list_max_new_tokens: int = 64
+    list_block_length: int = 0
+    plot: bool = True
+
+    def __post_init__(self) -> None:
+        """As for the table, and the variants of lists."""
+        super().__post_init__()
+        for variant in self.list_variants:
+            read_variant(variant)
+        require(self.list_n >= 0, f"list_n is {self.list_n}; it must be >= 0 (0 leaves the lists out)")
+        require(not self.plot or find_spec("matplotlib") is not None, "the plot needs matplotlib: use --no-plot, or "
+                "pip install 'adjust-dlm[eval]'")  # fmt: skip
+
+
+def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sampler | None = None) -> Row:
+    """Every decoder's cost and quality; writes `frontier.csv`, `.md` and `.png`.
+
+    Returns:
+        `rows` (one per task and variant) and `best` (see `compare`).
+    """
+    rank, _, _ = distributed.start()
+    base, helpers = open_all(config, base, sampler, also=config.list_variants)
+    cells = make_table(config, base, **helpers)["cells"]
+    rows = [_row(f"text T={cell['temperature']:g}", cell) for cell in cells]
+    if config.list_n:
+        rows += _lists(config, base, helpers)
+    _add_speedup(rows)
+    best = compare(rows)
+    if rank == 0:
+        folder = Path(config.output)
+        write_atomic(folder / "frontier.csv", to_csv(rows).encode())
+        write_atomic(folder / "frontier.md", markdown(rows, best).encode())
+        if config.plot:
+            draw(rows, folder / "frontier.png")
+    distributed.barrier()
+    return {"rows": rows, "best": best}
+
+
+def label_of(variant: str) -> str:
+    """The curve that a variant lies on: its decoder, and the settings that make another form of it."""
+    name, settings, options = read_variant(variant)
+    form = [f"{key}={value}" for key, value in (settings | options).items() if key in FORM]
+    return " ".join([name, *form])
+
+
+def kind_of(variant: str) -> str:
+    """`joint`, `sampler` (uses g), `partner` (asks an autoregressive model), or `free` (the base alone)."""
+    name = read_variant(variant).name
+    entry = DECODERS[name]
+    return (
+        name if name == "joint" else "sampler" if entry.needs_sampler else "partner" if entry.needs_partner else "free"
+    )
+
+
+def _row(task: str, facts: Row) -> Row:
+    variant = facts["decoder"]
+    if facts.get("tokens_per_step", 0) > 1:
+        variant = f"{variant}:tokens_per_step={facts['tokens_per_step']}"
+    about = {"task": task, "variant": variant, "label": label_of(variant), "kind": kind_of(variant)}
+    return {column: (about | facts).get(column) for column in COLUMNS}
+
+
+def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
+    """Accuracy of joint decoding and every variant at T = 0."""
+    require(base.tokenizer is not None, f"base {base.spec.name!r} has no tokenizer; leave the lists out (list_n 0)")
+    tasks = held_out_tasks(config.list_n, config.seed)
+    prompts = [base.encode(task.prompt, chat=True) for task in tasks]
+    settings = DecodeConfig(
+        max_new_tokens=config.list_max_new_tokens, temperature=0.0, seed=config.seed,
+        block_length=config.list_block_length or None,
+    )  # fmt: skip
+    rows = []
+    for variant in ("joint", *config.list_variants):
+        made = generate_rows(base, helpers, variant, prompts, settings, batch_size=config.batch_size)
+        score = score_lists(tasks, [base.decode(line.tokens) for line in made])
+        facts = {"decoder": variant, "n": score.n, "accuracy": score.accuracy, "accuracy_ci95": score.ci95}
+        rows.append(_row("lists T=0", facts | costs(made)))
+        log.info("lists %s: %.1f %% right, %s", variant, 100 * score.accuracy, score.by_kind)
+    return rows
+
+
+def _add_speedup(rows: Iterable[Row]) -> None:
+    """Tokens per second over those of joint decoding on the same task."""
+    rows = list(rows)
+    slow = {row["task"]: row["tokens_per_second"] for row in rows if row["kind"] == "joint"}
+    for row in rows:
+        row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
+
+
+class Measure(NamedTuple):
+    """A column of quality, and its sign: +1 where more is better."""
+
+    column: str
+    sign: int
+
+
+MEASURES = (Measure("nll", -1), Measure("mauve", 1), Measure("accuracy", 1))
+GRID = (2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+
+
+def value_at(rows: Sequence[Row], column: str, x: float) -> float | None:
+    """Linear interpolation of a curve over tokens per pass; None outside of what was measured."""
+    points = sorted((row["tokens_per_pass"], row[column]) for row in rows)
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x0 <= x <= x1:
+            return float(y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+    return None
+
+
+def compare(rows: Sequence[Row], grid: Sequence[float] = GRID) -> list[Row]:
+    """At each number of tokens per pass the best curve with g, and the best without training, task by task.
+
+    Joint decoding (one token a pass) is the start of every curve.
+    """
+    out = []
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    for task, (column, sign) in ((task, measure) for task in tasks for measure in MEASURES):
+        mine = [row for row in rows if row["task"] == task and row[column] is not None]
+        joint = [row for row in mine if row["kind"] == "joint"]
+        labels = dict.fromkeys((row["label"], row["kind"]) for row in mine if row["kind"] != "joint")
+        for x in grid:
+            line: Row = {"task": task, "measure": column, "tokens_per_pass": x}
+            for kind in ("sampler", "free", "partner"):
+                curves = {name: [r for r in mine if r["label"] == name] for name, k in labels if k == kind}
+                values = {name: value_at([*joint, *curve], column, x) for name, curve in curves.items()}
+                found = {name: value for name, value in values.items() if value is not None}
+                name = max(found, key=lambda name: sign * found[name], default=None)
+                line |= {kind: name, f"{kind}_value": None if name is None else found[name]}
+            if line["sampler"] or line["free"]:
+                out.append(line)
+    return out
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line per task and variant."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    return out.getvalue()
+
+
+def markdown(rows: Sequence[Row], best: Sequence[Row]) -> str:
+    """All rows by task, and the best of each kind."""
+
+    def cell(row: Row, column: str) -> str:
+        value, half = row[column], row.get(f"{column}_ci95")
+        return "" if value is None else f"{value:.3f}" + ("" if half is None else f" +- {half:.3f}")
+
+    names = ("tokens/pass", "speed-up", "g passes", "AR passes", "NLL", "MAUVE", "distinct-2", "accuracy")
+    columns = ("tokens_per_pass", "speedup", "sampler_calls", "partner_calls", "nll", "mauve", "distinct_2", "accuracy")
+    head = ["task", "decoder", "n", *names]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        cells = [row["task"], f"`{row['variant']}`", str(row["n"]), *(cell(row, column) for column in columns)]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| task | measure | tokens/pass | best with g | best without training | best with an AR model |"]
+    lines += ["|" + "---|" * 6]
+    for line in best:
+        ends = [f"{line[k]}: {line[f'{k}_value']:.3f}" if line[k] else "" for k in ("sampler", "free", "partner")]
+        head = [line["task"], line["measure"], f"{line['tokens_per_pass']:g}", *ends]
+        lines.append("| " + " | ".join(head) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Each task and measure against tokens per pass (left) and against speed-up over joint decoding (right)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    panels = [(t, m) for t in tasks for m in MEASURES if any(r["task"] == t and r[m.column] is not None for r in rows)]
+    labels = sorted({row["label"] for row in rows})
+    colours = dict(zip(labels, plt.get_cmap("tab20").colors * 3, strict=False))  # type: ignore[attr-defined]
+    figure, axes = plt.subplots(len(panels), 2, figsize=(13, 4 * len(panels)), squeeze=False)
+    for (task, (column, _)), pair in zip(panels, axes, strict=True):
+        for axis, x in zip(pair, ("tokens_per_pass", "speedup"), strict=True):
+            for label in labels:
+                curve = [r for r in rows if r["task"] == task and r["label"] == label and r[column] is not None]
+                curve.sort(key=lambda row: row[x])
+                if curve:
+                    style = {"sampler": "o-", "free": "s--", "partner": "^:", "joint": "k*"}[curve[0]["kind"]]
+                    colour = {} if label == "joint" else {"color": colours[label]}
+                    bars = [row[f"{column}_ci95"] or 0 for row in curve]
+                    axis.errorbar(
+                        [r[x] for r in curve], [r[column] for r in curve], bars, fmt=style, label=label, ms=4, lw=1,
+                        elinewidth=0.6, **colour,
+                    )  # fmt: skip
+            axis.set(title=task, xlabel=x.replace("_", " "), ylabel=column, xscale="log")
+            axis.grid(alpha=0.3, which="both")
+        pair[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

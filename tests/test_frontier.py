@@ -1,0 +1,159 @@
+"""The frontier: its numbers against their own texts, its curves by hand, and list answers judged one by one."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.bases.partner import CausalPartner
+from adjust_dlm.data.lists import KINDS, ListTask, write_list
+from adjust_dlm.decoders import decode
+from adjust_dlm.eval import frontier, table
+from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
+from adjust_dlm.eval.generation import generate_rows
+from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import DecodeConfig, InputError
+from helpers import tiny_config
+from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_tokenizer
+
+# Lists ---------------------------------------------------------------------------------------------------------
+
+PEOPLE = ["Ada Long", "Ben Ray", "Cleo Park"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "right"),
+    [
+        ("copy", '["Ada Long", "Ben Ray", "Cleo Park"]', True),
+        ("copy", ' ["Ada Long", "Ben Ray", "Cleo Park"]\n', True),
+        ("copy", '["Ada Long", "Cleo Park", "Ben Ray"]', False),
+        ("copy", '["Ada Long","Ben Ray","Cleo Park"]', False),
+        ("copy", "", False),
+        ("shuffle", '["Cleo Park", "Ada Long", "Ben Ray"]', True),
+        ("shuffle", '["Ada Long", "Ben Ray", "Cleo Park"]', False),  # the given order
+        ("shuffle", '["Cleo Park", "Ada Long"]', False),
+        ("shuffle", '["Cleo Park", "Ada Long", "Ada Long", "Ben Ray"]', False),
+        ("shuffle", '["Cleo Park", "Ada Long", 3]', False),
+        ("shuffle", '{"Cleo Park": 1}', False),
+        ("shuffle", "Cleo Park, Ada Long", False),
+    ],
+)
+def test_an_answer_is_right_or_not(kind: str, text: str, right: bool) -> None:
+    assert is_right(ListTask(kind, f"Do it: {write_list(PEOPLE)}", write_list(PEOPLE)), text) == right
+
+
+def test_gold_answers_score_one_and_empty_ones_zero() -> None:
+    tasks = held_out_tasks(200, seed=1)
+    gold, empty = score_lists(tasks, [t.answer for t in tasks]), score_lists(tasks, [""] * 200)
+    assert (gold.accuracy, empty.accuracy, gold.n) == (1.0, 0.0, 200)
+    assert set(gold.by_kind) == set(KINDS) and all(right == n for right, n in gold.by_kind.values())
+    half = score_lists(tasks, [t.answer if n % 2 else "" for n, t in enumerate(tasks)])
+    assert half.accuracy == 0.5
+    assert half.ci95 == pytest.approx(
+        0.0687, abs=1e-4
+    )  # Wilson: 1.96 sqrt(.25/200 + 1.96^2/(4*200^2)) / (1 + 1.96^2/200)
+    with pytest.raises(InputError, match="1 texts for 200 tasks"):
+        score_lists(tasks, [""])
+
+
+# Curves --------------------------------------------------------------------------------------------------------
+
+
+def test_variants_of_one_form_share_a_curve() -> None:
+    assert label_of("adjust:tokens_per_step=4") == label_of("adjust:tokens_per_step=8") == "adjust"
+    assert label_of("parallel:order=margin,tokens_per_step=2") == "parallel order=margin"
+    assert label_of("adaptive:gamma=2,block_length=32") == "adaptive block_length=32"
+    assert [kind_of(v) for v in ("joint", "adjust", "threshold", "apd")] == ["joint", "sampler", "free", "partner"]
+
+
+def row(label: str, kind: str, x: float, nll: float) -> dict[str, Any]:
+    nothing = dict.fromkeys(frontier.COLUMNS)
+    return nothing | {"task": "t", "label": label, "kind": kind, "tokens_per_pass": x, "nll": nll}
+
+
+def test_the_best_of_each_kind_is_read_off_the_curves() -> None:
+    """By hand: joint (1, 4). free a: (3, 6); b: (5, 6). with g: (2, 5), (4, 5.5)."""
+    rows = [
+        row("joint", "joint", 1, 4.0), row("a", "free", 3, 6.0), row("b", "free", 5, 6.0),
+        row("g", "sampler", 2, 5.0), row("g", "sampler", 4, 5.5),
+    ]  # fmt: skip
+    assert value_at(rows[:2], "nll", 2) == 5.0
+    assert value_at(rows[:2], "nll", 3.5) is None
+    lines = {line["tokens_per_pass"]: line for line in compare(rows, (2.0, 4.0, 5.0, 6.0))}
+    assert lines[2.0]["free"] == "b" and lines[2.0]["free_value"] == 4.5
+    assert lines[2.0]["sampler_value"] == 5.0 and lines[4.0]["sampler_value"] == 5.5
+    assert lines[4.0]["free_value"] == 5.5
+    assert lines[5.0]["sampler"] is None and lines[5.0]["free_value"] == 6.0
+    assert 6.0 not in lines
+
+
+# The whole -----------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ar, _ = load_ar(str(save_tiny(tmp_path / "ar")))
+    monkeypatch.setattr(table, "load_ar", lambda *_, **__: (ar, None))
+    torch.manual_seed(0)
+    config = tiny_config("dream", vocab_size=104, max_position_embeddings=512)
+    base = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    base.tokenizer = tokenizer
+    sampler = Sampler(base).eval()
+    partner = CausalPartner(ar, base.spec, name="tiny")
+    flags = FrontierConfig(
+        output=str(tmp_path / "out"), n=12, temperatures=(1.0,), max_new_tokens=8, batch_size=5, buckets=3,
+        device="cpu",         variants=("adjust:tokens_per_step=4", "threshold:tau=0.5", "apd:mixture=0.9"),
+        list_variants=("parallel:tokens_per_step=4",), list_n=3, list_max_new_tokens=6,
+    )  # fmt: skip
+    monkeypatch.setattr(frontier, "open_all", lambda *_, **__: (base, {"sampler": sampler, "partner": partner}))
+    out = make_frontier(flags, base, sampler)
+    rows = {(r["task"], r["variant"]): r for r in out["rows"]}
+    assert [v for t, v in rows if t == "text T=1"] == ["joint", *flags.variants]
+    assert [v for t, v in rows if t == "lists T=0"] == ["joint", "parallel:tokens_per_step=4"]
+    settings = DecodeConfig(max_new_tokens=8, seed=1, suppress_eos=True, tokens_per_step=4)
+    alone = decode(base, [[BOS]] * 12, settings, decoder="adjust", sampler=sampler)
+    adjusted = rows["text T=1", "adjust:tokens_per_step=4"]
+    assert (adjusted["base_calls"], adjusted["sampler_calls"], adjusted["tokens_per_pass"]) == (2, 6, 4)
+    assert adjusted["n"] == 12 and alone.base_calls_B.tolist() == [2] * 12
+    assert rows["text T=1", "joint"]["speedup"] == 1
+    assert rows["text T=1", "apd:mixture=0.9"]["partner_calls"] > 0
+    assert rows["lists T=0", "joint"]["accuracy"] == 0
+    written = list(csv.DictReader((tmp_path / "out" / "frontier.csv").open()))
+    assert [(r["task"], r["variant"]) for r in written] == list(rows)
+    assert float(written[1]["nll"]) == pytest.approx(adjusted["nll"], rel=1e-5)
+    assert (tmp_path / "out" / "frontier.png").stat().st_size > 10_000
+    assert "best without training" in (tmp_path / "out" / "frontier.md").read_text()
+    json.dumps(out)
+
+
+def test_throughput_counts_nothing_behind_the_end() -> None:
+    """Rows that end early: tokens are those before the first end token, and seconds are shares of their batch."""
+    torch.manual_seed(0)
+    base = dream_base(tiny_config("dream"), mask_id=20, end_ids=(1, 3, 5), bos_id=2, token_limit=20)
+    settings = DecodeConfig(max_new_tokens=8, seed=3)
+    lines = generate_rows(base, {}, "parallel:tokens_per_step=2", [[2]] * 9, settings, first_row=4, batch_size=4)
+    whole = decode(base, [[2]] * 9, settings.but(tokens_per_step=2), decoder="parallel", rows=list(range(4, 13)))
+    for line, ids, calls in zip(lines, whole.tokens_BL[:, 1:].tolist(), whole.base_calls_B.tolist(), strict=True):
+        end = next((n for n, token in enumerate(ids) if token in (1, 3, 5)), 8)
+        assert (line.tokens, line.base_calls) == (ids[:end], calls)
+    assert [line.row for line in lines] == list(range(4, 13)) and all(line.seconds > 0 for line in lines)
+    assert any(len(line.tokens) < 8 for line in lines)
+
+
+def test_bad_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="unknown decoder 'magic'"):
+        FrontierConfig(list_variants=("magic",), variants=())
+    with pytest.raises(InputError, match="list_n is -1"):
+        FrontierConfig(list_n=-1, variants=(), list_variants=())
+    monkeypatch.setattr(frontier, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match="--no-plot"):
+        FrontierConfig(variants=(), list_variants=())
