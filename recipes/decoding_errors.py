@@ -1,0 +1,111 @@
+"""How far from exact: states that the prefix cache reuses, and states of g deep in a round.
+
+    python recipes/decoding_errors.py [--base smol] [--rows 64] [--device cuda]
+
+Rows are decoded with K = 1; on the way the same canvases are looked at through caches of several periods, and by g from
+round starts that lie 16 commits apart (also a g that begins again from the base's states after every third call, and
+the states of the round's start as they are). Printed is the KL divergence from the exact distribution in nats, mean
+over open positions, as two tables in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from adjust_dlm import DecodeConfig, load_base, load_sampler
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.cache import PrefixCache
+from adjust_dlm.decoders.canvas import Canvas, pick, rows_at_once
+
+Sums = defaultdict[tuple[str, int], list[float]]
+
+
+def divergences(base: Base, exact_BLD: Tensor, other_BLD: Tensor, at_BL: Tensor) -> tuple[float, float]:
+    """Mean KL(exact || other) over positions, and the share of equal argmax."""
+    kl, same, count = 0.0, 0, 0
+    for part in at_BL.nonzero().split(rows_at_once(base) // 4):
+        p, q = (base.logits(h[part[:, 0], part[:, 1]]).log_softmax(-1) for h in (exact_BLD, other_BLD))
+        kl += float(torch.where(p.isneginf(), 0, p.exp() * (p - q)).sum())
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        count += len(part)
+    return kl / count, same / count
+
+
+@torch.no_grad()
+def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]) -> Sums:
+    """By period and pass since a row was last computed whole (0: just now)."""
+    canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
+    caches = {period: PrefixCache(base, period) for period in periods}
+    out: Sums = defaultdict(list)
+    while canvas.open:
+        h_BLD = base.hidden(canvas)
+        for period, cache in caches.items():
+            reused_BLD = cache(canvas)
+            age = int(cache._age_B[0]) - 1
+            kl, same = divergences(base, h_BLD, reused_BLD, canvas.open_BL)
+            out[f"{period}", age] += [kl]
+            out[f"{period} argmax", age] += [same]
+        canvas.start_round()
+        canvas.commit(pick(base, h_BLD, canvas))
+    return out
+
+
+@torch.no_grad()
+def drift(base: Base, sampler: torch.nn.Module, config: DecodeConfig, rows: int, depth: int, restart: int) -> Sums:
+    """By number of commits since the base pass."""
+    canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
+    out: Sums = defaultdict(list)
+    step = 0
+    while canvas.open:
+        h_BLD = base.hidden(canvas)
+        k = step % depth
+        if k == 0:
+            start_BLD = chain_BLD = again_BLD = h_BLD
+        else:
+            chain_BLD = sampler(chain_BLD, canvas)
+            again_BLD = sampler(start_BLD if (k - 1) % restart == 0 else again_BLD, canvas)
+            for name, states in (("g", chain_BLD), (f"g, restart={restart}", again_BLD), ("stale", start_BLD)):
+                out[name, k] += [divergences(base, h_BLD, states, canvas.open_BL)[0]]
+        canvas.start_round()
+        canvas.commit(pick(base, h_BLD, canvas))
+        step += 1
+    return out
+
+
+def table(sums: Sums, head: str) -> str:
+    """A line for each name, a column for each number."""
+    names, columns = list(dict.fromkeys(n for n, _ in sums)), sorted({k for _, k in sums})
+    lines = [f"| {head} | " + " | ".join(map(str, columns)) + " |", "|" + "---|" * (1 + len(columns))]
+    for name in names:
+        cells = [f"{sum(v) / len(v):.4f}" if (v := sums.get((name, k))) else "" for k in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", default="smol")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--block-length", type=int, default=32)
+    parser.add_argument("--periods", type=int, nargs="+", default=[2, 4, 8, 32])
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--restart", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    flags = parser.parse_args()
+    base = load_base(flags.base, device=flags.device)
+    config = DecodeConfig(max_new_tokens=flags.new, suppress_eos=True, seed=1)
+    errors = cache_errors(base, config.but(block_length=flags.block_length), flags.rows, flags.periods)
+    sys.stdout.write(table(errors, "period, passes since computed whole") + "\n\n")
+    depths = drift(base, load_sampler(None, base), config, flags.rows, flags.depth, flags.restart)
+    sys.stdout.write(table(depths, "commits since the base pass") + "\n")
+
+
+if __name__ == "__main__":
+    main()
