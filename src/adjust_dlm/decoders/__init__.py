@@ -19,6 +19,7 @@ from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.joint import joint
+from adjust_dlm.decoders.klass import KlassOptions, klass
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
@@ -63,6 +64,7 @@ DECODERS: dict[str, Decoder] = {
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),
     "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
+    "klass": Decoder(klass, options=KlassOptions),
     "origin": Decoder(origin, options=OriginOptions),
     "soft_order": Decoder(soft_order, options=SoftOrderOptions),
     "blocks": Decoder(blocks, options=BlocksOptions),
