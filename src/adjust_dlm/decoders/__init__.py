@@ -16,6 +16,7 @@ from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import adjust
 from adjust_dlm.decoders.blocks import BlocksOptions, blocks
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.edlm import EdlmOptions, edlm
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.joint import joint
@@ -65,6 +66,7 @@ DECODERS: dict[str, Decoder] = {
     "factor": Decoder(factor, options=FactorOptions),
     "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
     "klass": Decoder(klass, options=KlassOptions),
+    "edlm": Decoder(edlm, needs_partner=True, options=EdlmOptions),
     "origin": Decoder(origin, options=OriginOptions),
     "soft_order": Decoder(soft_order, options=SoftOrderOptions),
     "blocks": Decoder(blocks, options=BlocksOptions),
