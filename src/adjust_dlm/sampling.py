@@ -131,7 +131,8 @@ def confidence(logits_RV: Tensor, token_R: Tensor) -> Tensor:
     return logits_RV.float().softmax(-1).gather(-1, token_R[:, None])[:, 0]
 
 
-_SCORES: dict[OrderRule, Callable[[Tensor], Tensor]] = {"entropy": negative_entropy, "margin": margin}
+# Rules that need no drawn token.
+SCORES: dict[OrderRule, Callable[[Tensor], Tensor]] = {"entropy": negative_entropy, "margin": margin}
 
 
 def score_rows(raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bool, config: DecodeConfig) -> Tensor:
@@ -149,4 +150,4 @@ def score_rows(raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bo
     seen_RV = processed_RV if on_processed else raw_RV
     if rule == "confidence":
         return confidence(seen_RV, draw(processed_RV, u_R, config.temperature))
-    return _SCORES[rule](seen_RV)
+    return SCORES[rule](seen_RV)

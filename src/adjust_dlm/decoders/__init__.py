@@ -17,10 +17,12 @@ from adjust_dlm.decoders.adjust import adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
 from adjust_dlm.decoders.cache import with_prefix_cache
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.edlm import EdlmOptions, edlm
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.joint import joint
+from adjust_dlm.decoders.klass import KlassOptions, klass
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
@@ -65,6 +67,8 @@ DECODERS: dict[str, Decoder] = {
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),
     "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
+    "klass": Decoder(klass, options=KlassOptions),
+    "edlm": Decoder(edlm, needs_partner=True, options=EdlmOptions),
     "origin": Decoder(origin, options=OriginOptions),
     "soft_order": Decoder(soft_order, options=SoftOrderOptions),
     "guided": Decoder(guided, options=GuidedOptions),

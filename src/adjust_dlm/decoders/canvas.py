@@ -224,7 +224,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     Raises:
         FloatingPointError: the states gave NaN; such a row could never be finished.
     """
-    _refuse_nan(base, h_BLD[canvas.masked_BL])
+    refuse_nan(base, h_BLD[canvas.masked_BL])
     score_BL, kept_RV = _scores(base, h_BLD, canvas)
     count = max(count, 1)
     if count == 1:
@@ -235,12 +235,13 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     logits_RV = _logits_of(base, h_BLD, canvas, row_BN, position_BN, kept_RV)
     u_R = canvas.uniforms(position_BN, row_BN).flatten()
     processed_RV = process(logits_RV, canvas.config)
-    _refuse_nan(base, score_BL, processed_RV)
+    refuse_nan(base, score_BL, processed_RV)
     token_R = draw(processed_RV, u_R, canvas.config.temperature)
     return Picks(position_BN, token_R.view_as(position_BN), valid_BN, processed_RV)
 
 
-def _refuse_nan(base: Base, *parts: Tensor) -> None:
+def refuse_nan(base: Base, *parts: Tensor) -> None:
+    """Raises FloatingPointError for logits or scores that are no numbers."""
     if any(bool(part.isnan().any()) for part in parts):
         raise FloatingPointError(f"base {base.spec.name!r} or its sampler gave NaN ({base.dtype} on {base.device})")
 

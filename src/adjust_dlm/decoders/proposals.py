@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
-from adjust_dlm.decoders.canvas import Canvas, Picks, rows_at_once
+from adjust_dlm.decoders.canvas import Canvas, Picks, refuse_nan, rows_at_once
 from adjust_dlm.sampling import confidence, draw, process
 
 Logits = Callable[[Tensor, Tensor], Tensor]  # (row [R], position [R]) -> fp32 logits [R, V]
@@ -34,8 +34,7 @@ def propose(base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: 
     chunk = rows_at_once(base)
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = logits(row, position)
-        if bool(logits_RV.isnan().any()):
-            raise FloatingPointError(f"base {base.spec.name!r} gave NaN ({base.dtype} on {base.device})")
+        refuse_nan(base, logits_RV)
         token_R = draw(process(logits_RV, config), canvas.uniforms(position, row), config.temperature)
         token_BL[row, position] = token_R
         score_BL[row, position] = score(logits_RV, token_R, row, position).double()

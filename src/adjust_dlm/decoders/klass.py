@@ -1,0 +1,73 @@
+"""All tokens that the base is certain enough of, and has been of one mind about for some passes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.proposals import Logits, Score, commit_best, plain_logits, propose
+from adjust_dlm.losses import kl_rows
+from adjust_dlm.sampling import confidence
+from adjust_dlm.types import is_number, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlassOptions:
+    """Settings of `klass`; the defaults are the release's.
+
+    Attributes:
+        tau: commit tokens with at least this probability; above 1 it is one token a pass.
+        epsilon_kl: nats; a position is calm in a pass if KL(this pass || the one before) < epsilon_kl.
+        history: passes in a row that a position must have been calm; 0 is `threshold`.
+    """
+
+    tau: float = 0.9
+    epsilon_kl: float = 0.01
+    history: int = 2
+
+    def __post_init__(self) -> None:
+        tau, epsilon, history = self.tau, self.epsilon_kl, self.history
+        require(is_number(tau) and 0 < tau < math.inf, f"tau is {tau}; it must be a number above 0")
+        require(is_number(epsilon) and epsilon > 0, f"epsilon_kl is {epsilon}; it must be a number above 0")
+        whole = is_number(history) and history >= 0 and history % 1 == 0
+        require(whole, f"history is {history}; it must be a whole number >= 0")
+
+
+def klass(base: Base, canvas: Canvas, options: KlassOptions) -> None:
+    """Fills the canvas; a pass commits all calm tokens of probability >= tau, or else the most certain one (KLASS).
+
+    Both signs are read off the base's distributions before temperature and filters. A pass has no KL without one
+    before it, so nothing is calm in the first, and `history` + 1 passes come before the first commit of several.
+
+    Between passes the states [B, L, D] are kept and the head runs on them once more: V / D times smaller than the
+    distributions they stand for, which exist one chunk at a time.
+    """
+    calm_BL = torch.zeros_like(canvas.tokens_BL)
+    before: Logits | None = None
+    while canvas.open:
+        now = plain_logits(base, base.hidden(canvas), canvas)
+        score = _watch(before, calm_BL, options.epsilon_kl)
+        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, now, score)
+        score_BL = score_BL.masked_fill(~canvas.open_BL, -torch.inf)
+        ready_BL = (score_BL >= options.tau) & (calm_BL >= options.history)
+        held_BL = ready_BL.any(-1, keepdim=True) & ~ready_BL
+        canvas.start_round(ready_BL.sum(-1).clamp_min(1))
+        commit_best(canvas, score_BL.masked_fill(held_BL, -torch.inf), token_BL)
+        before = now
+
+
+def _watch(before: Logits | None, calm_BL: Tensor, epsilon_kl: float) -> Score:
+    """The probability of drawn tokens; on the way, `calm_BL` counts the passes in a row that changed little."""
+
+    def score(logits_RV: Tensor, token_R: Tensor, row_R: Tensor, position_R: Tensor) -> Tensor:
+        if before is not None:
+            calm_R = kl_rows(logits_RV, before(row_R, position_R)) < epsilon_kl
+            calm_BL[row_R, position_R] = torch.where(calm_R, calm_BL[row_R, position_R] + 1, 0)
+        return confidence(logits_RV, token_R)
+
+    return score
