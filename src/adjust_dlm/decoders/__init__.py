@@ -13,7 +13,7 @@ import torch
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
-from adjust_dlm.decoders.adjust import adjust
+from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
 from adjust_dlm.decoders.cache import with_prefix_cache
 from adjust_dlm.decoders.canvas import Canvas
@@ -62,7 +62,7 @@ class Decoder:
 DECODERS: dict[str, Decoder] = {
     "joint": Decoder(joint),
     "parallel": Decoder(parallel),
-    "adjust": Decoder(adjust, needs_sampler=True),
+    "adjust": Decoder(adjust, needs_sampler=True, options=AdjustOptions),
     "adaptive": Decoder(adaptive, needs_sampler=True, options=AdaptiveOptions),
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),

@@ -52,7 +52,7 @@ LISTS = (
     *_sweep("entropy_bound:", "gamma", 0.01, 0.1, 0.5, 1),
     *_sweep("apd:", "mixture", 0.5, 0.8),
 )
-FORM = ("order", "block_length", "cache_period", "candidates", "rule", "correct", "mode", "most")
+FORM = ("order", "block_length", "cache_period", "candidates", "restart", "rule", "correct", "mode", "most")
 COLUMNS = (
     "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "base_calls",
     "sampler_calls", "partner_calls", "nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "repeated", "accuracy",
