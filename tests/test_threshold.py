@@ -168,4 +168,4 @@ def test_options_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) 
 
 def test_every_decoder_with_options_has_defaults() -> None:
     built = {name: entry.options() for name, entry in DECODERS.items() if entry.options is not None}
-    assert set(built) == {"adaptive", "threshold", "factor", "entropy_bound", "origin", "soft_order", "blocks"}
+    assert set(built) == {"adaptive", "threshold", "factor", "entropy_bound", "origin", "soft_order", "blocks", "dcd"}

@@ -76,6 +76,14 @@ class Base(ABC):
     def hidden(self, state: State) -> Tensor:
         """f: post-final-norm states h_BLD in the scoring frame. Pads are invisible."""
 
+    def hidden_causal(self, state: State) -> Tensor:
+        """As `hidden`, but the row of a masked position scores it from what stands left of it alone.
+
+        Raises:
+            InputError: the base has no such pass.
+        """
+        raise InputError(f"base {self.spec.name!r} has no causal pass")
+
     def head(self, h_RD: Tensor) -> Tensor:
         """W h: logits [R, V] in the base's dtype, nothing forbidden yet."""
         return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix)

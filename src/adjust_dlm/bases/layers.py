@@ -232,8 +232,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(width, keys, bias=shape.qkv_bias)
         self.o_proj = Linear(queries, width, bias=shape.output_bias)
 
-    def forward(self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Same shape; `mask_B11L` is False on keys that nobody may see."""
+    def forward(self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Same shape; `mask_BHLL` broadcasts to [B, heads, L, L], False on keys that a query may not see."""
         parts = (
             proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -241,10 +241,10 @@ class Attention(nn.Module):
         q, k = _turn(q, *rotary), _turn(k, *rotary)
         share = self.shape.num_attention_heads // self.shape.num_key_value_heads
         # With a mask, grouped heads would send CUDA to the slow kernel.
-        grouped = share > 1 and mask_B11L is None and q.is_cuda
+        grouped = share > 1 and mask_BHLL is None and q.is_cuda
         if share > 1 and not grouped:
             k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B11L, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BHLL, enable_gqa=grouped)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
 
@@ -280,9 +280,9 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Same shape."""
-        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_B11L, rotary)
+        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary)
         return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
 
 
@@ -309,21 +309,33 @@ class Body(_WithRotary):
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
 
-    def forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
+    def forward(
+        self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor, *, causal: bool = False
+    ) -> Tensor:
         """Post-final-norm states [B, L, D], row i at position i.
 
         Args:
             tokens_BL: ids.
             real_BL: False on pads; None promises that there are none.
             positions_BL: 0 on the first real token.
+            causal: row i sees positions up to i.
         """
         h_BLD = self.embed_tokens(tokens_BL)
-        mask_B11L = None if real_BL is None else real_BL[:, None, None, :]
+        mask_BHLL = None if real_BL is None else real_BL[:, None, None, :]
+        if causal:
+            mask_BHLL = _causal(tokens_BL, mask_BHLL)
         rotary = self.rotary(positions_BL, h_BLD.dtype)
         for layer in self.layers:
-            h_BLD = layer(h_BLD, mask_B11L, rotary)
+            h_BLD = layer(h_BLD, mask_BHLL, rotary)
         out: Tensor = self.norm(h_BLD)
         return out
+
+
+def _causal(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:
+    """Every position sees itself, pads too: a row that sees nothing would be NaN."""
+    own_LL = torch.eye(tokens_BL.shape[1], dtype=torch.bool, device=tokens_BL.device)
+    earlier_LL = torch.ones_like(own_LL).tril()
+    return earlier_LL if mask_B11L is None else earlier_LL & mask_B11L | own_LL
 
 
 def _draw_weights(module: nn.Module, std: float) -> None:

@@ -16,6 +16,7 @@ from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import adjust
 from adjust_dlm.decoders.blocks import BlocksOptions, blocks
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.joint import joint
@@ -66,6 +67,7 @@ DECODERS: dict[str, Decoder] = {
     "origin": Decoder(origin, options=OriginOptions),
     "soft_order": Decoder(soft_order, options=SoftOrderOptions),
     "blocks": Decoder(blocks, options=BlocksOptions),
+    "dcd": Decoder(dcd, needs_partner=True, options=DcdOptions),
 }
 
 
