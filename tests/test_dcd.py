@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaModel, Qwen2Model
 
 from adjust_dlm.bases.exact import ExactBase
-from adjust_dlm.bases.layers import shift_right
+from adjust_dlm.bases.layers import _causal, shift_right
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.decoders import decode
 from adjust_dlm.sampling import ORDER, draw, process, uniform
@@ -261,11 +261,24 @@ def test_passes_are_booked_as_they_happen(tokens_per_step: int, keep: str) -> No
     config = DecodeConfig(tokens_per_step=tokens_per_step, max_new_tokens=4, suppress_eos=True)
     for row in range(4):
         passes, ar.read = count_passes(base), Counted(ar.read)  # type: ignore[method-assign]
+        causal = base.hidden_causal = Counted(base.hidden_causal)  # type: ignore[method-assign]
         result = decode(base, [[BOS, MASK, MASK, 9]], config, decoder="dcd", partner=ar, rows=[row], keep=keep)
         rounds, asked = costs(result.order_BL[0].tolist(), tokens_per_step)
-        assert passes.calls == rounds
+        assert passes.calls == causal.calls == rounds
         assert result.base_calls_B.tolist() == [2 * rounds]
         assert ar.read.calls == asked == int(result.partner_calls_B)
+
+
+def test_nobody_asks_once_all_texts_have_ended() -> None:
+    joint_VVVV = torch.zeros(3, 3, 3, 3)
+    joint_VVVV[0, 2, 2, 2] = 1
+    base = ExactBase(joint_VVVV, end_ids=(2,))
+    ar = base.partner()
+    ar.read = Counted(ar.read)  # type: ignore[method-assign]
+    result = decode(base, [[0]] * 2, DecodeConfig(tokens_per_step=3, max_new_tokens=3), decoder="dcd", partner=ar)
+    assert result.tokens_BL.tolist() == [[0, 2, 2, 2]] * 2
+    assert result.order_BL.tolist() == [[-1, 0, -2, -2]] * 2
+    assert (ar.read.calls, result.partner_calls_B.tolist()) == (1, [1, 1])
 
 
 def test_remasked_references_cost_a_pass_a_gap() -> None:
@@ -284,8 +297,10 @@ def test_an_empty_round_of_a_published_schedule_draws_nothing() -> None:
     config = DecodeConfig(max_new_tokens=8, schedule="reference", suppress_eos=True)
     schedule = base.reference_schedule(8, 8)
     assert schedule[0] == 0
+    causal = base.hidden_causal = Counted(base.hidden_causal)  # type: ignore[method-assign]
     result = decode(base, [[BOS, 3]], config, decoder="dcd", partner=ar, keep="left_to_right")
-    assert result.base_calls_B.tolist() == [1 + 2 * (len(schedule) - schedule.count(0)) + schedule.count(0) - 1]
+    assert causal.calls == len(schedule) - schedule.count(0)
+    assert result.base_calls_B.tolist() == [len(schedule) + causal.calls]
     assert result.partner_calls_B.tolist() == [8]
 
 
@@ -443,6 +458,13 @@ def test_a_causal_pass_is_the_causal_model_of_transformers(family: str) -> None:
     ours_BLD = base.hidden_causal(state)
     torch.testing.assert_close(ours_BLD[state.real_BL], wanted_BLD[state.real_BL], atol=1e-5, rtol=1e-4)
     assert not ours_BLD.isnan().any()
+
+
+def test_the_causal_mask_by_hand() -> None:
+    """A pad sees itself: what kernels make of a row that sees nothing differs, and NaN would spread."""
+    state = left_pad([[5, 6], [5, 6, 7]])
+    seen = _causal(state.tokens_BL, state.real_BL[:, None, None, :])[:, 0].int().tolist()
+    assert seen == [[[1, 0, 0], [0, 1, 0], [0, 1, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 
 @pytest.mark.parametrize("padded", [False, True])
