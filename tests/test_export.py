@@ -16,7 +16,8 @@ from adjust_dlm.artifacts import CARD, RUN, from_pretrained, save_pretrained
 from adjust_dlm.bases import Base
 from adjust_dlm.bases import base as registry
 from adjust_dlm.bases.adapted import wrap_adapted
-from adjust_dlm.bases.layers import Body, Shape
+from adjust_dlm.bases.layers import Body
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
 from adjust_dlm.exported import FACTS, GENERATE, REQUIREMENTS, export, wrap_model

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.dream import DREAM, dream_base
-from adjust_dlm.bases.layers import Body, Shape
+from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LLADA, llada_base
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.guided import GuidedOptions, guided

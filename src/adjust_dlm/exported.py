@@ -19,8 +19,9 @@ from torch import Tensor
 from adjust_dlm.artifacts import artifact_folder, plain, public_name, write_artifact, write_text
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.dream import DreamBase
-from adjust_dlm.bases.layers import Body, Shape
+from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LladaBase
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
 from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases import smol_files
 from adjust_dlm.bases.base import Base, BaseSpec, freeze, register_base
-from adjust_dlm.bases.layers import Shape
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.smol_files import Source, cache_dir
 from adjust_dlm.types import InputError, State, require
 

@@ -89,6 +89,14 @@ class Base(ABC):
         """
         raise InputError(f"base {self.spec.name!r} keeps no keys and values; leave cache_period out")
 
+    def hidden_causal(self, state: State) -> Tensor:
+        """As `hidden`, but the row of a masked position scores it from what stands left of it alone.
+
+        Raises:
+            InputError: the base has no such pass.
+        """
+        raise InputError(f"base {self.spec.name!r} has no causal pass")
+
     def head(self, h_RD: Tensor) -> Tensor:
         """W h: logits [R, V] in the base's dtype, nothing forbidden yet."""
         return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix)

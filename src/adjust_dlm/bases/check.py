@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import Base
-from adjust_dlm.bases.layers import BidirectionalLayer, Shape
+from adjust_dlm.bases.layers import BidirectionalLayer
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import OrderOn, OrderRule, State, require
 
 

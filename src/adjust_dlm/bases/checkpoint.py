@@ -20,9 +20,10 @@ from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.dream import DREAM
 from adjust_dlm.bases.family import Family
 from adjust_dlm.bases.hub import is_hub_id, snapshot
-from adjust_dlm.bases.layers import Body, Shape
+from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LLADA
 from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantized
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import Meta, TensorFiles, open_gguf, open_safetensors, unpermute
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec
 from adjust_dlm.bases.family import Family
-from adjust_dlm.bases.layers import Shape, new_model
+from adjust_dlm.bases.layers import new_model
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 
 

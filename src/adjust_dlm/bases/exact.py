@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import Base, BaseSpec, register_base
-from adjust_dlm.bases.layers import Shape
 from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import OrderRule, State, require
 
 _FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
@@ -65,13 +65,28 @@ class ExactBase(Base):
 
     def hidden(self, state: State) -> Tensor:
         """Exact conditional log-marginals in the first `words` dimensions, zeros behind."""
+        self.check_length(state)
+        return self._states(self.marginals(state.tokens_BL))
+
+    def hidden_causal(self, state: State) -> Tensor:
+        """Row i is the exact log p(x_i | revealed left of i)."""
+        self.check_length(state)
+        tokens_BL = state.tokens_BL
+        columns = torch.arange(tokens_BL.shape[1])
+        rows = [self.marginals(tokens_BL.masked_fill(columns >= i, self.spec.mask_id))[:, i] for i in columns]
+        return self._states(torch.stack(rows, dim=1))
+
+    def _states(self, p_BLV: Tensor) -> Tensor:
+        h_BLD = torch.zeros(*p_BLV.shape[:2], self.width)
+        h_BLD[..., : self.words] = p_BLV.log().clamp_min(_FLOOR).float()
+        return h_BLD
+
+    def check_length(self, state: State) -> None:
+        """Raises InputError unless the canvas is as long as the strings of the joint, without padding."""
         require(
             bool(state.real_BL.all()) and state.tokens_BL.shape[1] == self.length,
             f"the exact base takes canvases of exactly {self.length} tokens without padding",
         )
-        h_BLD = torch.zeros(*state.tokens_BL.shape, self.width)
-        h_BLD[..., : self.words] = self.marginals(state.tokens_BL).log().clamp_min(_FLOOR).float()
-        return h_BLD
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """One-hot embeddings."""

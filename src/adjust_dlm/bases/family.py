@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adjust_dlm.bases.layers import Shape
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import OrderOn, OrderRule
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,139 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adjust_dlm.bases.memory import KeepKeys, Memory
-from adjust_dlm.types import InputError, State, require
-
-_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_WHOLE = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-# Forms of rotary scaling whose frequencies do not depend on the canvas, and what they need.
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a body is built from: names and values of a family's `config.json`.
-
-    Attributes:
-        model_type: llama or qwen2.
-        hidden_size: D.
-        intermediate_size: width of the MLP.
-        num_hidden_layers: layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key and value heads.
-        head_dim: width of a head.
-        vocab_size: V.
-        max_position_embeddings: the context the family was trained for.
-        rms_norm_eps: of every norm.
-        qkv_bias, output_bias, mlp_bias: which projections have a bias.
-        rope: rotary settings, `rope_theta` and `rope_type` among them.
-        rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
-        initializer_range: standard deviation of fresh weights.
-    """
-
-    model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    rope: dict[str, Any]
-    initializer_range: float
-    rotate_fp32: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks every value by name: configs come from strangers."""
-        for name in _WHOLE:
-            value = getattr(self, name)
-            good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            require(good, f"{name} is {value!r}; it must be a whole number >= 1")
-        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range}
-        _check_rope(self.rope)
-        rope = {key: self.rope[key] for key in ("rope_theta", *_ROPE_NEEDS[self.rope["rope_type"]])}
-        for name, value in (numbers | rope).items():
-            require(_positive(value), f"{name} is {value!r}; it must be a finite number above 0")
-        kv = self.num_key_value_heads
-        require(
-            self.num_attention_heads % kv == 0,
-            f"num_key_value_heads is {kv}; it must divide the {self.num_attention_heads} heads",
-        )
-        require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
-
-    @classmethod
-    def of(cls, config: Any) -> Shape:
-        """The shape in a transformers config, in the content of a `config.json`, or itself.
-
-        Raises:
-            InputError: another family, a value that makes no sense, or a form of attention, activation or rotary
-                scaling that is not built here.
-        """
-        if isinstance(config, Shape):
-            return config
-        facts: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        kind = str(facts.get("model_type"))
-        require(kind in ("llama", "qwen2"), f"model_type is {kind!r}; known are llama and qwen2")
-        _check_plain(facts)
-        heads, bias = facts["num_attention_heads"], bool(facts.get("attention_bias", False))
-        kv = facts.get("num_key_value_heads")
-        return cls(
-            model_type=kind, hidden_size=facts["hidden_size"], intermediate_size=facts["intermediate_size"],
-            num_hidden_layers=facts["num_hidden_layers"], num_attention_heads=heads,
-            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts), vocab_size=facts["vocab_size"],
-            max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
-            rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
-            output_bias=bias and kind == "llama", mlp_bias=bool(facts.get("mlp_bias", False)) and kind == "llama",
-            rope=_rope(facts), initializer_range=facts.get("initializer_range", 0.02),
-        )  # fmt: skip
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _check_plain(facts: Mapping[str, Any]) -> None:
-    """Refuses what the body is not built for, and configs without the fields that have no default."""
-    act = facts.get("hidden_act", "silu")
-    require(act == "silu", f"hidden_act is {act!r}; the body is built with silu")
-    require(not facts.get("use_sliding_window"), "use_sliding_window is true; the body attends to everything")
-    part = facts.get("partial_rotary_factor")
-    require(part in (None, 1), f"partial_rotary_factor is {part!r}; the body turns whole heads")
-    lost = [name for name in _NEEDED if name not in facts]
-    require(not lost, f"the config lacks {', '.join(lost)}")
-
-
-def _head_dim(facts: Mapping[str, Any]) -> Any:
-    width, heads, given = facts["hidden_size"], facts["num_attention_heads"], facts.get("head_dim")
-    countable = isinstance(width, int) and isinstance(heads, int) and heads > 0
-    return given if given is not None else width // heads if countable else 0  # 0: an earlier check says more
-
-
-def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings as transformers 5 writes them, or as older files do (`rope_theta`, `rope_scaling`)."""
-    parts = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    odd = [part for part in parts if not isinstance(part, Mapping)]
-    require(not odd, f"the rotary settings are {odd[:1]}; an object is wanted")
-    rope = {"rope_theta": facts.get("rope_theta", 10000.0), **parts[0], **parts[1]}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    rope.pop("type", None)
-    return rope | {"rope_type": kind}
-
-
-def _check_rope(rope: Mapping[str, Any]) -> None:
-    kind = rope["rope_type"]
-    require(kind in _ROPE_NEEDS, f"rope_type is {kind!r}; known are {', '.join(_ROPE_NEEDS)}")
-    lost = [key for key in _ROPE_NEEDS[kind] if key not in rope]
-    require(not lost, f"rotary scaling of type {kind} lacks {', '.join(lost)}")
+from adjust_dlm.bases.shape import Shape
+from adjust_dlm.types import InputError, State
 
 
 class Rotary:
@@ -235,9 +101,12 @@ class Attention(nn.Module):
         self.o_proj = Linear(queries, width, bias=shape.output_bias)
 
     def forward(
-        self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+        self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
     ) -> Tensor:
-        """Same shape; `mask_B11L` is False on keys that nobody may see; `keep` adds the keys and values of before."""
+        """Same shape; `keep` adds the keys and values of before.
+
+        `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see.
+        """
         parts = (
             proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -247,10 +116,10 @@ class Attention(nn.Module):
             k, v = keep(k, v)
         share = self.shape.num_attention_heads // self.shape.num_key_value_heads
         # With a mask, grouped heads would send CUDA to the slow kernel.
-        grouped = share > 1 and mask_B11L is None and q.is_cuda
+        grouped = share > 1 and mask_BHLL is None and q.is_cuda
         if share > 1 and not grouped:
             k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B11L, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BHLL, enable_gqa=grouped)
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
 
@@ -287,10 +156,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
-        self, h_BLD: Tensor, mask_B11L: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+        self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
     ) -> Tensor:
         """Same shape."""
-        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_B11L, rotary, keep)
+        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep)
         return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
 
 
@@ -318,7 +187,13 @@ class Body(_WithRotary):
         self.rotary = Rotary(shape)
 
     def forward(
-        self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor, memory: Memory | None = None
+        self,
+        tokens_BL: Tensor,
+        real_BL: Tensor | None,
+        positions_BL: Tensor,
+        memory: Memory | None = None,
+        *,
+        causal: bool = False,
     ) -> Tensor:
         """Post-final-norm states [B, L, D], row i at position i.
 
@@ -328,15 +203,25 @@ class Body(_WithRotary):
             positions_BL: 0 on the first real token.
             memory: keys and values of columns that stay as they were; only those from `memory.first` on are computed
                 and returned.
+            causal: row i sees positions up to i; not with a memory.
         """
         first = 0 if memory is None else memory.first
         h_BLD = self.embed_tokens(tokens_BL[:, first:])
-        mask_B11L = None if real_BL is None else real_BL[:, None, None, :]
+        mask_BHLL = None if real_BL is None else real_BL[:, None, None, :]
+        if causal:
+            mask_BHLL = _causal(tokens_BL, mask_BHLL)
         rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
         for n, layer in enumerate(self.layers):
-            h_BLD = layer(h_BLD, mask_B11L, rotary, memory and functools.partial(memory.update, n))
+            h_BLD = layer(h_BLD, mask_BHLL, rotary, memory and functools.partial(memory.update, n))
         out: Tensor = self.norm(h_BLD)
         return out
+
+
+def _causal(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:
+    """Every position sees itself, pads too: a row that sees nothing would be NaN."""
+    own_LL = torch.eye(tokens_BL.shape[1], dtype=torch.bool, device=tokens_BL.device)
+    earlier_LL = torch.ones_like(own_LL).tril()
+    return earlier_LL if mask_B11L is None else earlier_LL & mask_B11L | own_LL
 
 
 def _draw_weights(module: nn.Module, std: float) -> None:

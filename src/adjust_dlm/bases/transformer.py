@@ -56,8 +56,8 @@ class TransformerBase(Base):
         self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix, spec.mask_id)
         self._body = self._forward
 
-    def _forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
-        out: Tensor = self.model(tokens_BL, real_BL, positions_BL)
+    def _forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor, **causal: bool) -> Tensor:
+        out: Tensor = self.model(tokens_BL, real_BL, positions_BL, **causal)
         return out
 
     def compile(self) -> None:
@@ -68,9 +68,17 @@ class TransformerBase(Base):
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
         """See `Base.hidden`."""
+        return self._states(state)
+
+    @torch.no_grad()
+    def hidden_causal(self, state: State) -> Tensor:
+        """See `Base.hidden_causal`: one pass under a causal attention mask, which the model was not trained with."""
+        return self._states(state, causal=True)
+
+    def _states(self, state: State, **causal: bool) -> Tensor:
         self.check_length(state)
         real_BL = state.real_BL if state.padded else None
-        return self.to_frame(self._body(state.tokens_BL, real_BL, state.positions_BL), state)
+        return self.to_frame(self._body(state.tokens_BL, real_BL, state.positions_BL, **causal), state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:

@@ -17,6 +17,7 @@ from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
 from adjust_dlm.decoders.cache import with_prefix_cache
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.edlm import EdlmOptions, edlm
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
@@ -73,6 +74,7 @@ DECODERS: dict[str, Decoder] = {
     "soft_order": Decoder(soft_order, options=SoftOrderOptions),
     "guided": Decoder(guided, options=GuidedOptions),
     "apd": Decoder(apd, needs_partner=True, options=ApdOptions),
+    "dcd": Decoder(dcd, needs_partner=True, options=DcdOptions),
 }
 
 

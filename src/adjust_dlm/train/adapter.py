@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
-from adjust_dlm.bases.layers import Shape
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, ce_chunk, chunked_ce
