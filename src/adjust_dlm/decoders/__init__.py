@@ -17,6 +17,7 @@ from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
 from adjust_dlm.decoders.cache import with_prefix_cache
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.cascade import CascadeOptions, cascade
 from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.edlm import EdlmOptions, edlm
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
@@ -65,6 +66,7 @@ DECODERS: dict[str, Decoder] = {
     "parallel": Decoder(parallel),
     "adjust": Decoder(adjust, needs_sampler=True, options=AdjustOptions),
     "adaptive": Decoder(adaptive, needs_sampler=True, options=AdaptiveOptions),
+    "cascade": Decoder(cascade, needs_sampler=True, options=CascadeOptions),
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),
     "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),

@@ -1,0 +1,65 @@
+"""The confidence threshold, again and again on what g makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.proposals import commit_best, plain_logits, probability, propose
+from adjust_dlm.types import State, is_number, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeOptions:
+    """Settings of `cascade`.
+
+    Attributes:
+        tau: the base's pass commits every token with at least this probability (and always the likeliest).
+        tau_g: a call of g commits every token with at least this one; None is `tau`.
+        calls: of g in a round, at most; None goes on until g is certain of nothing.
+    """
+
+    tau: float = 0.9
+    tau_g: float | None = None
+    calls: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tau", "tau_g"):
+            value = getattr(self, name)
+            good = is_number(value) and 0 < value < math.inf
+            require(good or (name == "tau_g" and value is None), f"{name} is {value}; it must be a number above 0")
+        whole = self.calls is None or (is_number(self.calls) and self.calls >= 0 and self.calls % 1 == 0)
+        require(whole, f"calls is {self.calls}; it must be a whole number >= 0, or none")
+
+
+def cascade(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: CascadeOptions) -> None:
+    """Fills the canvas as `threshold` does; before the next pass, g looks at what was committed and does the same.
+
+    Tokens of one call are drawn at once, so a low threshold draws from a product of marginals. A row's round is over
+    when g is certain of nothing in it; the call that finds that out is booked. Meant for T = 0; at T > 0 any rule that
+    prefers likely tokens takes the variety out of a text.
+    """
+    most = math.inf if options.calls is None else options.calls
+    while canvas.open:
+        h_BLD, tau, call = base.hidden(canvas), options.tau, 0
+        least_B = canvas.open_B.long()  # the likeliest token of a pass goes whatever its probability
+        canvas.start_round(torch.full_like(canvas.commits_B, canvas.tokens_BL.shape[1]))
+        while True:
+            going_BL = canvas.open_BL & (canvas.quota_B > 0)[:, None]
+            score_BL, token_BL = propose(base, canvas, going_BL, plain_logits(base, h_BLD, canvas), probability)
+            count_B = (score_BL >= tau).sum(-1).maximum(least_B)
+            canvas.quota_B = count_B
+            commit_best(canvas, score_BL, token_BL)
+            going_B = (count_B > 0) & canvas.open_BL.any(-1)
+            if call >= most or not bool(going_B.any()):
+                break
+            canvas.quota_B = going_B.long()
+            canvas.sampler_calls_B += going_B
+            h_BLD = sampler(h_BLD, canvas)
+            call, tau, least_B = call + 1, options.tau_g or options.tau, torch.zeros_like(least_B)
