@@ -15,13 +15,13 @@ from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.data.lists import KINDS, ListTask, write_list
 from adjust_dlm.decoders import decode
-from adjust_dlm.eval import frontier, table
+from adjust_dlm.eval import frontier, generation, table
 from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
 from adjust_dlm.eval.generation import generate_rows
 from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import tiny_config
+from helpers import Counted, tiny_config
 from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_tokenizer
 
 # Lists ---------------------------------------------------------------------------------------------------------
@@ -95,6 +95,13 @@ def test_the_best_of_each_kind_is_read_off_the_curves() -> None:
     assert 6.0 not in lines
 
 
+def test_dull_text_is_no_candidate() -> None:
+    rows = [row("joint", "joint", 1, 4.0), row("a", "free", 3, 2.0), row("b", "free", 3, 6.0)]
+    for line, variety in zip(rows, (0.6, 0.29, 0.31), strict=True):
+        line["distinct_2"] = variety
+    assert [line["free"] for line in compare(rows, (2.0,))] == ["b"]
+
+
 # The whole -----------------------------------------------------------------------------------------------------
 
 
@@ -157,3 +164,25 @@ def test_bad_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontier, "find_spec", lambda _: None)
     with pytest.raises(InputError, match="--no-plot"):
         FrontierConfig(variants=(), list_variants=())
+
+
+def test_finished_calls_are_read_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call is read back whole; another g, seed, prompt or setting is another call."""
+    base = dream_base(tiny_config("dream"), mask_id=20, end_ids=(1,), bos_id=2, token_limit=20)
+    g, other = Sampler(base).eval(), Sampler(base).eval()
+    calls = Counted(decode)
+    monkeypatch.setattr(generation, "decode", calls)
+
+    def make(sampler: Sampler = g, variant: str = "adjust", row: int = 0, **changes: Any) -> list[Any]:
+        settings = DecodeConfig(**{"max_new_tokens": 6, "tokens_per_step": 3, "seed": 1, **changes})
+        return generate_rows(base, {"sampler": sampler}, variant, [[2]] * 3, settings, first_row=row, keep=tmp_path)
+
+    first = make()
+    assert make() == first and calls.calls == 1
+    make(other)
+    make(seed=2)
+    make(row=3)
+    make(variant="parallel")
+    assert calls.calls == 5
+    assert make(other, variant="parallel") == make(variant="parallel") and calls.calls == 5  # it takes no g
+    assert len(list(tmp_path.glob("*.jsonl"))) == 5

@@ -31,28 +31,47 @@ def _sweep(form: str, setting: str, *values: float) -> list[str]:
 
 
 TEXT = (
-    *_sweep("parallel:", "tokens_per_step", 2, 3, 4, 6, 8),
-    *_sweep("parallel:order=margin", "tokens_per_step", 2, 4, 8),
-    *_sweep("adjust:", "tokens_per_step", 2, 3, 4, 6, 8),
-    *_sweep("adaptive:", "gamma", 2, 4, 8, 12, 20),
-    *_sweep("threshold:", "tau", 0.9, 0.6, 0.4, 0.2, 0.1),
-    *_sweep("factor:", "f", 1, 2, 4, 8, 16),
-    *_sweep("entropy_bound:", "gamma", 0.1, 1, 4, 8, 16),
-    *_sweep("klass:", "tau", 0.9, 0.6, 0.3),
+    *_sweep("parallel:", "tokens_per_step", 2, 4, 8),
+    "parallel:order=margin,tokens_per_step=4",
+    *_sweep("adjust:", "tokens_per_step", 2, 4, 8, 16),
+    "adjust:restart=6,tokens_per_step=16",
+    *_sweep("adjust:candidates=4", "tokens_per_step", 2, 4, 8),
+    *_sweep("adjust:block_length=32", "tokens_per_step", 4, 8),
+    "adjust:block_length=32,cache_period=8,tokens_per_step=4",
+    *_sweep("adaptive:candidates=16", "gamma", 6, 12, 24),
+    *_sweep("threshold:", "tau", 0.9, 0.3, 0.1),
+    *_sweep("factor:", "f", 0.5, 2, 4),
+    *_sweep("entropy_bound:", "gamma", 1, 4, 16),
+    "klass:tau=0.5,epsilon_kl=0.05",
     *_sweep("edlm:", "tokens_per_step", 2, 4, 8),
-    *_sweep("apd:", "mixture", 0.3, 0.5, 0.7, 0.9),
-    *_sweep("dcd:", "tokens_per_step", 4, 8),
+    *_sweep("apd:lookahead=32", "mixture", 0.5, 0.8),
+    "dcd:tokens_per_step=16",
 )
 LISTS = (
-    *_sweep("parallel:", "tokens_per_step", 2, 4, 8),
-    *_sweep("adjust:", "tokens_per_step", 2, 4, 8),
-    *_sweep("adaptive:", "gamma", 0.01, 0.1, 0.5, 1, 2),
-    *_sweep("threshold:", "tau", 0.99, 0.95, 0.9, 0.8, 0.6),
-    *_sweep("factor:", "f", 0.1, 0.5, 1, 2),
-    *_sweep("entropy_bound:", "gamma", 0.01, 0.1, 0.5, 1),
-    *_sweep("apd:", "mixture", 0.5, 0.8),
+    "joint:block_length=16",
+    *(
+        variant
+        for form in ("", "block_length=16")
+        for variant in (
+            *_sweep(f"parallel:{form}", "tokens_per_step", 2, 4),
+            *_sweep(f"adjust:{form}", "tokens_per_step", 2, 4),
+            *_sweep(f"threshold:{form}", "tau", 0.999, 0.99, 0.95, 0.9, 0.8),
+            *_sweep(f"factor:{form}", "f", 0.03, 0.1, 0.3, 1),
+            *_sweep(f"entropy_bound:{form}", "gamma", 0.01, 0.1, 0.3, 1),
+            *_sweep(f"adaptive:{form}", "gamma", 0.01, 0.1),
+            *_sweep(f"cascade:{form}", "tau", 0.999, 0.99, 0.95, 0.9),
+        )
+    ),
+    *(
+        variant
+        for sure in (0.95, 0.99, 0.999)
+        for variant in _sweep(f"cascade:block_length=16,tau_g={sure}", "tau", 0.99, 0.95, 0.9)
+    ),
+    *_sweep("cascade:block_length=16,calls=1,tau_g=0.99", "tau", 0.99, 0.9),
+    "klass:block_length=16",
+    "apd:lookahead=16,mixture=0.8",
 )
-FORM = ("order", "block_length", "cache_period", "candidates", "restart", "rule", "correct", "mode", "most")
+FORM = ("order", "block_length", "cache_period", "candidates", "restart", "rule", "correct", "tau_g", "calls", "most")
 COLUMNS = (
     "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "base_calls",
     "sampler_calls", "partner_calls", "nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "repeated", "accuracy",
@@ -69,6 +88,7 @@ class FrontierConfig(TableConfig):
         tokens_per_step: K of plain parallel and ADJUST rows beside the variants.
         variants: decoders with settings for text (see `adjust eval`).
         list_variants: the same for list tasks, at T = 0.
+        n: texts a variant; 0 leaves the text out.
         list_n: list tasks; 0 leaves them out.
         list_max_new_tokens: canvas of an answer.
         list_block_length: blocks of an answer, for all decoders; 0 is one block.
@@ -86,8 +106,9 @@ class FrontierConfig(TableConfig):
 
     def __post_init__(self) -> None:
         """As for the table, and the variants of lists."""
-        super().__post_init__()
-        for variant in self.list_variants:
+        if self.n:
+            super().__post_init__()
+        for variant in (*self.variants, *self.list_variants):
             read_variant(variant)
         require(self.list_n >= 0, f"list_n is {self.list_n}; it must be >= 0 (0 leaves the lists out)")
         require(not self.plot or find_spec("matplotlib") is not None, "the plot needs matplotlib: use --no-plot, or "
@@ -102,7 +123,7 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
     """
     rank, _, _ = distributed.start()
     base, helpers = open_all(config, base, sampler, also=config.list_variants)
-    cells = make_table(config, base, **helpers)["cells"]
+    cells = make_table(config, base, **helpers)["cells"] if config.n else []
     rows = [_row(f"text T={cell['temperature']:g}", cell) for cell in cells]
     if config.list_n:
         rows += _lists(config, base, helpers)
@@ -151,13 +172,16 @@ def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
         max_new_tokens=config.list_max_new_tokens, temperature=0.0, seed=config.seed,
         block_length=config.list_block_length or None,
     )  # fmt: skip
-    rows = []
+    rows, keep = [], Path(config.output) / "texts"
     for variant in ("joint", *config.list_variants):
-        made = generate_rows(base, helpers, variant, prompts, settings, batch_size=config.batch_size)
+        made = generate_rows(base, helpers, variant, prompts, settings, batch_size=config.batch_size, keep=keep)
         score = score_lists(tasks, [base.decode(line.tokens) for line in made])
         facts = {"decoder": variant, "n": score.n, "accuracy": score.accuracy, "accuracy_ci95": score.ci95}
         rows.append(_row("lists T=0", facts | costs(made)))
-        log.info("lists %s: %.1f %% right, %s", variant, 100 * score.accuracy, score.by_kind)
+        speed = rows[-1]["tokens_per_pass"]
+        log.info(
+            "lists %s: %.1f %% right at %.2f tokens a pass, %s", variant, 100 * score.accuracy, speed, score.by_kind
+        )
     return rows
 
 
@@ -192,12 +216,15 @@ def value_at(rows: Sequence[Row], column: str, x: float) -> float | None:
 def compare(rows: Sequence[Row], grid: Sequence[float] = GRID) -> list[Row]:
     """At each number of tokens per pass the best curve with g, and the best without training, task by task.
 
-    Joint decoding (one token a pass) is the start of every curve.
+    Joint decoding (one token a pass) is the start of every curve. Text that repeats itself has a low NLL for being
+    dull, so rows with less than half the distinct bigrams of joint text are no candidates.
     """
     out = []
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     for task, (column, sign) in ((task, measure) for task in tasks for measure in MEASURES):
         mine = [row for row in rows if row["task"] == task and row[column] is not None]
+        varied = max((row["distinct_2"] or 0 for row in mine if row["kind"] == "joint"), default=0) / 2
+        mine = [row for row in mine if (row["distinct_2"] or 0) >= varied]
         joint = [row for row in mine if row["kind"] == "joint"]
         labels = dict.fromkeys((row["label"], row["kind"]) for row in mine if row["kind"] != "joint")
         for x in grid:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders import decode, read_variant
+from adjust_dlm.data.store import write_atomic
+from adjust_dlm.decoders import DECODERS, decode, read_variant
 from adjust_dlm.eval.nll import cut_at_end
 from adjust_dlm.types import DecodeConfig
 
@@ -43,6 +47,7 @@ def generate_rows(
     *,
     first_row: int = 0,
     batch_size: int = 256,
+    keep: Path | None = None,
 ) -> list[Generated]:
     """Decodes every prompt with one variant of a decoder; under torch.distributed ranks share the rows.
 
@@ -54,6 +59,7 @@ def generate_rows(
         settings: what all variants share.
         first_row: id of the first row.
         batch_size: rows decoded at once on a rank.
+        keep: folder of finished calls; one with the same base, models, prompts and settings is read, not repeated.
 
     Returns:
         All rows in order, on every rank.
@@ -61,6 +67,13 @@ def generate_rows(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     name, changes, options = read_variant(variant)
     config = settings.but(**changes)
+    kept = (
+        None
+        if keep is None
+        else keep / f"{_digest(base, helpers, [variant, first_row, prompts, asdict(config)])}.jsonl"
+    )
+    if kept is not None and kept.is_file():
+        return [Generated(**json.loads(line)) for line in kept.read_text(encoding="utf-8").splitlines()]
     mine = range(rank, len(prompts), world)
     made = []
     for at in range(0, len(mine), batch_size):
@@ -72,7 +85,23 @@ def generate_rows(
         share = result.seconds / len(rows)
         for row, ids, (f, g, ar) in zip(rows, tokens, calls, strict=True):
             made.append(Generated(row, cut_at_end(ids, base.spec.end_ids), f, g, ar, share))
-    return sorted(from_all_ranks(made), key=lambda line: line.row)
+    out: list[Generated] = sorted(from_all_ranks(made), key=lambda line: line.row)
+    if kept is not None and rank == 0:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, "".join(json.dumps(asdict(line)) + "\n" for line in out).encode())
+    return out
+
+
+def _digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
+    """Names a call by all that decides its result."""
+    digest = hashlib.sha256(json.dumps([base.fingerprint, str(base.dtype), str(base.device.type), *facts]).encode())
+    name = read_variant(facts[0]).name
+    if DECODERS[name].needs_sampler and isinstance(helpers.get("sampler"), torch.nn.Module):
+        for weight in helpers["sampler"].state_dict().values():
+            digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    if DECODERS[name].needs_partner:
+        digest.update(helpers["partner"].name.encode())
+    return digest.hexdigest()[:24]
 
 
 def costs(rows: Sequence[Generated]) -> dict[str, float]:

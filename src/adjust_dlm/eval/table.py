@@ -155,7 +155,14 @@ def _generate(
     )  # fmt: skip
     prompt = [] if base.spec.bos_id is None else [base.spec.bos_id]
     rows = generate_rows(
-        base, helpers, decoder, [prompt] * config.n, settings, first_row=first_row, batch_size=config.batch_size
+        base,
+        helpers,
+        decoder,
+        [prompt] * config.n,
+        settings,
+        first_row=first_row,
+        batch_size=config.batch_size,
+        keep=Path(config.output) / "texts",
     )
     log.info("T=%s %s K=%d: %d texts", *cell, len(rows))
     return rows
