@@ -188,7 +188,7 @@ def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
 def _add_speedup(rows: Iterable[Row]) -> None:
     """Tokens per second over those of joint decoding on the same task."""
     rows = list(rows)
-    slow = {row["task"]: row["tokens_per_second"] for row in rows if row["kind"] == "joint"}
+    slow = {row["task"]: row["tokens_per_second"] for row in rows if row["variant"] == "joint"}
     for row in rows:
         row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
 
