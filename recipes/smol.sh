@@ -34,5 +34,5 @@ if stage train; then run train --base "$out/base" --trajectories "$out/text" "$o
     --output "$out/train" --steps "${TRAIN_STEPS:-100000}" --max-seconds "${TRAIN_SECONDS:-390}" --slices "$slices" \
     --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 1000 $compile; fi
 
-if stage eval; then run eval --base "$out/base" --sampler "$out/train/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
+if stage eval; then run eval table --base "$out/base" --sampler "$out/train/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
     --batch-size "${DECODE_BATCH:-256}" $compile; fi

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from adjust_dlm.cli import _name as command_name
 from adjust_dlm.commands import COMMANDS, settings
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +58,7 @@ def test_there_is_something_to_test() -> None:
 
 @pytest.mark.parametrize("line", command_lines())
 def test_every_command_line_parses(line: str) -> None:
-    _, name, *argv = shlex.split(line, comments=True)
+    name, argv = command_name(shlex.split(line, comments=True)[1:])
     assert name in COMMANDS, f"no command {name!r}"
     if "--config" in argv:
         argv = [word for n, word in enumerate(argv) if "--config" not in argv[max(0, n - 1) : n + 1]]

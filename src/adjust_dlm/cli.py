@@ -89,7 +89,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    name = argv[0] if argv else None
+    name, argv = _name(argv)
     if name in ("-h", "--help"):
         print(_overview())
         return GOOD
@@ -100,7 +100,15 @@ def _dispatch(argv: list[str]) -> int:
         return GOOD
     if name not in COMMANDS:
         return _complain(f"error: {_unknown(name)}", BAD_INPUT)
-    return _run(name, COMMANDS[name], argv[1:])
+    return _run(name, COMMANDS[name], argv)
+
+
+def _name(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The command, of one word or two, and what follows it."""
+    for words in (2, 1):
+        if " ".join(argv[:words]) in COMMANDS:
+            return " ".join(argv[:words]), argv[words:]
+    return (argv[0] if argv else None), argv[1:]
 
 
 def _overview() -> str:
@@ -117,6 +125,9 @@ def _unknown(name: str | None) -> str:
     known = f"known are {', '.join(COMMANDS)}"
     if name is None:
         return f"no command given; {known} (see adjust --help)"
+    parts = [command for command in COMMANDS if command.startswith(f"{name} ")]
+    if parts:
+        return f"adjust {name} wants one more word: {', '.join(part.split()[1] for part in parts)}"
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     return f"unknown command {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + known
 

@@ -1,7 +1,8 @@
 """The commands of `adjust`: a table of names, and one module per command that imports nothing heavy.
 
-A new command is one line here: a module, the frozen dataclass in it that gives flags, help and YAML keys,
-and the function that takes such an object. Only the module of the chosen command is imported.
+A new command is one line here (its name may be two words, as `eval table`): a module, the frozen dataclass in it that
+gives flags, help and YAML keys, and the function that takes such an object. Only the module of the chosen command is
+imported.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ COMMANDS: dict[str, Command] = {
         "Turn an autoregressive model into a masked diffusion base.",
         "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
     ),
-    "eval": Command("NLL and MAUVE of every decoder and K.", "adjust_dlm.eval.table", "TableConfig", "make_table"),
-    "frontier": Command(
+    "eval table": Command(
+        "NLL and MAUVE of every decoder and K: the paper's Table 1.",
+        "adjust_dlm.eval.table", "TableConfig", "make_table",
+    ),
+    "eval frontier": Command(
         "Quality of every decoder against passes and time: one plot, one CSV.",
         "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
     ),

@@ -82,11 +82,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierConfig(TableConfig):
-    """Settings of `adjust frontier`.
+    """Settings of `adjust eval frontier`.
 
     Attributes:
         tokens_per_step: K of plain parallel and ADJUST rows beside the variants.
-        variants: decoders with settings for text (see `adjust eval`).
+        variants: decoders with settings for text (see `adjust eval table`).
         list_variants: the same for list tasks, at T = 0.
         n: texts a variant; 0 leaves the text out.
         list_n: list tasks; 0 leaves them out.

@@ -88,7 +88,7 @@ def generate_rows(
     out: list[Generated] = sorted(from_all_ranks(made), key=lambda line: line.row)
     if kept is not None and rank == 0:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, "".join(json.dumps(asdict(line)) + "\n" for line in out).encode())
+        write_atomic(kept, "".join(to_line(asdict(line)) for line in out).encode())
     return out
 
 
@@ -102,6 +102,11 @@ def _digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
     if DECODERS[name].needs_partner:
         digest.update(helpers["partner"].name.encode())
     return digest.hexdigest()[:24]
+
+
+def to_line(value: dict[str, Any]) -> str:
+    """One line of a JSON lines file."""
+    return json.dumps(value, ensure_ascii=False) + "\n"
 
 
 def costs(rows: Sequence[Generated]) -> dict[str, float]:

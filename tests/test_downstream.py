@@ -1,0 +1,132 @@
+"""The runner of downstream tasks: what reaches the model, what reaches the scorer, and what is counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.eval import downstream, generation
+from adjust_dlm.eval.downstream import (
+    DownstreamConfig,
+    Problem,
+    Task,
+    cut_at_stop,
+    encode,
+    evaluate,
+    half_width,
+    summarize,
+    variants,
+)
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import InputError
+from helpers import tiny_config
+from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer
+
+
+@pytest.fixture
+def base() -> Base:
+    torch.manual_seed(0)
+    config = tiny_config("dream", vocab_size=104, max_position_embeddings=64)
+    made = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
+    made.tokenizer = tiny_tokenizer()
+    made.tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>a:"
+    )
+    return made
+
+
+def letters(seen: list[Any]) -> Task:
+    """Two problems; a completion scores by its letters, and everything scored is written down."""
+
+    def score(problems: Any, groups: Any, config: Any) -> list[list[dict[str, float]]]:
+        seen.append(groups)
+        return [[{"has_e": float("e" in text), "length": min(len(text), 9) / 9} for text in group] for group in groups]
+
+    problems = [Problem("p0", "one", {}, "odd"), Problem("p1", "two", {}, "even", turns=("q", "a"))]
+    return Task("letters", lambda config: problems, score, stop=("!",), about={"rule": "e"})
+
+
+def settings(tmp_path: Path, **changes: Any) -> DownstreamConfig:
+    plain = {"output": str(tmp_path), "max_new_tokens": 8, "temperature": 1.0, "tokens_per_step": (1, 4)}
+    return DownstreamConfig(**{**plain, "batch_size": 2, "device": "cpu", **changes})
+
+
+def test_a_run_scores_every_variant_and_writes_its_samples(base: Base, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    out = evaluate(letters(seen), settings(tmp_path, num_samples=3), base, Sampler(base).eval())
+    assert [row["variant"] for row in out["rows"]] == [
+        "joint",
+        "parallel:tokens_per_step=4",
+        "adjust:tokens_per_step=4",
+    ]
+    assert (out["task"], out["n"], out["about"]) == ("letters", 2, {"rule": "e"})
+    for row, groups in zip(out["rows"], seen, strict=True):
+        assert [len(group) for group in groups] == [3, 3] and not any("!" in text for g in groups for text in g)
+        lines = [json.loads(x) for x in (tmp_path / f"samples-{downstream.slug(row['variant'])}.jsonl").open()]
+        assert [line["text"] for line in lines] == [text for group in groups for text in group]
+        assert [line["id"] for line in lines] == ["p0"] * 3 + ["p1"] * 3
+        means = [sum("e" in text for text in group) / 3 for group in groups]
+        assert row["metrics"]["has_e"]["mean"] == pytest.approx(sum(means) / 2)
+        assert row["kinds"]["odd"]["has_e"] == {
+            "mean": pytest.approx(means[0]),
+            "ci95": row["kinds"]["odd"]["has_e"]["ci95"],
+            "n": 1,
+        }
+        assert row["base_calls"] == (8 if row["variant"] == "joint" else 2)
+    json.dumps(out)
+
+
+def test_texts_are_kept_so_that_scoring_again_costs_no_pass(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = evaluate(letters([]), settings(tmp_path, decoders=("parallel",)), base)
+    monkeypatch.setattr(generation, "decode", None)
+    again = evaluate(letters([]), settings(tmp_path, decoders=("parallel",)), base)
+    assert json.dumps(again) == json.dumps(first)
+
+
+def test_prompts_and_chats(base: Base) -> None:
+    plain, chat = Problem("a", "one", {}), Problem("b", "two", {}, turns=("q", "a"))
+    decode = base.tokenizer.decode
+    assert decode(encode(base, plain, chat=False)) == "<|endoftext|>one"
+    assert decode(encode(base, chat, chat=False)) == "<|endoftext|>q\n\na\n\ntwo"
+    assert decode(encode(base, plain, chat=True)) == "<|im_start|>u:one<|im_end|><|im_start|>a:"
+    shown = "<|im_start|>u:q<|im_end|><|im_start|>a:a<|im_end|><|im_start|>u:two<|im_end|><|im_start|>a:"
+    assert decode(encode(base, chat, chat=True)) == shown
+
+
+def test_what_runs(tmp_path: Path) -> None:
+    decoders = ("parallel", "adjust", "threshold:tau=0.5", "adjust:candidates=4", "parallel:tokens_per_step=3")
+    assert variants(settings(tmp_path, decoders=decoders)) == [
+        "joint", "parallel:tokens_per_step=4", "adjust:tokens_per_step=4", "threshold:tau=0.5",
+        "adjust:candidates=4,tokens_per_step=4", "parallel:tokens_per_step=3",
+    ]  # fmt: skip
+
+
+def test_a_prompt_that_does_not_fit_is_named(base: Base, tmp_path: Path) -> None:
+    task = Task("long", lambda config: [Problem("p7", "x" * 60, {})], lambda *_: [])
+    with pytest.raises(InputError, match=r"problem p7 has 61 tokens, with 8 new ones 69; .* at most 64"):
+        evaluate(task, settings(tmp_path), base)
+    with pytest.raises(InputError, match="has no problems"):
+        evaluate(Task("none", lambda config: [], lambda *_: []), settings(tmp_path), base)
+    with pytest.raises(InputError, match="num_samples is 0"):
+        settings(tmp_path, num_samples=0)
+    with pytest.raises(InputError, match="unknown decoder 'magic'"):
+        settings(tmp_path, decoders=("magic",))
+
+
+def test_words_and_intervals() -> None:
+    assert cut_at_stop("ab\n\nQ: cd", ("Q:", "\n\n")) == "ab"
+    assert cut_at_stop("ab", ("Q:",)) == "ab"
+    assert half_width([1.0] * 5 + [0.0] * 5) == pytest.approx(0.2634, abs=1e-4)  # Wilson, n = 10, p = 1/2
+    assert half_width([0.2, 0.4, 0.6]) == pytest.approx(1.96 * (0.04 / 3) ** 0.5)
+    problems = [Problem(str(n), "", {}, kind) for n, kind in enumerate("aab")]
+    made = summarize(problems, [[{"x": 1.0}, {"x": 0.0}], [{"x": 1.0}], [{"x": 0.0}]])
+    assert made["metrics"]["x"]["mean"] == pytest.approx(0.5) and made["metrics"]["x"]["n"] == 3
+    assert made["kinds"]["a"]["x"]["mean"] == pytest.approx(0.75)
