@@ -284,7 +284,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     panels = [(t, m) for t in tasks for m in MEASURES if any(r["task"] == t and r[m.column] is not None for r in rows)]
     kinds = {row["label"]: row["kind"] for row in rows}
-    labels, colours = sorted(kinds), {}
+    labels = sorted(kinds)
+    colours: dict[str, Any] = {}
     for kind, name in (("sampler", "autumn"), ("free", "winter"), ("partner", "summer"), ("joint", "gray")):
         mine = [label for label in labels if kinds[label] == kind]
         colours |= {label: plt.get_cmap(name)(n / max(len(mine), 2)) for n, label in enumerate(mine)}
