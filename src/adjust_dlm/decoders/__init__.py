@@ -191,7 +191,7 @@ def decode(
     if entry.needs_partner and partner is not None:
         partner.require_start(canvas)
         helpers.append(partner)
-    entry.run(with_prefix_cache(base, config.cache_period), *helpers, canvas, *own)
+    entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
     return DecodeResult(
         tokens_BL=canvas.tokens_BL,
         order_BL=canvas.order_BL,
@@ -207,10 +207,16 @@ def decode(
 
 
 def generate(
-    base: Base, prompt: str = "", *, decoder: str = "adjust", sampler: Any = None, chat: bool = False,
-    num_samples: int = 1, **settings: Any,
+    base: Base, prompt: str = "", *, decoder: str = "adjust", sampler: Any = None, partner: Partner | None = None,
+    chat: bool = False, num_samples: int = 1, **settings: Any,
 ) -> list[str]:  # fmt: skip
-    """Text in, texts out: `generate(base, "Once", sampler=g, tokens_per_step=4, temperature=0.6)`."""
+    """Text in, texts out: `generate(base, "Once", sampler=g, tokens_per_step=4, temperature=0.6)`.
+
+    Settings are fields of `DecodeConfig` and the decoder's own options.
+    """
     ids = base.encode(prompt, chat=chat)
-    result = decode(base, [ids] * num_samples, DecodeConfig(**settings), decoder=decoder, sampler=sampler)
+    shared = {field.name for field in fields(DecodeConfig)}
+    config = DecodeConfig(**{key: value for key, value in settings.items() if key in shared})
+    own = {key: value for key, value in settings.items() if key not in shared}
+    result = decode(base, [ids] * num_samples, config, decoder=decoder, sampler=sampler, partner=partner, **own)
     return [base.decode(row[-result.config.max_new_tokens :].tolist()) for row in result.tokens_BL]
