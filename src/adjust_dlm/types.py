@@ -176,6 +176,7 @@ class DecodeResult:
         base_calls_B: base passes each row needed (what it would cost alone).
         sampler_calls_B: sampler passes each row needed.
         partner_calls_B: passes of the autoregressive partner each row needed; one that reads a single token counts too.
+        rounds_B: base passes each row waited for: fewer than `base_calls_B` where one looks at several canvases.
         rows_B: row ids.
         config: the settings that made it.
         decoder: the decoder's name.
@@ -188,6 +189,7 @@ class DecodeResult:
     base_calls_B: Tensor
     sampler_calls_B: Tensor
     partner_calls_B: Tensor
+    rounds_B: Tensor
     rows_B: Tensor
     config: DecodeConfig
     decoder: str

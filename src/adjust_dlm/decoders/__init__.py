@@ -29,6 +29,7 @@ from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
+from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
 __all__ = [
@@ -66,6 +67,7 @@ DECODERS: dict[str, Decoder] = {
     "parallel": Decoder(parallel),
     "adjust": Decoder(adjust, needs_sampler=True, options=AdjustOptions),
     "adaptive": Decoder(adaptive, needs_sampler=True, options=AdaptiveOptions),
+    "verified": Decoder(verified, needs_sampler=True, options=VerifiedOptions),
     "cascade": Decoder(cascade, needs_sampler=True, options=CascadeOptions),
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),
@@ -199,6 +201,7 @@ def decode(
         base_calls_B=canvas.base_calls_B,
         sampler_calls_B=canvas.sampler_calls_B,
         partner_calls_B=canvas.partner_calls_B,
+        rounds_B=canvas.rounds_B,
         rows_B=canvas.rows_B,
         config=config,
         decoder=decoder,
