@@ -299,7 +299,7 @@ def greedy(
         own = base.head(base.hidden(canvas)[0])
         own[:, forbidden] = -math.inf
         open_ = [i for i, token in enumerate(tokens) if token == MASK][:lookahead]
-        asked += len(open_) > 1
+        asked += len(open_) > 1 and mixture < 1
         for rank, i in enumerate(open_):
             draft = wanted = int(own[i].argmax())
             if rank:

@@ -65,7 +65,7 @@ def test_a_row_does_not_depend_on_its_batch(family: str, block_length: int | Non
     g = tiny_sampler(base)
     config = DecodeConfig(max_new_tokens=11, seed=7, block_length=block_length, cache_period=2)
     together = decode(base, PROMPTS, config, decoder="cascade", sampler=g, tau=0.35)
-    assert int(together.sampler_calls_B.max()) > int(together.base_calls_B.min())
+    assert bool((together.sampler_calls_B > 0).all())
     for b, prompt in enumerate(PROMPTS):
         assert row_of(decode(base, [prompt], config, decoder="cascade", sampler=g, rows=[b], tau=0.35), 0) == row_of(
             together, b

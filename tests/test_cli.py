@@ -528,10 +528,9 @@ def test_compare_scores_the_completion_given_the_prompt(
     run: Cli, sampler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_ar()
-    monkeypatch.setattr("adjust_dlm.commands.compare.ar_partner", lambda _: "tiny-ar")
     monkeypatch.setattr("adjust_dlm.bases.adapted.load_ar", lambda *_, **__: (model, None))
     flags = ("compare", "abc", "--base", "tiny", "--sampler", sampler, "--max-new-tokens", "8", "--num-samples", "3")
-    code, out, _ = run(*flags, "--no-chat", "--json", "--output", tmp_path)
+    code, out, _ = run(*flags, "--no-chat", "--json", "--output", tmp_path, "--partner", "tiny-ar")
     rows, samples = lines(out), lines((tmp_path / "samples.jsonl").read_text())
     assert code == 0
     assert [(row["decoder"], row["tokens_per_step"]) for row in rows] == [("joint", 1), ("parallel", 4), ("adjust", 4)]
@@ -546,7 +545,7 @@ def test_compare_scores_the_completion_given_the_prompt(
             tokens += len(words)
         assert row["nll"] == pytest.approx(total / tokens, rel=1e-4)
         assert row["completion_tokens"] == tokens / 3
-    assert "NLL" in run(*flags)[1]
+    assert "NLL" in run(*flags, "--partner", "tiny-ar")[1]
 
 
 def test_compare_says_what_it_leaves_out(run: Cli) -> None:

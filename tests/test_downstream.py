@@ -107,6 +107,12 @@ def test_what_runs(tmp_path: Path) -> None:
         "joint", "parallel:tokens_per_step=4", "adjust:tokens_per_step=4", "threshold:tau=0.5",
         "adjust:candidates=4,tokens_per_step=4", "parallel:tokens_per_step=3",
     ]  # fmt: skip
+    decoders = ("parallel:block_length=16", "adjust:order=margin,candidates=2", "guided:cfg_scale=1")
+    assert variants(settings(tmp_path, decoders=decoders)) == [
+        "joint:block_length=16", "parallel:block_length=16,tokens_per_step=4", "joint:order=margin",
+        "adjust:order=margin,candidates=2,tokens_per_step=4", "guided:cfg_scale=1,tokens_per_step=1",
+        "guided:cfg_scale=1,tokens_per_step=4",
+    ]  # fmt: skip
 
 
 def test_a_prompt_that_does_not_fit_is_named(base: Base, tmp_path: Path) -> None:

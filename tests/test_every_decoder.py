@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders import DECODERS, decode
+from adjust_dlm.decoders import DECODERS, Decoder, decode
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, DecodeResult, InputError
 from helpers import BOS, END, FAMILIES, LIMIT, MASK, VOCAB, row_of, tiny_base, tiny_sampler
 from tiny_ar import tiny_model
@@ -84,8 +84,11 @@ def check(result: DecodeResult, prompts: list[list[int]], **changes: Any) -> Non
 )
 def test_a_decode_is_whole_and_each_row_its_own(decoder: str, family: str, changes: dict[str, Any]) -> None:
     """Left pads, a mask inside a prompt, a base and a partner whose likeliest token is the mask."""
-    if decoder == "origin" and "block_length" in changes:
-        with pytest.raises(InputError, match="leave block_length out"):
+    refused = "candidates" in changes and not DECODERS[decoder].takes_candidates and decoder != "joint"
+    if refused or (decoder == "origin" and "block_length" in changes):
+        with pytest.raises(
+            InputError, match="of the decoders only adjust, adaptive" if refused else "leave block_length"
+        ):
             run(family, decoder, PROMPTS, **changes)
         return
     together = run(family, decoder, PROMPTS, **changes)
@@ -102,6 +105,21 @@ def test_calls_of_models_that_a_decoder_does_not_ask_are_zero(decoder: str) -> N
     entry = DECODERS[decoder]
     assert bool(result.sampler_calls_B.any()) == entry.needs_sampler
     assert bool(result.partner_calls_B.any()) == entry.needs_partner
+
+
+@pytest.mark.parametrize("decoder", [name for name in DECODERS if name != "origin"])
+def test_a_round_stays_in_its_block(decoder: str) -> None:
+    """Of 8 new tokens in blocks of 2 no round commits tokens of two blocks: at least four passes, in order."""
+    result = run("dream", decoder, [[BOS, 5]], max_new_tokens=8, block_length=2, tokens_per_step=8, suppress_eos=True)
+    order = result.order_BL[0, -8:].tolist()
+    assert all(max(order[i : i + 2]) < min(order[i + 2 : i + 4]) for i in (0, 2, 4))
+    assert int(result.rounds_B[0]) >= 4
+
+
+def test_a_decoder_that_leaves_masks_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DECODERS, "lazy", Decoder(lambda base, canvas: None))
+    with pytest.raises(RuntimeError, match="decoder 'lazy' left 7 masks on the canvas"):
+        run("dream", "lazy", [[BOS]])
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

@@ -19,7 +19,7 @@ from adjust_dlm.eval import frontier, generation, table
 from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
 from adjust_dlm.eval.generation import generate_rows
 from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
-from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import Counted, tiny_config
 from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_tokenizer
@@ -121,7 +121,8 @@ def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.Mon
         device="cpu",         variants=("adjust:tokens_per_step=4", "threshold:tau=0.5", "apd:mixture=0.9"),
         list_variants=("parallel:tokens_per_step=4",), list_n=3, list_max_new_tokens=6,
     )  # fmt: skip
-    monkeypatch.setattr(frontier, "open_all", lambda *_, **__: (base, {"sampler": sampler, "partner": partner}))
+    helpers = {"sampler": sampler, "partner": partner}
+    monkeypatch.setattr(frontier, "open_helpers", lambda *_, **__: helpers)
     out = make_frontier(flags, base, sampler)
     rows = {(r["task"], r["variant"]): r for r in out["rows"]}
     assert [v for t, v in rows if t == "text T=1"] == ["joint", *flags.variants]
@@ -186,3 +187,14 @@ def test_finished_calls_are_read_and_not_repeated(tmp_path: Path, monkeypatch: p
     assert calls.calls == 5
     assert make(other, variant="parallel") == make(variant="parallel") and calls.calls == 5  # it takes no g
     assert len(list(tmp_path.glob("*.jsonl"))) == 5
+
+
+def test_a_sampler_with_another_config_is_another_call(tmp_path: Path) -> None:
+    """Two samplers whose tensors are equal and that pair rows and embeddings differently."""
+    base = dream_base(tiny_config("dream"), mask_id=20, end_ids=(1,), bos_id=2, token_limit=20)
+    one, two = Sampler(base).eval(), Sampler(base, SamplerConfig(pairing="state")).eval()
+    two.load_state_dict(one.state_dict())
+    assert one.config != two.config
+    for sampler in (one, two):
+        generate_rows(base, {"sampler": sampler}, "adjust", [[2]], DecodeConfig(max_new_tokens=4), keep=tmp_path)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2

@@ -1,6 +1,7 @@
 """The autoregressive partner: one model read three ways, and the same rows whatever stands beside them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from adjust_dlm.bases.partner import CausalPartner, load_partner
 from adjust_dlm.decoders import Canvas
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import END, LIMIT, MASK, VOCAB, conditionals, exact_base, left_pad, target, tiny_base
-from tiny_ar import save_tiny, tiny_model
+from tiny_ar import save_tiny, tiny_model, tiny_tokenizer
 
 ROWS = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
 
@@ -92,7 +93,7 @@ def test_the_exact_partner_is_the_joint_left_to_right() -> None:
 def test_where_a_partner_comes_from(tmp_path: Path) -> None:
     """The exact base brings its own; any base takes a folder; one without either is told so."""
     assert load_partner(exact_base()).name == "exact"
-    folder = str(save_tiny(tmp_path / "ar"))
+    folder = str(save_tiny(tmp_path / "ar", vocab=VOCAB))
     base = tiny_base("dream")
     assert load_partner(base, folder).name == folder
     base.ar_source = folder
@@ -100,6 +101,19 @@ def test_where_a_partner_comes_from(tmp_path: Path) -> None:
     base.ar_source = None
     with pytest.raises(InputError, match="no autoregressive partner of its own"):
         load_partner(base)
+
+
+def test_a_partner_with_other_ids_is_refused(tmp_path: Path) -> None:
+    """By the ids of a text where both have a tokenizer, else by how many ids there are."""
+    folder = str(save_tiny(tmp_path / "ar"))
+    base = tiny_base("dream")
+    with pytest.raises(InputError, match="another tokenizer"):
+        load_partner(base, folder)
+    base.tokenizer = tiny_tokenizer()
+    assert load_partner(base, folder).name == folder
+    base.tokenizer = SimpleNamespace(encode=lambda text, **_: [ord(c) for c in text])
+    with pytest.raises(InputError, match="another tokenizer"):
+        load_partner(base, folder)
 
 
 def test_a_bidirectional_partner_is_refused() -> None:

@@ -91,3 +91,15 @@ def test_a_result_row_becomes_a_trajectory_without_its_pads() -> None:
     first = result.trajectory(0)
     assert (first.tokens_L.tolist(), first.order_L.tolist(), first.row, first.seed) == ([5, 6], [GIVEN, 0], 40, 12)
     assert result.trajectory(1).commits == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens_per_step", 2.5), ("tokens_per_step", "four"), ("block_length", 2.5), ("candidates", 1.5), ("seed", None),
+        ("top_p", "abc"), ("temperature", "hot"), ("suppress_eos", "no"), ("max_new_tokens", True),
+    ],
+)  # fmt: skip
+def test_settings_of_another_type_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"{field} is "):
+        DecodeConfig(**{field: value})  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ def _dispatch(argv: list[str]) -> int:
 
         print(f"adjust {adjust_dlm.__version__}")
         return GOOD
+    if name not in COMMANDS and argv[:1] in (["-h"], ["--help"]) and _parts(name):
+        print(f"usage: adjust {name} TASK [FLAGS]\n\n{_listed(_parts(name))}")
+        return GOOD
     if name not in COMMANDS:
         return _complain(f"error: {_unknown(name)}", BAD_INPUT)
     return _run(name, COMMANDS[name], argv)
@@ -112,21 +116,28 @@ def _name(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
     return (
         "usage: adjust COMMAND [FLAGS]\n\nJoint sampling for masked diffusion language models.\n\n"
-        f"{commands}\n\n"
+        f"{_listed(COMMANDS)}\n\n"
         "adjust COMMAND --help shows a command's flags; each is also a key of --config FILE (YAML)."
     )
+
+
+def _listed(names: Collection[str]) -> str:
+    width = max(map(len, names))
+    return "\n".join(f"  {name:{width}}  {COMMANDS[name].help}" for name in names)
+
+
+def _parts(name: str | None) -> list[str]:
+    """Commands of two words that begin with this one."""
+    return [command for command in COMMANDS if command.startswith(f"{name} ")]
 
 
 def _unknown(name: str | None) -> str:
     known = f"known are {', '.join(COMMANDS)}"
     if name is None:
         return f"no command given; {known} (see adjust --help)"
-    parts = [command for command in COMMANDS if command.startswith(f"{name} ")]
-    if parts:
+    if parts := _parts(name):
         return f"adjust {name} wants one more word: {', '.join(part.split()[1] for part in parts)}"
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     return f"unknown command {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + known

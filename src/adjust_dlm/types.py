@@ -30,6 +30,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
+def require_whole(name: str, value: object) -> None:
+    """Raises `InputError` unless a setting is an int."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole, f"{name} is {value!r}; it must be a whole number")
+
+
 def require(condition: bool, message: str) -> None:
     """Raises `InputError(message)` unless `condition` holds."""
     if not condition:
@@ -77,6 +83,13 @@ class DecodeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("tokens_per_step", "max_new_tokens", "top_k", "candidates", "seed"):
+            require_whole(name, getattr(self, name))
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            real = isinstance(value, int | float) and not isinstance(value, bool)
+            require(real, f"{name} is {value!r}; it must be a number")
+        require(isinstance(self.suppress_eos, bool), f"suppress_eos is {self.suppress_eos!r}; it must be true or false")
         require(self.tokens_per_step >= 1, f"tokens_per_step is {self.tokens_per_step}; it must be at least 1")
         require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         require(
@@ -88,6 +101,7 @@ class DecodeConfig:
         require(self.candidates >= 0, f"candidates is {self.candidates}; it must be >= 0 (0 is every position)")
         for name in ("block_length", "cache_period", "cache_window"):
             count: int | None = getattr(self, name)
+            require_whole(name, 1 if count is None else count)
             require(count is None or count >= 1, f"{name} is {count}; it must be at least 1, or none")
         require(
             self.cache_window is None or self.cache_period is not None,

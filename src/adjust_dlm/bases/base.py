@@ -60,6 +60,7 @@ class Base(ABC):
         layer_config: the shape of one decoder layer of the base (`bases.layers.Shape`).
         tokenizer: any object with transformers' tokenizer interface, or None.
         compiled: whether `compile` was called; decoders then compile their row scores too.
+        quantized: the kind of small weights that were asked for, or None.
         ar_source: the autoregressive model that it was made from (see `bases.partner.load_partner`), or None.
     """
 
@@ -71,6 +72,7 @@ class Base(ABC):
     tokenizer: Any = None
     compiled: bool = False
     ar_source: str | None = None
+    quantized: str | None = None
 
     @abstractmethod
     def hidden(self, state: State) -> Tensor:

@@ -103,6 +103,7 @@ def load_checkpoint(
     base = opened.family.base(
         body, head_VD, spec, next_frame=opened.next_frame, tokenizer=words, fingerprint=fingerprint
     )
+    base.quantized = quantize
     return place(base, device_map, device) if device_map is not None else base
 
 

@@ -102,7 +102,7 @@ class ExactPartner(Partner):
 
     def __init__(self, base: ExactBase) -> None:
         """The partner of `base`."""
-        self.base, self.spec, self.name = base, base.spec, "exact"
+        self.base, self.spec, self.name, self.fingerprint = base, base.spec, "exact", base.fingerprint
 
     def read(self, tokens_BN: Tensor, real_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
         """States are log p(next | prefix); the memory is the prefix."""

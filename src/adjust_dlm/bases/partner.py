@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, cast
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.base import Base, BaseSpec
 from adjust_dlm.bases.layers import shift_right
+from adjust_dlm.bases.transformer import sampled_rows
 from adjust_dlm.types import State, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_PROBE = "Two tokenizers that agree on this text, 1234567890 + 42.0, <tags>\n\tdef f(x): return x  # and that"
 
 
 class Partner(ABC):
@@ -23,10 +27,12 @@ class Partner(ABC):
 
     Attributes:
         name: its source.
+        fingerprint: hex digest of its weights.
         spec: the base's facts; forbidden tokens are the base's.
     """
 
     name: str
+    fingerprint: str
     spec: BaseSpec
 
     @abstractmethod
@@ -89,6 +95,10 @@ class CausalPartner(Partner):
         # transformers renamed the argument between the floor version and now.
         known = inspect.signature(model.base_model.forward).parameters
         self._memory_name = "cache" if "cache" in known else "past_key_values"
+        rows = {key: sampled_rows(weight) for key, weight in model.named_parameters()}
+        self.fingerprint = hashlib.sha256(
+            b"".join(r.view(torch.int16).numpy().tobytes() for r in rows.values())
+        ).hexdigest()
         self._embedded = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
 
     @torch.no_grad()
@@ -126,8 +136,19 @@ def load_partner(base: Base, source: str | None = None) -> Partner:
         source is not None,
         f"base {base.spec.name!r} has no autoregressive partner of its own; name a causal LM with the same tokenizer",
     )
-    model, _ = load_ar(str(source), device=base.device, dtype=base.dtype)
+    model, tokenizer = load_ar(str(source), device=base.device, dtype=base.dtype)
+    _require_same_ids(base, str(source), tokenizer, int(model.config.vocab_size))
     return CausalPartner(model, base.spec, name=str(source))
+
+
+def _require_same_ids(base: Base, source: str, tokenizer: Any, vocab_size: int) -> None:
+    """Raises InputError unless a text has the same ids in both; without tokenizers the number of ids decides."""
+    if base.tokenizer is None:
+        same = vocab_size == base.spec.vocab_size
+    else:
+        ids = [t.encode(_PROBE, add_special_tokens=False) for t in (base.tokenizer, tokenizer)]
+        same = ids[0] == ids[1]
+    require(same, f"partner {source!r} has another tokenizer than base {base.spec.name!r}: its ids mean other words")
 
 
 # What is asked of any causal LM of transformers ------------------------------------------------------------------

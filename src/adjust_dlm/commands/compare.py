@@ -10,7 +10,6 @@ import tyro
 
 from adjust_dlm.commands.common import (
     DecodeFlags,
-    ar_partner,
     check_fit,
     encode_prompt,
     load_for,
@@ -77,7 +76,7 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
 
 def _add_nll(flags: CompareConfig, base: Base, ids: list[int], samples: list[Record]) -> None:
     """Puts `nll_sum` into every sample: -log p(completion | prompt) under the AR partner; None without one."""
-    source, start = ar_partner(flags.base), base.spec.bos_id
+    source, start = flags.partner or base.ar_source, base.spec.bos_id
     prompt = ids[ids[:1] == [start] :]
     texts = [prompt, *(prompt + s["tokens"][: s["completion_tokens"]] for s in samples)]
     sums: list[float] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -53,32 +54,36 @@ class Decoder:
         run: (base, [sampler,] [partner,] canvas, [options]) -> None; fills the canvas.
         needs_sampler: whether it takes g.
         needs_partner: whether it takes an autoregressive partner (`bases.partner`).
+        takes_k: whether `tokens_per_step` says how many tokens a pass commits.
+        takes_candidates: whether its rounds heed `DecodeConfig.candidates`.
         options: dataclass of settings that only this decoder has.
     """
 
     run: Callable[..., None]
     needs_sampler: bool = False
     needs_partner: bool = False
+    takes_k: bool = False
+    takes_candidates: bool = False
     options: Callable[..., Any] | None = None
 
 
 DECODERS: dict[str, Decoder] = {
     "joint": Decoder(joint),
-    "parallel": Decoder(parallel),
-    "adjust": Decoder(adjust, needs_sampler=True, options=AdjustOptions),
-    "adaptive": Decoder(adaptive, needs_sampler=True, options=AdaptiveOptions),
+    "parallel": Decoder(parallel, takes_k=True),
+    "adjust": Decoder(adjust, needs_sampler=True, takes_k=True, takes_candidates=True, options=AdjustOptions),
+    "adaptive": Decoder(adaptive, needs_sampler=True, takes_candidates=True, options=AdaptiveOptions),
     "verified": Decoder(verified, needs_sampler=True, options=VerifiedOptions),
     "cascade": Decoder(cascade, needs_sampler=True, options=CascadeOptions),
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),
     "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
     "klass": Decoder(klass, options=KlassOptions),
-    "edlm": Decoder(edlm, needs_partner=True, options=EdlmOptions),
-    "origin": Decoder(origin, options=OriginOptions),
-    "soft_order": Decoder(soft_order, options=SoftOrderOptions),
-    "guided": Decoder(guided, options=GuidedOptions),
+    "edlm": Decoder(edlm, needs_partner=True, takes_k=True, options=EdlmOptions),
+    "origin": Decoder(origin, takes_k=True, options=OriginOptions),
+    "soft_order": Decoder(soft_order, takes_k=True, options=SoftOrderOptions),
+    "guided": Decoder(guided, takes_k=True, options=GuidedOptions),
     "apd": Decoder(apd, needs_partner=True, options=ApdOptions),
-    "dcd": Decoder(dcd, needs_partner=True, options=DcdOptions),
+    "dcd": Decoder(dcd, needs_partner=True, takes_k=True, options=DcdOptions),
 }
 
 
@@ -135,7 +140,7 @@ def read_variant(text: str) -> Variant:
         InputError: an unknown decoder, a setting that neither it nor `DecodeConfig` has, or a bad value.
     """
     name, _, pairs = text.partition(":")
-    given = read_options(pairs.split(",") if pairs else [])
+    given = read_options(re.split(r",(?![^\[]*\])", pairs) if pairs else [])
     shared = {field.name for field in fields(DecodeConfig)}
     settings = {key: value for key, value in given.items() if key in shared}
     options = {key: value for key, value in given.items() if key not in shared}
@@ -184,6 +189,11 @@ def decode(
         not entry.needs_partner or partner is not None,
         f"decoder {decoder!r} needs an autoregressive partner of base {base.spec.name!r}: see `load_partner`",
     )
+    able = [name for name, known in DECODERS.items() if known.takes_candidates]
+    require(
+        config.candidates == 0 or entry.takes_candidates or decoder == "joint",
+        f"candidates is {config.candidates}; of the decoders only {', '.join(able)} know them, {decoder!r} does not",
+    )
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     started = time.perf_counter()
@@ -194,6 +204,8 @@ def decode(
         partner.require_start(canvas)
         helpers.append(partner)
     entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
+    if canvas.open:
+        raise RuntimeError(f"decoder {decoder!r} left {int(canvas.masked_BL.sum())} masks on the canvas")
     return DecodeResult(
         tokens_BL=canvas.tokens_BL,
         order_BL=canvas.order_BL,

@@ -64,6 +64,7 @@ def apd(base: Base, partner: Partner, canvas: Canvas, options: ApdOptions) -> No
         draft_BN = _draw_coupled(base, canvas, position_BN, drafted_BN, [(1.0, own)])
         target_BN, asked_BN = draft_BN.clone(), drafted_BN.clone()
         asked_BN[:, 0] = False
+        asked_BN &= options.mixture < 1  # the target is the base's own law, and so is the draft
         if bool(asked_BN.any()):
             other = plain_logits(partner, partner.hidden(_filled(canvas, position_BN, draft_BN, drafted_BN)), canvas)
             experts = [(options.mixture, own), (1 - options.mixture, other)]

@@ -161,12 +161,12 @@ class Canvas(State):
 
     def commit(self, picks: Picks) -> None:
         """Writes tokens, order and quotas; closes rows whose text is finished."""
-        for n in range(picks.position_BN.shape[1]):
-            ok_B = picks.valid_BN[:, n] & (n < self.quota_B)
-            at = (ok_B.nonzero()[:, 0], picks.position_BN[:, n][ok_B])
-            self.tokens_BL[at] = picks.token_BN[:, n][ok_B]
-            self.order_BL[at] = (self.commits_B + n)[ok_B]
-            self.masked_BL[at] = False
+        rank_BN = picks.valid_BN.cumsum(-1) - 1
+        row_R, n_R = (picks.valid_BN & (rank_BN < self.quota_B[:, None])).nonzero(as_tuple=True)
+        at = (row_R, picks.position_BN[row_R, n_R])
+        self.tokens_BL[at] = picks.token_BN[row_R, n_R]
+        self.order_BL[at] = self.commits_B[row_R] + rank_BN[row_R, n_R]
+        self.masked_BL[at] = False
         done_B = picks.valid_BN.sum(-1).minimum(self.quota_B)
         self.commits_B += done_B
         self.quota_B = self.quota_B - done_B
@@ -246,7 +246,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
 
 def refuse_nan(base: Base, *parts: Tensor) -> None:
     """Raises FloatingPointError for logits or scores that are no numbers."""
-    if any(bool(part.isnan().any()) for part in parts):
+    if bool(torch.stack([part.isnan().any() for part in parts]).any()):
         raise FloatingPointError(f"base {base.spec.name!r} or its sampler gave NaN ({base.dtype} on {base.device})")
 
 

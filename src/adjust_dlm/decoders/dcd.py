@@ -69,7 +69,9 @@ def dcd(base: Base, partner: Partner, canvas: Canvas, options: DcdOptions) -> No
         drawn_BL = canvas.masked_BL & (kept_BL.flip(1).cumsum(1).flip(1) > 0)
         if not bool(drawn_BL.any()):
             continue  # an empty round of a published schedule
-        if options.reference == "causal":
+        if options.alpha == 0:
+            left_BLD = target_BLD
+        elif options.reference == "causal":
             canvas.base_calls_B += drawn_BL.any(1)
             left_BLD = base.hidden_causal(canvas)
         else:

@@ -81,7 +81,7 @@ def edlm(base: Base, partner: Partner, canvas: Canvas, options: EdlmOptions) -> 
         made = _complete(base, h_BLD, canvas, int(options.completions))
         share_B = canvas.masked_BL.sum(-1).double() / first_B
         inside_B = (options.window_end <= share_B) & (share_B <= options.window_start)
-        asking_R = (canvas.busy_B & (inside_B | (options.rule == "best"))).nonzero()[:, 0]
+        asking_R = (canvas.busy_B & (inside_B | (options.rule == "best")) & (options.completions > 1)).nonzero()[:, 0]
         kept_B = torch.zeros_like(row_B)
         if len(asking_R):
             kept_B[asking_R] = _choose(canvas, _energies(partner, canvas, made, asking_R, options), asking_R, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class GuidedOptions:
         scale, switch = self.cfg_scale, self.confidence_eos_eot_inf
         good = is_number(scale) and 0 <= scale < math.inf
         require(good, f"cfg_scale is {scale}; it must be a finite number >= 0")
+        require(isinstance(self.logits_eos_inf, bool), f"logits_eos_inf is {self.logits_eos_inf!r}; say true or false")
+        ids = self.eos_eot
+        given: Any = ids
+        pair = given is None or (isinstance(given, list | tuple) and [type(i) for i in given] == [int, int])
+        require(pair, f"eos_eot is {ids!r}; it must be two token ids, or none")
         known = get_args(EndSwitch)
         require(switch in known, f"confidence_eos_eot_inf is {switch!r}; it must be one of {', '.join(known)}")
 
@@ -85,7 +90,10 @@ def _score(base: Base, canvas: Canvas, options: GuidedOptions) -> Score:
 def _ends(base: Base, options: GuidedOptions) -> tuple[int, int]:
     """(EOS, EOT)."""
     if options.eos_eot is not None:
-        return options.eos_eot
+        eos, eot = options.eos_eot
+        wrong = [i for i in (eos, eot) if not 0 <= i < base.spec.vocab_size]
+        require(not wrong, f"eos_eot holds {wrong[:1]}; ids run from 0 to {base.spec.vocab_size - 1}")
+        return eos, eot
     ends = base.spec.end_ids
     require(bool(ends), f"base {base.spec.name!r} has no end tokens; name them with eos_eot")
     return ends[0], ends[:2][-1]

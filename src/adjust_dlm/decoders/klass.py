@@ -15,6 +15,8 @@ from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampling import confidence
 from adjust_dlm.types import is_number, require
 
+_COPIES = 6  # of fp32 logits that a row takes here: this pass, the one before, and their logarithms
+
 
 @dataclass(frozen=True, kw_only=True)
 class KlassOptions:
@@ -52,7 +54,7 @@ def klass(base: Base, canvas: Canvas, options: KlassOptions) -> None:
     while canvas.open:
         now = plain_logits(base, base.hidden(canvas), canvas)
         score = _watch(before, calm_BL, options.epsilon_kl)
-        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, now, score)
+        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, now, score, copies=_COPIES)
         score_BL = score_BL.masked_fill(~canvas.open_BL, -torch.inf)
         ready_BL = (score_BL >= options.tau) & (calm_BL >= options.history)
         held_BL = ready_BL.any(-1, keepdim=True) & ~ready_BL

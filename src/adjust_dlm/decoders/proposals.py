@@ -10,7 +10,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.canvas import Canvas, Picks, refuse_nan, rows_at_once
-from adjust_dlm.sampling import confidence, draw, process
+from adjust_dlm.sampling import DRAW, confidence, draw, process
 
 Logits = Callable[[Tensor, Tensor], Tensor]  # (row [R], position [R]) -> fp32 logits [R, V]
 Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (logits [R, V], token [R], row [R], position [R]) -> [R]
@@ -22,8 +22,19 @@ def plain_logits(model: Base | Partner, h_BLD: Tensor, canvas: Canvas) -> Logits
     return lambda row_R, position_R: model.logits(h_BLD[row_R, position_R], suppress_eos=canvas.config.suppress_eos)
 
 
-def propose(base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: Score) -> tuple[Tensor, Tensor]:
+def propose(
+    base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: Score, *, stream: int = DRAW, copies: int = 1
+) -> tuple[Tensor, Tensor]:
     """A token and its score for every open position: scores [B, L] (-inf elsewhere) and tokens [B, L].
+
+    Args:
+        base: for its head's size.
+        canvas: settings and uniforms.
+        open_BL: which positions.
+        logits: of gathered positions.
+        score: of drawn tokens.
+        stream: of the uniforms.
+        copies: of a chunk's logits that `score` holds at a time.
 
     Raises:
         FloatingPointError: the states gave NaN.
@@ -31,11 +42,11 @@ def propose(base: Base, canvas: Canvas, open_BL: Tensor, logits: Logits, score: 
     config, token_BL = canvas.config, canvas.tokens_BL.clone()
     score_BL = torch.full(open_BL.shape, -torch.inf, dtype=torch.float64, device=open_BL.device)
     row_R, position_R = open_BL.nonzero(as_tuple=True)
-    chunk = rows_at_once(base)
+    chunk = max(1, rows_at_once(base) // copies)
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = logits(row, position)
         refuse_nan(base, logits_RV)
-        token_R = draw(process(logits_RV, config), canvas.uniforms(position, row), config.temperature)
+        token_R = draw(process(logits_RV, config), canvas.uniforms(position, row, stream), config.temperature)
         token_BL[row, position] = token_R
         score_BL[row, position] = score(logits_RV, token_R, row, position).double()
     return score_BL, token_BL

@@ -7,19 +7,16 @@ they are scored, so a run that stopped goes on, and another way of scoring costs
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.bases.partner import load_partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
-from adjust_dlm.eval.generation import Generated, costs, generate_rows, to_line
-from adjust_dlm.sampler import Sampler, default_sampler
+from adjust_dlm.eval.generation import Generated, costs, generate_rows, half_width, open_helpers, to_line
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, InputError, require
 
@@ -129,17 +126,25 @@ class DownstreamConfig:
 def variants(config: DownstreamConfig) -> list[str]:
     """Every decoder at every K; K = 1 is joint decoding, whatever the decoder, and runs once.
 
-    A decoder with options of its own that decide about the number of tokens (`threshold:tau=0.9`) or with
-    `tokens_per_step` in its variant runs once.
+    One that decides itself how many tokens a pass commits (`threshold:tau=0.9`), or that says its K, runs once.
+    Settings of a variant (blocks, an order) hold at K = 1 too.
     """
     out = []
     for decoder in config.decoders:
         name, settings, _ = read_variant(decoder)
-        fixed = "tokens_per_step" in settings or name not in ("parallel", "adjust", "edlm", "dcd", "soft_order")
-        for k in [0] if fixed else config.tokens_per_step:
+        if "tokens_per_step" in settings or not DECODERS[name].takes_k:
+            out.append(decoder)
+            continue
+        for k in config.tokens_per_step:
             joint = k == 1 and name in ("parallel", "adjust")
-            joined = f"{decoder}{',' if ':' in decoder else ':'}tokens_per_step={k}"
-            out.append("joint" if joint else decoder if fixed else joined)
+            said = (
+                {key: value for key, value in settings.items() if key != "candidates"}
+                if joint
+                else {"tokens_per_step": k}
+            )
+            words = [f"{key}={value}" for key, value in said.items()]
+            start = "joint" if joint else decoder
+            out.append(start + (("," if ":" in start else ":") + ",".join(words) if words else ""))
     return list(dict.fromkeys(out))
 
 
@@ -162,7 +167,7 @@ def evaluate(
     require(bool(problems), f"task {task.name} has no problems in {config.data!r}")
     base = base or load_base(config.base, device=config.device)
     prompts = [ids for ids in _encoded(config, base, problems) for _ in range(config.num_samples)]
-    helpers = _helpers(config, base, sampler)
+    helpers = open_helpers(config, base, variants(config), sampler=sampler)
     rows, folder = [], Path(config.output)
     for variant in variants(config):
         made = generate_rows(
@@ -178,19 +183,6 @@ def evaluate(
             write_atomic(folder / f"samples-{slug(variant)}.jsonl", lines.encode())
     distributed.barrier()
     return {"task": task.name, "about": task.about, "n": len(problems), "config": asdict(config), "rows": rows}
-
-
-def _helpers(config: DownstreamConfig, base: Base, sampler: Sampler | None) -> dict[str, Any]:
-    """The sampler and partner that the decoders want."""
-    entries = [DECODERS[read_variant(variant).name] for variant in variants(config)]
-    helpers: dict[str, Any] = {}
-    if any(entry.needs_sampler for entry in entries):
-        named = config.sampler or default_sampler(config.base)
-        require(sampler is not None or named is not None, f"no sampler ships for base {config.base!r}; name one")
-        helpers["sampler"] = sampler or from_pretrained(str(named), base)
-    if any(entry.needs_partner for entry in entries):
-        helpers["partner"] = load_partner(base, config.partner)
-    return helpers
 
 
 def _encoded(config: DownstreamConfig, base: Base, problems: Sequence[Problem]) -> list[list[int]]:
@@ -250,16 +242,6 @@ def _means(values: Sequence[Scores]) -> dict[str, dict[str, float]]:
         column = [value[name] for value in values]
         out[name] = {"mean": sum(column) / len(column), "ci95": half_width(column), "n": len(column)}
     return out
-
-
-def half_width(column: Sequence[float]) -> float:
-    """Of the 95 % interval of a mean: Wilson's where all values are 0 or 1, else normal."""
-    n, mean = len(column), sum(column) / len(column)
-    if set(column) <= {0, 1}:
-        z2 = 1.96**2
-        return 1.96 * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    spread = sum((x - mean) ** 2 for x in column) / (n - 1) if n > 1 else math.nan
-    return 1.96 * math.sqrt(spread / n)
 
 
 def slug(variant: str) -> str:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from adjust_dlm.bases import Base
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
-from adjust_dlm.eval.generation import costs, generate_rows
+from adjust_dlm.eval.generation import costs, generate_rows, open_helpers
 from adjust_dlm.eval.lists import held_out_tasks, score_lists
-from adjust_dlm.eval.table import TableConfig, make_table, open_all
+from adjust_dlm.eval.table import TableConfig, make_table, open_base
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
@@ -71,7 +71,10 @@ LISTS = (
     "klass:block_length=16",
     "apd:lookahead=16,mixture=0.8",
 )
-FORM = ("order", "block_length", "cache_period", "candidates", "restart", "rule", "correct", "tau_g", "calls", "most")
+FORM = (
+    "order", "block_length", "cache_period", "cache_window", "candidates", "restart", "rule", "correct", "tau_g",
+    "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
+)  # fmt: skip
 COLUMNS = (
     "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "base_calls",
     "sampler_calls", "partner_calls", "nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "repeated", "accuracy",
@@ -122,7 +125,10 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
         `rows` (one per task and variant) and `best` (see `compare`).
     """
     rank, _, _ = distributed.start()
-    base, helpers = open_all(config, base, sampler, also=config.list_variants)
+    base = base or open_base(config)
+    wanted = (*(config.variants if config.n else ()), *(config.list_variants if config.list_n else ()))
+    wanted = (*wanted, *(("adjust",) if config.n and config.tokens_per_step else ()))
+    helpers = open_helpers(config, base, wanted, sampler=sampler)
     cells = make_table(config, base, **helpers)["cells"] if config.n else []
     rows = [_row(f"text T={cell['temperature']:g}", cell) for cell in cells]
     if config.list_n:
@@ -217,8 +223,8 @@ def value_at(rows: Sequence[Row], column: str, x: float) -> float | None:
 def compare(rows: Sequence[Row], grid: Sequence[float] = GRID) -> list[Row]:
     """At each number of tokens per pass the best curve with g, and the best without training, task by task.
 
-    Joint decoding (one token a pass) is the start of every curve. Text that repeats itself has a low NLL for being
-    dull, so rows with less than half the distinct bigrams of joint text are no candidates.
+    Joint decoding (one token a pass) in the same blocks is the start of every curve. Text that repeats itself has a low
+    NLL for being dull, so rows with less than half the distinct bigrams of joint text are no candidates.
     """
     out = []
     tasks = list(dict.fromkeys(row["task"] for row in rows))
@@ -226,19 +232,26 @@ def compare(rows: Sequence[Row], grid: Sequence[float] = GRID) -> list[Row]:
         mine = [row for row in rows if row["task"] == task and row[column] is not None]
         varied = max((row["distinct_2"] or 0 for row in mine if row["kind"] == "joint"), default=0) / 2
         mine = [row for row in mine if (row["distinct_2"] or 0) >= varied]
-        joint = [row for row in mine if row["kind"] == "joint"]
+        joint = {row["label"].removeprefix("joint"): row for row in mine if row["kind"] == "joint"}
         labels = dict.fromkeys((row["label"], row["kind"]) for row in mine if row["kind"] != "joint")
         for x in grid:
             line: Row = {"task": task, "measure": column, "tokens_per_pass": x}
             for kind in ("sampler", "free", "partner"):
                 curves = {name: [r for r in mine if r["label"] == name] for name, k in labels if k == kind}
-                values = {name: value_at([*joint, *curve], column, x) for name, curve in curves.items()}
+                values = {name: value_at([*_start(joint, name), *curve], column, x) for name, curve in curves.items()}
                 found = {name: value for name, value in values.items() if value is not None}
                 name = max(found, key=lambda name: sign * found[name], default=None)
                 line |= {kind: name, f"{kind}_value": None if name is None else found[name]}
             if line["sampler"] or line["free"]:
                 out.append(line)
     return out
+
+
+def _start(joint: dict[str, Row], label: str) -> list[Row]:
+    """The row of joint decoding in the same blocks, with which a curve begins."""
+    blocks = next((word for word in label.split() if word.startswith("block_length=")), "")
+    found = joint.get(f" {blocks}" if blocks else "")
+    return [found] if found else []
 
 
 def to_csv(rows: Sequence[Row]) -> str:

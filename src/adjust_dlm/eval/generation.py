@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+import adjust_dlm
+from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.partner import Partner, load_partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, decode, read_variant
 from adjust_dlm.eval.nll import cut_at_end
-from adjust_dlm.types import DecodeConfig
+from adjust_dlm.sampler import Sampler, default_sampler
+from adjust_dlm.types import DecodeConfig, require
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,10 @@ def generate_rows(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     name, changes, options = read_variant(variant)
     config = settings.but(**changes)
-    kept = (
-        None
-        if keep is None
-        else keep / f"{_digest(base, helpers, [variant, first_row, prompts, asdict(config)])}.jsonl"
-    )
-    if kept is not None and kept.is_file():
-        return [Generated(**json.loads(line)) for line in kept.read_text(encoding="utf-8").splitlines()]
+    facts = [variant, first_row, prompts, asdict(config), batch_size]
+    kept = None if keep is None else keep / f"{_digest(base, helpers, facts)}.jsonl"
+    if kept is not None and (found := _from_first_rank(_read(kept) if rank == 0 else None)) is not None:
+        return found
     mine = range(rank, len(prompts), world)
     made = []
     for at in range(0, len(mine), batch_size):
@@ -92,16 +94,64 @@ def generate_rows(
     return out
 
 
+class Sources(Protocol):
+    """Settings that name the models beside the base."""
+
+    @property
+    def base(self) -> str: ...  # noqa: D102
+
+    @property
+    def sampler(self) -> str | None: ...  # noqa: D102
+
+    @property
+    def partner(self) -> str | None: ...  # noqa: D102
+
+
+def open_helpers(
+    config: Sources, base: Base, variants: Iterable[str], *, sampler: Any = None, partner: Partner | None = None
+) -> dict[str, Any]:
+    """The sampler and the partner, as far as a decoder among the variants wants them; those given are taken."""
+    entries = [DECODERS[read_variant(variant).name] for variant in variants]
+    helpers: dict[str, Any] = {}
+    if any(entry.needs_sampler for entry in entries):
+        named = config.sampler or default_sampler(config.base)
+        require(sampler is not None or named is not None, f"no sampler ships for base {config.base!r}; name one")
+        helpers["sampler"] = sampler or from_pretrained(str(named), base)
+    if any(entry.needs_partner for entry in entries):
+        helpers["partner"] = partner or load_partner(base, config.partner)
+    return helpers
+
+
+def _read(path: Path) -> list[Generated] | None:
+    """The rows of a finished call; None if there is none."""
+    if not path.is_file():
+        return None
+    return [Generated(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def _digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
-    """Names a call by all that decides its result."""
-    digest = hashlib.sha256(json.dumps([base.fingerprint, str(base.dtype), str(base.device.type), *facts]).encode())
-    name = read_variant(facts[0]).name
-    if DECODERS[name].needs_sampler and isinstance(helpers.get("sampler"), torch.nn.Module):
-        for weight in helpers["sampler"].state_dict().values():
+    """Names a call by all that decides its result, and by the card, since its seconds are kept too."""
+    card = torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else base.device.type
+    about = [adjust_dlm.__version__, base.fingerprint, base.quantized, str(base.dtype), base.compiled, card]
+    entry = DECODERS[read_variant(facts[0]).name]
+    sampler, partner = helpers.get("sampler"), helpers.get("partner")
+    digest = hashlib.sha256(json.dumps([*about, *facts]).encode())
+    if entry.needs_sampler and isinstance(sampler, Sampler):
+        digest.update(json.dumps(asdict(sampler.config)).encode())
+        for weight in sampler.state_dict().values():
             digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    if DECODERS[name].needs_partner:
-        digest.update(helpers["partner"].name.encode())
+    if entry.needs_partner and partner is not None:
+        digest.update(partner.fingerprint.encode())
     return digest.hexdigest()[:24]
+
+
+def _from_first_rank(value: Any) -> Any:
+    """What the first rank holds, on every rank: files may be on its disk alone, or just being written."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def to_line(value: dict[str, Any]) -> str:
@@ -116,6 +166,16 @@ def costs(rows: Sequence[Generated]) -> dict[str, float]:
     total = {name: sum(getattr(line, name) for line in rows) for name in names}
     speed = {"tokens_per_pass": tokens / max(total["base_calls"], 1), "tokens_per_second": tokens / total["seconds"]}
     return {name: value / len(rows) for name, value in total.items()} | speed
+
+
+def half_width(column: Sequence[float]) -> float:
+    """Of the 95 % interval of a mean: Wilson's where all values are 0 or 1, else normal."""
+    n, mean = len(column), sum(column) / len(column)
+    if set(column) <= {0, 1}:
+        z2 = 1.96**2
+        return 1.96 * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    spread = sum((x - mean) ** 2 for x in column) / (n - 1) if n > 1 else math.nan
+    return 1.96 * math.sqrt(spread / n)
 
 
 def from_all_ranks(items: list[Any]) -> list[Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adjust_dlm.data.lists import ListTask, list_tasks
+from adjust_dlm.eval.generation import half_width
 from adjust_dlm.types import require
 
 
@@ -60,6 +60,4 @@ def score_lists(tasks: Sequence[ListTask], texts: Sequence[str]) -> ListScore:
     for task, good in zip(tasks, right, strict=True):
         hits, count = by_kind.get(task.kind, (0, 0))
         by_kind[task.kind] = hits + good, count + 1
-    n, p, z2 = len(right), sum(right) / len(right), 1.96**2
-    half = 1.96 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return ListScore(p, half, n, dict(sorted(by_kind.items())))
+    return ListScore(sum(right) / len(right), half_width(right), len(right), dict(sorted(by_kind.items())))

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
-from adjust_dlm.bases.partner import Partner, load_partner
+from adjust_dlm.bases.partner import Partner
 from adjust_dlm.data.store import write_atomic
-from adjust_dlm.decoders import DECODERS, read_variant
+from adjust_dlm.decoders import read_variant
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
-from adjust_dlm.eval.generation import Generated, costs, from_all_ranks, generate_rows
+from adjust_dlm.eval.generation import Generated, costs, from_all_ranks, generate_rows, open_helpers
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
-from adjust_dlm.sampler import Sampler, default_sampler
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
 
@@ -92,7 +90,8 @@ def make_table(
     """Generates every cell once, scores it, writes `samples.jsonl` and `table.md`, returns the numbers."""
     require(find_spec("sklearn") is not None, "MAUVE needs scikit-learn: pip install 'adjust-dlm[eval]'")
     rank, world, _ = distributed.start()
-    base, helpers = open_all(config, base, sampler, partner)
+    base = base or open_base(config)
+    helpers = open_helpers(config, base, [d for d, _ in _methods(config)], sampler=sampler, partner=partner)
     judge, _ = load_ar(config.judge, device=base.device, dtype=base.dtype)
     require(
         judge.config.vocab_size == base.spec.vocab_size,
@@ -116,26 +115,12 @@ def make_table(
     return out
 
 
-def open_all(
-    config: TableConfig,
-    base: Base | None = None,
-    sampler: Sampler | None = None,
-    partner: Partner | None = None,
-    *,
-    also: Sequence[str] = (),
-) -> tuple[Base, dict[str, Any]]:
-    """The base, and the sampler and partner that the variants, and those in `also`, want."""
-    base = base or load_base(config.base, device=config.device)
+def open_base(config: TableConfig) -> Base:
+    """The base, compiled if asked."""
+    base = load_base(config.base, device=config.device)
     if config.compile:
         base.compile()
-    if sampler is None:
-        named = config.sampler or default_sampler(config.base)
-        require(named is not None, f"no sampler ships for base {config.base!r}; name one")
-        sampler = from_pretrained(str(named), base)
-    helpers: dict[str, Any] = {"sampler": sampler}
-    if any(DECODERS[read_variant(variant).name].needs_partner for variant in (*config.variants, *also)):
-        helpers["partner"] = partner or load_partner(base, config.partner)
-    return base, helpers
+    return base
 
 
 def _methods(config: TableConfig) -> list[tuple[str, int]]:
