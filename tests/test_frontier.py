@@ -192,7 +192,7 @@ def test_finished_calls_are_read_and_not_repeated(tmp_path: Path, monkeypatch: p
 def test_a_sampler_with_another_config_is_another_call(tmp_path: Path) -> None:
     """Two samplers whose tensors are equal and that pair rows and embeddings differently."""
     base = dream_base(tiny_config("dream"), mask_id=20, end_ids=(1,), bos_id=2, token_limit=20)
-    one, two = Sampler(base).eval(), Sampler(base, SamplerConfig(pairing="state")).eval()
+    one, two = Sampler(base).eval(), Sampler(base, SamplerConfig(pairing="token")).eval()
     two.load_state_dict(one.state_dict())
     assert one.config != two.config
     for sampler in (one, two):

@@ -96,8 +96,8 @@ def test_a_result_row_becomes_a_trajectory_without_its_pads() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tokens_per_step", 2.5), ("tokens_per_step", "four"), ("block_length", 2.5), ("candidates", 1.5), ("seed", None),
-        ("top_p", "abc"), ("temperature", "hot"), ("suppress_eos", "no"), ("max_new_tokens", True),
+        ("tokens_per_step", 2.5), ("tokens_per_step", "four"), ("block_length", 2.5), ("candidates", 1.5),
+        ("seed", None), ("top_p", "abc"), ("temperature", "hot"), ("suppress_eos", "no"), ("max_new_tokens", True),
     ],
 )  # fmt: skip
 def test_settings_of_another_type_are_refused_by_name(field: str, value: object) -> None:
