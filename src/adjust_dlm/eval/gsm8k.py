@@ -1,9 +1,9 @@
 r"""GSM8K: word problems whose answer is a number, in the two forms that lm-evaluation-harness scores.
 
-`cot` ends an answer with "The answer is 18." and asks with "Q:", as the harness' task `gsm8k_cot`; `hashes` ends it with
-"#### 18" and asks with "Question:", as its task `gsm8k`. A completion is cut at its end token and at the stop words;
-then `strict` looks for the first end of the form, `flexible` for the last number. Both compare text without commas, $
-and a last period; `value` compares the number of `flexible` by value, so that 18.00 is 18.
+`cot` ends an answer with "The answer is 18." and asks with "Q:", as the harness' task `gsm8k_cot`; `hashes` ends it
+with "#### 18" and asks with "Question:", as its task `gsm8k`. A completion is cut at its end token and at the stop
+words; then `strict` looks for the first end of the form, `flexible` for the last number. Both compare text without
+commas, $ and a last period; `value` compares the number of `flexible` by value, so that 18.00 is 18.
 """
 
 from __future__ import annotations

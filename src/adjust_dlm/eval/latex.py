@@ -10,8 +10,7 @@ import re
 
 _BOX = re.compile(r"(?<!\\)\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
-_FINAL = re.compile(r"Final Answer: The final answer is(.*?)\.? I hope it is correct", re.DOTALL)
-_OPEN_FINAL = re.compile(r"Final Answer: The final answer is([^\n]*)")
+_FINAL = re.compile(r"Final Answer: The final answer is\s*(.*?)\.?\s*(?:I hope|\n|\Z)")
 
 _TEXT = r"\\(?:text|textrm|textit|textnormal|mbox|mathrm|hbox|rm)"
 _UNITS = (
@@ -68,13 +67,14 @@ def last_boxed(text: str) -> str | None:
 
 def final_answer(text: str) -> str | None:
     """X of the first "Final Answer: The final answer is X. I hope it is correct."; the last words may lack."""
-    found = _FINAL.search(text) or _OPEN_FINAL.search(text)
+    found = _FINAL.search(text)
     return found[1].strip() or None if found else None
 
 
 def normalize(answer: str) -> str:
     """One way of writing for the same answer."""
-    answer = _plain_texts(_comma_groups(answer.strip()))
+    answer = re.sub(r"^[\s$]+|(?<!\\)[\s$.]+$", "", answer)
+    answer = _plain_texts(_comma_groups(answer))
     for dropped in _DROPPED:
         answer = re.sub(dropped, " ", answer)
     for pattern, by in _REPLACED:

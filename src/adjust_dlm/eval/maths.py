@@ -61,10 +61,12 @@ def run(config: MathConfig) -> dict[str, Any]:
 
 def make_task(config: MathConfig) -> Task:
     """MATH with the metrics that this installation has."""
+    packages = (MATH_VERIFY, "sympy", "latex2sympy2_extended", "antlr4-python3-runtime")  # all four decide
+    versions = ", ".join(f"{name} {version(name)}" for name in packages) if has_math_verify() else ""
     about = {
         "exact": "last box, else the final answer line; normalised strings",
         "minerva": "the final answer line; normalised strings",
-        "math_verify": f"math-verify {version(MATH_VERIFY)}" if has_math_verify() else "not installed, not reported",
+        "math_verify": versions or f"not reported: {MATH_VERIFY} is not installed",
         "shots_data": config.shots_data if config.shots else None,
     }
     return Task("math", problems, score, STOP, about)
@@ -122,7 +124,8 @@ def written(row: Row, where: str) -> str:
     solution = str(row["solution"]).strip()
     if final_answer(solution) is not None:
         return solution
-    return f"{solution}\nFinal Answer: The final answer is ${gold(row, where)}$. I hope it is correct."
+    answer = " ".join(gold(row, where).split())  # the line is one
+    return f"{solution}\nFinal Answer: The final answer is ${answer}$. I hope it is correct."
 
 
 def same_answer(answer: str | None, right: str) -> bool:

@@ -12,10 +12,10 @@ from adjust_dlm.types import require
 
 @dataclass(frozen=True)
 class Shot:
-    """An example.
+    r"""An example.
 
     Attributes:
-        ask: what the prompt says up to where the answer begins, such as "Q: ...\\nA:".
+        ask: what the prompt says up to where the answer begins, such as "Q: ...\nA:".
         answer: the answer as the model should write it.
     """
 
