@@ -193,7 +193,9 @@ def test_a_file_of_the_hub_comes_from_its_cache(tmp_path: Path, monkeypatch: pyt
         read_rows("some/more:main/test.jsonl")
 
 
-def test_a_run_of_the_command(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Gold, gold in the other form with a tail, and nothing."""
     seen = answer_with(
         monkeypatch, [" 12 jars. The answer is 12.", " $700 twice\n#### 1400\n\nQ: 5?\nA: The answer is 9.", ""]
@@ -204,6 +206,9 @@ def test_a_run_of_the_command(monkeypatch: pytest.MonkeyPatch, files: dict[str, 
     results = json.loads((tmp_path / "o" / "result.json").read_text())["results"]
     scores = {name: value["mean"] for name, value in results["rows"][0]["metrics"].items()}
     assert scores == {"strict": pytest.approx(1 / 3), "flexible": pytest.approx(2 / 3), "value": pytest.approx(2 / 3)}
+    row, shown = results["rows"][0], capsys.readouterr().out
+    assert (row["strict"], row["strict_ci95"]) == (scores["strict"], row["metrics"]["strict"]["ci95"])
+    assert "strict_ci95" in shown and "0.6667" in shown
     assert results["about"]["form"] == "cot" and "The answer is" in results["about"]["strict"]
     assert len(seen) == 3 and seen[0].startswith("<|endoftext|>Q: Two and two?") and seen[0].endswith("How many?\nA:")
 
