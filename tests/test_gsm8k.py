@@ -56,6 +56,9 @@ ANSWERS = [
     ("The answer is ... 4 ... it is 4...", "cot", None, "4"),
     ("#### 12", "cot", None, "12"),
     ("The answer is unknown...", "cot", None, None),
+    ("from 5.-3 to $-4", "cot", None, "-4"),
+    ("..,5", "cot", None, "..5"),
+    ("." * 100_000, "cot", None, None),  # and takes no minutes
     ("", "cot", None, None),
 ]
 

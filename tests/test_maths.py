@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,15 @@ def test_a_box_comes_before_the_line_and_the_line_before_nothing() -> None:
 def test_same_answers(one: str, other: str) -> None:
     assert normalize(one) == normalize(other) != ""
     assert normalize(normalize(one)) == normalize(one)
+
+
+@pytest.mark.parametrize("piece", ["$", ".", " ", "{", "1,", "-", "x_{", "\\text{", "\\frac", "\\boxed{", "\\,", "a("])
+def test_a_canvas_full_of_one_thing_takes_no_minutes(piece: str) -> None:
+    started = time.perf_counter()
+    text = piece * (10_000 // len(piece))
+    normalize(text)
+    assert find_answer(text) is None
+    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)

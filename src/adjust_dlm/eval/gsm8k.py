@@ -21,7 +21,7 @@ from adjust_dlm.types import require
 
 END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens that a model has spelled out
 _NUMBER = r"-?[.,]*[0-9][0-9.,]*"
-_ANY_NUMBER = re.compile(r"-?[$.,]*[0-9][$0-9.,]*")
+_ANY_NUMBER = re.compile(r"(?:-|(?<![$.,]))[$.,]*[0-9][$0-9.,]*")  # never tried anew within a run of dots
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 

@@ -73,8 +73,7 @@ def final_answer(text: str) -> str | None:
 
 def normalize(answer: str) -> str:
     """One way of writing for the same answer."""
-    answer = re.sub(r"^[\s$]+|(?<!\\)[\s$.]+$", "", answer)
-    answer = _plain_texts(_comma_groups(answer))
+    answer = _plain_texts(_comma_groups(_bare(answer)))
     for dropped in _DROPPED:
         answer = re.sub(dropped, " ", answer)
     for pattern, by in _REPLACED:
@@ -82,6 +81,13 @@ def normalize(answer: str) -> str:
     answer = _without_name(_without_unit(answer))
     answer = re.sub(r"([_^])\{(\w)\}", r"\1\2", re.sub(r"\s+", "", answer)).rstrip(".,")
     return _number(_fraction(answer))
+
+
+def _bare(answer: str) -> str:
+    """Without the $ around it and the period of its sentence."""
+    answer = answer.lstrip(" \t\n$")
+    kept = answer.rstrip(" \t\n$.")
+    return answer[: len(kept) + 1] if kept.endswith("\\") else kept  # an escaped dollar is none of them
 
 
 def _comma_groups(answer: str) -> str:
