@@ -211,6 +211,7 @@ def test_a_run_of_the_command(
     assert scores == {"strict": pytest.approx(1 / 3), "flexible": pytest.approx(2 / 3), "value": pytest.approx(2 / 3)}
     row, shown = results["rows"][0], capsys.readouterr().out
     assert (row["strict"], row["strict_ci95"]) == (scores["strict"], row["metrics"]["strict"]["ci95"])
+    assert row["tokens_per_pass"] == pytest.approx(sum(map(len, texts)) / (3 * 256))  # no end token, no tail
     assert "strict_ci95" in shown and "0.6667" in shown
     assert results["about"]["form"] == "cot" and "The answer is" in results["about"]["strict"]
     assert len(seen) == 3 and seen[0].startswith("<|endoftext|>Q: Two and two?") and seen[0].endswith("How many?\nA:")
