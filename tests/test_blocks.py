@@ -94,12 +94,14 @@ def test_origin_has_no_blocks() -> None:
         decode(exact_base(), [[]], DecodeConfig(max_new_tokens=4, block_length=2), decoder="origin")
 
 
-@pytest.mark.parametrize("field", ["block_length", "cache_period"])
+@pytest.mark.parametrize("field", ["block_length", "cache_period", "cache_window"])
 def test_settings_are_checked(field: str) -> None:
     with pytest.raises(InputError, match=f"{field} is 0"):
         DecodeConfig(**{field: 0})
     with pytest.raises(InputError, match="candidates is -1"):
         DecodeConfig(candidates=-1)
+    with pytest.raises(InputError, match="cache_window is 2 without a cache"):
+        DecodeConfig(cache_window=2)
 
 
 # Candidates ----------------------------------------------------------------------------------------------------
@@ -162,10 +164,15 @@ def test_a_period_of_one_is_exact(family: str, decoder: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("decoder", ["joint", "adjust", "threshold"])
 @pytest.mark.parametrize("block_length", [None, 4])
-def test_a_cached_row_does_not_depend_on_its_batch(family: str, decoder: str, block_length: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_cached_row_does_not_depend_on_its_batch(
+    family: str, decoder: str, block_length: int | None, window: int | None
+) -> None:
     """Rows enter their blocks at different passes, so columns that one reuses are computed for another."""
     base = tiny_base(family)
-    config = DecodeConfig(max_new_tokens=11, tokens_per_step=2, block_length=block_length, cache_period=3, seed=7)
+    config = DecodeConfig(
+        max_new_tokens=11, tokens_per_step=2, block_length=block_length, cache_period=3, cache_window=window, seed=7
+    )
     options = {"tau": 0.3} if decoder == "threshold" else {}
     sampler = tiny_sampler(base)
     together = decode(base, PROMPTS, config, decoder=decoder, sampler=sampler, **options)
@@ -174,35 +181,50 @@ def test_a_cached_row_does_not_depend_on_its_batch(family: str, decoder: str, bl
         assert row_of(alone, 0) == row_of(together, b)
 
 
-def by_hand(base: TransformerBase, then: State, now: State, stop: int) -> Tensor:
-    """States of `now` whose first `stop` columns enter every layer as they did when `then` was looked at whole."""
-    body, rotary = base.model, base.model.rotary(now.positions_BL, torch.float32)
-    old_BLD, new_BLD = body.embed_tokens(then.tokens_BL), body.embed_tokens(now.tokens_BL)
-    for layer in body.layers:
-        mixed_BLD = torch.cat([old_BLD[:, :stop], new_BLD[:, stop:]], 1)
-        old_BLD, new_BLD = layer(old_BLD, None, rotary), layer(mixed_BLD, None, rotary)
-    mixed_BLD = torch.cat([old_BLD[:, :stop], new_BLD[:, stop:]], 1)
-    return base.to_frame(body.norm(mixed_BLD), now)
+class ByHand:
+    """Layers run one by one: what enters each of them is remembered, and taken from there before `stop`."""
+
+    def __init__(self, base: TransformerBase) -> None:
+        self.base, self.inputs = base, []
+
+    @torch.no_grad()
+    def __call__(self, now: State, stop: int) -> Tensor:
+        body = self.base.model
+        rotary, h_BLD = body.rotary(now.positions_BL, torch.float32), body.embed_tokens(now.tokens_BL)
+        fresh = []
+        for n, layer in enumerate(body.layers):
+            fresh.append(self._mixed(n, h_BLD, stop))
+            h_BLD = layer(fresh[-1], None, rotary)
+        fresh.append(self._mixed(len(body.layers), h_BLD, stop))
+        self.inputs = fresh
+        return self.base.to_frame(body.norm(fresh[-1]), now)
+
+    def _mixed(self, n: int, h_BLD: Tensor, stop: int) -> Tensor:
+        return torch.cat([self.inputs[n][:, :stop], h_BLD[:, stop:]], 1) if stop else h_BLD
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_reused_and_what_is_not(family: str) -> None:
-    """Against layers run by hand: the prefix as the last whole pass saw it, the rest as it is now."""
+@pytest.mark.parametrize(
+    ("window", "stops"),
+    [
+        (None, [0, 3, 3, 0, 6, 6]),  # first masks: 4, 5, 5, 7, 7, 9
+        (1, [0, 3, 4, 0, 6, 6]),
+        (2, [0, 2, 3, 0, 5, 5]),
+    ],
+)
+def test_what_is_reused_and_what_is_not(family: str, window: int | None, stops: list[int]) -> None:
+    """Period 3, against layers run by hand: columns before the stop as they last entered every layer."""
     base = tiny_base(family, end_ids=NO_END)
     canvas = Canvas(base, [[BOS, 5, 6, 7]], DecodeConfig(max_new_tokens=6))
-    cache, firsts = PrefixCache(base, 3), []
-    then = None
-    for n, position in enumerate((4, 6, 5, 8, 7, 9)):
+    cache, hand = PrefixCache(base, 3, window), ByHand(base)
+    for n, (position, stop) in enumerate(zip((4, 6, 5, 8, 7, 9), stops, strict=True)):
         now = State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL.clone(), padded=False)
         h_BLD = cache(canvas)
-        firsts.append(cache._memory[0].first)
-        if n % 3 == 0:
-            then, stop = now, int(now.masked_BL[0].long().argmax()) - 1
-        with torch.no_grad():
-            expected_BLD = base.hidden(now) if n % 3 == 0 else by_hand(base, then, now, stop)
-        torch.testing.assert_close(h_BLD, expected_BLD, atol=1e-5, rtol=1e-4)
+        assert cache._memory[0].first == stop
+        torch.testing.assert_close(h_BLD, hand(now, stop), atol=1e-5, rtol=1e-4)
+        if stop == 0:
+            torch.testing.assert_close(h_BLD, base.hidden(now), atol=1e-5, rtol=1e-4)
         canvas.tokens_BL[0, position], canvas.masked_BL[0, position] = 10 + n, False
-    assert firsts == [0, 3, 3, 0, 6, 6]
 
 
 def test_a_row_that_enters_a_block_is_computed_whole() -> None:

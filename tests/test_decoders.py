@@ -295,6 +295,17 @@ def test_generate_returns_the_new_text_of_every_sample() -> None:
     assert texts == generate(base, decoder="joint", num_samples=8, max_new_tokens=16, seed=1)
 
 
+def test_generate_takes_a_decoders_own_options_and_a_partner() -> None:
+    base = exact_base(words=3, length=4)
+    base.tokenizer = Letters()
+    made = generate(base, decoder="apd", partner=base.partner(), mixture=0.0, correct=True, max_new_tokens=4)
+    assert len(made[0]) == 4
+    with pytest.raises(InputError, match="has no option tau; it has mixture"):
+        generate(base, decoder="apd", partner=base.partner(), tau=1, max_new_tokens=4)
+    with pytest.raises(InputError, match="needs an autoregressive partner"):
+        generate(base, decoder="apd", max_new_tokens=4)
+
+
 # Ends ----------------------------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,7 @@ def test_a_result_row_becomes_a_trajectory_without_its_pads() -> None:
         base_calls_B=torch.tensor([1, 3]),
         sampler_calls_B=torch.tensor([0, 0]),
         partner_calls_B=torch.tensor([0, 0]),
+        rounds_B=torch.tensor([1, 1]),
         rows_B=torch.tensor([40, 41]),
         config=DecodeConfig(seed=12),
         decoder="joint",

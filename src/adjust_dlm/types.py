@@ -56,6 +56,8 @@ class DecodeConfig:
             (beside the committed one) can still be picked in it, and only they pay for the head; 0 is all.
         cache_period: None recomputes everything in every base pass. p computes what stands before the first mask once
             for p passes, and whenever a row enters a block: an approximation, exact for p = 1.
+        cache_window: with a cache, None keeps what is reused fixed until the next whole pass; W lets it follow the
+            first mask, so that in between only W finished columns before it are computed (APD's window).
         seed: with a row's id, the only source of randomness.
     """
 
@@ -71,6 +73,7 @@ class DecodeConfig:
     block_length: int | None = None
     candidates: int = 0
     cache_period: int | None = None
+    cache_window: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,8 +86,13 @@ class DecodeConfig:
         require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
         require(self.top_k >= 0, f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
         require(self.candidates >= 0, f"candidates is {self.candidates}; it must be >= 0 (0 is every position)")
-        for name, count in (("block_length", self.block_length), ("cache_period", self.cache_period)):
+        for name in ("block_length", "cache_period", "cache_window"):
+            count: int | None = getattr(self, name)
             require(count is None or count >= 1, f"{name} is {count}; it must be at least 1, or none")
+        require(
+            self.cache_window is None or self.cache_period is not None,
+            f"cache_window is {self.cache_window} without a cache; set cache_period too",
+        )
         for name, value, kind in (
             ("order", self.order, OrderRule),
             ("order_on", self.order_on, OrderOn),
@@ -168,6 +176,7 @@ class DecodeResult:
         base_calls_B: base passes each row needed (what it would cost alone).
         sampler_calls_B: sampler passes each row needed.
         partner_calls_B: passes of the autoregressive partner each row needed; one that reads a single token counts too.
+        rounds_B: base passes each row waited for: fewer than `base_calls_B` where one looks at several canvases.
         rows_B: row ids.
         config: the settings that made it.
         decoder: the decoder's name.
@@ -180,6 +189,7 @@ class DecodeResult:
     base_calls_B: Tensor
     sampler_calls_B: Tensor
     partner_calls_B: Tensor
+    rounds_B: Tensor
     rows_B: Tensor
     config: DecodeConfig
     decoder: str

@@ -39,6 +39,7 @@ class DecodeFlags:
         candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
         cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
             pass reuses any, and all are exact.
+        cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
         chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
         seed: with a sample's row number the only source of randomness.
         num_samples: samples per prompt.
@@ -66,6 +67,7 @@ class DecodeFlags:
     block_length: int | None = None
     candidates: int = 0
     cache_period: int | None = None
+    cache_window: int | None = None
     chat: bool = True
     seed: int = 0
     num_samples: int = 1

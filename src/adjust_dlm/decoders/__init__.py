@@ -29,6 +29,7 @@ from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
+from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
 __all__ = [
@@ -66,6 +67,7 @@ DECODERS: dict[str, Decoder] = {
     "parallel": Decoder(parallel),
     "adjust": Decoder(adjust, needs_sampler=True, options=AdjustOptions),
     "adaptive": Decoder(adaptive, needs_sampler=True, options=AdaptiveOptions),
+    "verified": Decoder(verified, needs_sampler=True, options=VerifiedOptions),
     "cascade": Decoder(cascade, needs_sampler=True, options=CascadeOptions),
     "threshold": Decoder(threshold, options=ThresholdOptions),
     "factor": Decoder(factor, options=FactorOptions),
@@ -191,7 +193,7 @@ def decode(
     if entry.needs_partner and partner is not None:
         partner.require_start(canvas)
         helpers.append(partner)
-    entry.run(with_prefix_cache(base, config.cache_period), *helpers, canvas, *own)
+    entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
     return DecodeResult(
         tokens_BL=canvas.tokens_BL,
         order_BL=canvas.order_BL,
@@ -199,6 +201,7 @@ def decode(
         base_calls_B=canvas.base_calls_B,
         sampler_calls_B=canvas.sampler_calls_B,
         partner_calls_B=canvas.partner_calls_B,
+        rounds_B=canvas.rounds_B,
         rows_B=canvas.rows_B,
         config=config,
         decoder=decoder,
@@ -207,10 +210,16 @@ def decode(
 
 
 def generate(
-    base: Base, prompt: str = "", *, decoder: str = "adjust", sampler: Any = None, chat: bool = False,
-    num_samples: int = 1, **settings: Any,
+    base: Base, prompt: str = "", *, decoder: str = "adjust", sampler: Any = None, partner: Partner | None = None,
+    chat: bool = False, num_samples: int = 1, **settings: Any,
 ) -> list[str]:  # fmt: skip
-    """Text in, texts out: `generate(base, "Once", sampler=g, tokens_per_step=4, temperature=0.6)`."""
+    """Text in, texts out: `generate(base, "Once", sampler=g, tokens_per_step=4, temperature=0.6)`.
+
+    Settings are fields of `DecodeConfig` and the decoder's own options.
+    """
     ids = base.encode(prompt, chat=chat)
-    result = decode(base, [ids] * num_samples, DecodeConfig(**settings), decoder=decoder, sampler=sampler)
+    shared = {field.name for field in fields(DecodeConfig)}
+    config = DecodeConfig(**{key: value for key, value in settings.items() if key in shared})
+    own = {key: value for key, value in settings.items() if key not in shared}
+    result = decode(base, [ids] * num_samples, config, decoder=decoder, sampler=sampler, partner=partner, **own)
     return [base.decode(row[-result.config.max_new_tokens :].tolist()) for row in result.tokens_BL]

@@ -40,6 +40,7 @@ class Canvas(State):
         commits_B: commits so far, per row.
         rows_B: global row ids; with the seed they fix every random number of a row.
         base_calls_B, sampler_calls_B, partner_calls_B: passes each row needed.
+        rounds_B: rounds of each row; a round waits for one pass, which may be over several canvases (`verified`).
         quota_B: commits left in this round, per row.
         block_B: the block that each row is in, 0-based.
     """
@@ -77,7 +78,7 @@ class Canvas(State):
         self.rows_B = torch.tensor(rows, device=base.device)
         self.commits_B = torch.zeros_like(self.rows_B)
         self.base_calls_B, self.sampler_calls_B = self.commits_B.clone(), self.commits_B.clone()
-        self.partner_calls_B = self.commits_B.clone()
+        self.partner_calls_B, self.rounds_B = self.commits_B.clone(), self.commits_B.clone()
         self.quota_B = self.commits_B.clone()
         self._round = 0
         self._column_L = torch.arange(shape[1], device=base.device)
@@ -122,14 +123,17 @@ class Canvas(State):
         """Whether any row is open (waits for the device)."""
         return bool(self.open_B.any())
 
-    def start_round(self, wanted_B: Tensor | None = None) -> int:
+    def start_round(self, wanted_B: Tensor | None = None, *, same_pass: bool = False) -> int:
         """Books one base pass for every open row, sets each row's quota, returns the largest.
 
         Args:
             wanted_B: commits of each row in this round; by default those of the schedule.
+            same_pass: the pass of the round before looked at this canvas too: nothing is booked.
         """
-        open_B = self.open_B
-        self.base_calls_B += open_B
+        if not same_pass:
+            open_B = self.open_B
+            self.base_calls_B += open_B
+            self.rounds_B += open_B
         self._candidate_BL = None
         left_B = self.open_BL.sum(-1)
         self.quota_B = torch.minimum(self._scheduled() if wanted_B is None else wanted_B, left_B)

@@ -201,14 +201,15 @@ class Measure(NamedTuple):
 
 
 MEASURES = (Measure("nll", -1), Measure("mauve", 1), Measure("accuracy", 1))
+WIDEST = 3.0  # ratio of two neighbours on a curve that a straight line may stand between
 GRID = (2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 
 
 def value_at(rows: Sequence[Row], column: str, x: float) -> float | None:
-    """Linear interpolation of a curve over tokens per pass; None outside of what was measured."""
+    """Linear interpolation of a curve over tokens per pass; None outside of what was measured, and in wide gaps."""
     points = sorted((row["tokens_per_pass"], row[column]) for row in rows)
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x0 <= x <= x1:
+        if x0 <= x <= x1 <= WIDEST * x0:
             return float(y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0))
     return None
 
@@ -278,11 +279,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     panels = [(t, m) for t in tasks for m in MEASURES if any(r["task"] == t and r[m.column] is not None for r in rows)]
-    labels = sorted({row["label"] for row in rows})
-    colours = dict(zip(labels, plt.get_cmap("tab20").colors * 3, strict=False))  # type: ignore[attr-defined]
+    kinds = {row["label"]: row["kind"] for row in rows}
+    labels = sorted(kinds)
+    colours: dict[str, Any] = {}
+    for kind, name in (("sampler", "autumn"), ("free", "winter"), ("partner", "summer"), ("joint", "gray")):
+        mine = [label for label in labels if kinds[label] == kind]
+        colours |= {label: plt.get_cmap(name)(n / max(len(mine), 2)) for n, label in enumerate(mine)}
     figure, axes = plt.subplots(len(panels), 2, figsize=(13, 4 * len(panels)), squeeze=False)
     for (task, (column, _)), pair in zip(panels, axes, strict=True):
         for axis, x in zip(pair, ("tokens_per_pass", "speedup"), strict=True):
@@ -290,14 +296,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 curve = [r for r in rows if r["task"] == task and r["label"] == label and r[column] is not None]
                 curve.sort(key=lambda row: row[x])
                 if curve:
-                    style = {"sampler": "o-", "free": "s--", "partner": "^:", "joint": "k*"}[curve[0]["kind"]]
-                    colour = {} if label == "joint" else {"color": colours[label]}
+                    style = {"sampler": "o-", "free": "s--", "partner": "^:", "joint": "*"}[curve[0]["kind"]]
                     bars = [row[f"{column}_ci95"] or 0 for row in curve]
                     axis.errorbar(
                         [r[x] for r in curve], [r[column] for r in curve], bars, fmt=style, label=label, ms=4, lw=1,
-                        elinewidth=0.6, **colour,
+                        elinewidth=0.6, color=colours[label],
                     )  # fmt: skip
             axis.set(title=task, xlabel=x.replace("_", " "), ylabel=column, xscale="log")
+            axis.xaxis.set_major_locator(LogLocator(2))
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.3, which="both")
         pair[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()

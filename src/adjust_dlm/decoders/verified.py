@@ -1,0 +1,87 @@
+"""Joint decoding, token for token, several tokens a pass: g drafts, the base checks all drafts at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import Canvas, pick
+from adjust_dlm.types import State, is_number, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedOptions:
+    """Settings of `verified`.
+
+    Attributes:
+        depth: canvases of a row that one pass looks at: the present one and depth - 1 drafts; 1 is `joint`.
+    """
+
+    depth: int = 4
+
+    def __post_init__(self) -> None:
+        whole = is_number(self.depth) and self.depth >= 1 and self.depth % 1 == 0
+        require(whole, f"depth is {self.depth}; it must be a whole number >= 1")
+
+
+def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: VerifiedOptions) -> None:
+    """Fills the canvas exactly as `joint` does, at every temperature; only the number of passes differs.
+
+    From the last states that the base gave, g drafts the next commits one after another, as in `adjust`. One pass over
+    all these canvases then gives the exact commit of each. They stand as long as the draft made the same: a commit is a
+    function of the states and of uniforms that belong to its number and position, so the exact one can be compared.
+    The commit after the last right draft is exact too, so a pass commits at least one token and at most `depth`.
+
+    Every canvas looked at is booked as a base pass, right or wrong; `rounds_B` counts the batched passes, which are
+    what a row waits for where a pass costs as much for one canvas as for several (small batches on a GPU).
+    """
+    canvas.start_round(torch.ones_like(canvas.commits_B))
+    h_BLD = base.hidden(canvas)
+    canvas.commit(pick(base, h_BLD, canvas))
+    while canvas.open:
+        states = _drafts(base, sampler, canvas, h_BLD, int(options.depth))
+        checked_NLD = base.hidden(_stacked(states, canvas.padded))
+        stands_B = canvas.open_B
+        for j, (state, checked_BLD) in enumerate(zip(states, checked_NLD.split(len(h_BLD)), strict=True)):
+            stands_B = stands_B & canvas.open_B & (canvas.tokens_BL == state.tokens_BL).all(-1)
+            canvas.start_round(stands_B.long(), same_pass=j > 0)
+            canvas.base_calls_B += state.masked_BL.any(-1) & (j > 0)
+            h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
+            canvas.commit(pick(base, h_BLD, canvas))
+
+
+def _drafts(
+    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor, depth: int
+) -> list[State]:
+    """The present canvas and, one commit by g after another, those that may follow."""
+    draft = copy.copy(canvas)
+    for name in ("tokens_BL", "masked_BL", "order_BL", "commits_B", "quota_B", "base_calls_B", "rounds_B"):
+        setattr(draft, name, getattr(canvas, name).clone())
+    draft.watch = None
+    states = [_now(draft)]
+    for _ in range(depth - 1):
+        if not draft.open:
+            break
+        draft.start_round(torch.ones_like(draft.commits_B))
+        canvas.sampler_calls_B += draft.open_B
+        h_BLD = sampler(h_BLD, draft)
+        draft.commit(pick(base, h_BLD, draft))
+        states.append(_now(draft))
+    return states
+
+
+def _now(canvas: Canvas) -> State:
+    return State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL.clone(), canvas.padded)
+
+
+def _stacked(states: list[State], padded: bool) -> State:
+    """Canvases of several moments as one batch, moment by moment."""
+    tokens, real, masked = (
+        torch.cat([getattr(s, name) for s in states]) for name in ("tokens_BL", "real_BL", "masked_BL")
+    )
+    return State(tokens, real, masked, padded)
