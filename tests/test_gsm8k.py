@@ -200,9 +200,8 @@ def test_a_run_of_the_command(
     monkeypatch: pytest.MonkeyPatch, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Gold, gold in the other form with a tail, and nothing."""
-    seen = answer_with(
-        monkeypatch, [" 12 jars. The answer is 12.", " $700 twice\n#### 1400\n\nQ: 5?\nA: The answer is 9.", ""]
-    )
+    texts = [" 12 jars. The answer is 12.", " $700 twice\n#### 1400\n\nQ: 5?\nA: The answer is 9.", ""]
+    seen = answer_with(monkeypatch, texts)
     flags = ["--data", files["data"], "--shots-data", files["shots_data"], "--shots", "2", "--base", "tiny"]
     run = ["eval", "gsm8k", *flags, "--decoders", "parallel", "--tokens-per-step", "4", "--output", str(tmp_path / "o")]
     assert cli.main(run) == 0
