@@ -22,9 +22,11 @@ def is_hub_id(name: str) -> bool:
 
 def snapshot(
     name: str, files: Sequence[str], *, revision: str | None = None, cache_dir: Path | str | None = None,
-    endpoint: str | None = None,
+    endpoint: str | None = None, kind: str = "model",
 ) -> Path:  # fmt: skip
     """The local folder of `files` of a Hub repository, fetched if it is not in the Hub library's cache.
+
+    `kind` is what the Hub calls the type of a repository: model or dataset.
 
     Raises:
         InputError: neither the Hub nor its cache has it.
@@ -33,7 +35,7 @@ def snapshot(
 
     try:
         found = snapshot_download(
-            name, revision=revision, allow_patterns=list(files), cache_dir=cache_dir, endpoint=endpoint
+            name, repo_type=kind, revision=revision, allow_patterns=list(files), cache_dir=cache_dir, endpoint=endpoint
         )
     except Exception as error:  # those of its HTTP library, too, which changes with its major versions
         at = "" if revision is None else f" at revision {revision!r}"

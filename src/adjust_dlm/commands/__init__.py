@@ -53,6 +53,12 @@ COMMANDS: dict[str, Command] = {
         "Quality of every decoder against passes and time: one plot, one CSV.",
         "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
     ),
+    "eval gsm8k": Command(
+        "GSM8K with any decoder: strict and flexible accuracy.", "adjust_dlm.eval.gsm8k", "Gsm8kConfig"
+    ),
+    "eval math": Command(
+        "MATH with any decoder: the boxed answer, normalised.", "adjust_dlm.eval.maths", "MathConfig"
+    ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),

@@ -157,7 +157,7 @@ def evaluate(
 
     Returns:
         `task`, `about`, `n` problems, and `rows`: for each variant mean, 95 % half-width and n of every metric,
-        by kind of problem too, and what decoding cost.
+        by kind of problem too, and what decoding cost. Means and half-widths stand in the row itself, too, for tables.
 
     Raises:
         InputError: no problems, or a prompt that does not fit the base.
@@ -176,7 +176,8 @@ def evaluate(
         texts = [cut_at_stop(base.decode(line.tokens), task.stop) for line in made]
         grouped = [texts[at : at + config.num_samples] for at in range(0, len(texts), config.num_samples)]
         scores = task.score(problems, grouped, config)
-        rows.append({"variant": variant, **summarize(problems, scores), **costs(made)})
+        summary = summarize(problems, scores)
+        rows.append({"variant": variant, **flat(summary["metrics"]), **summary, **costs(made)})
         log.info("%s %s: %s", task.name, variant, {k: f"{v['mean']:.3f}" for k, v in rows[-1]["metrics"].items()})
         if rank == 0:
             lines = _samples(problems, grouped, scores, made)
@@ -242,6 +243,11 @@ def _means(values: Sequence[Scores]) -> dict[str, dict[str, float]]:
         column = [value[name] for value in values]
         out[name] = {"mean": sum(column) / len(column), "ci95": half_width(column), "n": len(column)}
     return out
+
+
+def flat(metrics: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Columns of a table: name -> mean, name_ci95 -> half-width."""
+    return {name + end: m[key] for name, m in metrics.items() for end, key in (("", "mean"), ("_ci95", "ci95"))}
 
 
 def slug(variant: str) -> str:

@@ -1,0 +1,171 @@
+r"""GSM8K: word problems whose answer is a number, in the two forms that lm-evaluation-harness scores.
+
+`cot` ends an answer with "The answer is 18." and asks with "Q:", as the harness' task `gsm8k_cot`; `hashes` ends it
+with "#### 18" and asks with "Question:", as its task `gsm8k`. A completion is cut at its end token and at the stop
+words; then `strict` looks for the first end of the form, `flexible` for the last number. Both compare text without
+commas, $ and a last period; `value` compares the number of `flexible` by value, so that 18.00 is 18.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate
+from adjust_dlm.eval.shots import Shot, first_shots, with_shots
+from adjust_dlm.eval.task_files import Row, read_rows
+from adjust_dlm.types import require
+
+END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens that a model has spelled out
+_NUMBER = r"-?[.,]*[0-9][0-9.,]*"
+_ANY_NUMBER = re.compile(r"(?:-|(?<![$.,]))[$.,]*[0-9][$0-9.,]*")  # never tried anew within a run of dots
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to ask and to answer.
+
+    Attributes:
+        ask: with {question}.
+        stop: word that begins the next question.
+        end: how an answer ends, with {number}.
+        found: what `strict` looks for.
+    """
+
+    ask: str
+    stop: str
+    end: str
+    found: re.Pattern[str]
+
+
+FORMS = {
+    "cot": Form("Q: {question}\nA:", "Q:", " The answer is {number}.", re.compile(f"The answer is ({_NUMBER})")),
+    "hashes": Form("Question: {question}\nAnswer:", "Question:", "\n#### {number}", re.compile(f"#### ({_NUMBER})")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsm8kConfig(DownstreamConfig):
+    """Settings of `adjust eval gsm8k`; the defaults are the paper's for base models.
+
+    Attributes:
+        data: .jsonl (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
+        shots_data: file of the examples, of which the prompt shows the first ones: rows of GSM8K's training set, or a
+            list of question and target, where target is the answer as it is to be written.
+        shots: examples in the prompt.
+        form: cot for "The answer is 18.", hashes for "#### 18".
+    """
+
+    data: str = "openai/gsm8k:main/test-00000-of-00001.parquet"
+    shots_data: str = "openai/gsm8k:main/train-00000-of-00001.parquet"
+    shots: int = 8
+    form: Literal["cot", "hashes"] = "cot"
+
+
+def run(config: Gsm8kConfig) -> dict[str, Any]:
+    """Evaluates the decoders on GSM8K; see `evaluate`."""
+    return evaluate(make_task(config), config)
+
+
+def make_task(config: Gsm8kConfig) -> Task:
+    """GSM8K in the form of the settings."""
+    about = {
+        "form": config.form,
+        "strict": f"first match of {FORMS[config.form].found.pattern!r}",
+        "flexible": "last number, as text",
+        "value": "last number, as a number",
+        "shots_data": config.shots_data if config.shots else None,
+    }
+    return Task("gsm8k", problems, score, stop_words(config.form), about)
+
+
+def stop_words(form: str) -> tuple[str, ...]:
+    """Where a completion ends."""
+    return (FORMS[form].stop, *END_WORDS)
+
+
+def problems(config: Gsm8kConfig) -> list[Problem]:
+    """The file's problems in its order, each behind the examples.
+
+    Raises:
+        InputError: a row without question or answer, or too few examples.
+    """
+    form, shots = FORMS[config.form], _shots(config)
+    out = []
+    for number, row in enumerate(read_rows(config.data, ("question", "answer")), start=1):
+        facts = {"gold": clean(_split(row["answer"], f"{config.data}, row {number}")[1])}
+        ask = form.ask.format(question=row["question"].strip())
+        out.append(with_shots(str(number), ask, shots, facts, kind="", chat=config.chat))
+    return out
+
+
+def _shots(config: Gsm8kConfig) -> list[Shot]:
+    if not config.shots:
+        return []
+    form = FORMS[config.form]
+    rows = read_rows(config.shots_data, ("question",))[: config.shots]
+    made = []
+    for number, row in enumerate(rows, start=1):
+        where = f"{config.shots_data}, row {number}"
+        target = row["target"].strip() if "target" in row else written(row, config.form, where)
+        named = f"{where}: the example has no {form.end.strip().format(number='N')!r}, which form {config.form} wants"
+        require(form.found.search(target) is not None, named)
+        made.append(Shot(form.ask.format(question=row["question"].strip()), target))
+    return first_shots(made, config.shots, config.shots_data)
+
+
+def written(row: Row, form: str, where: str) -> str:
+    """The solution of a GSM8K row as an answer in a form: without calculator marks, `cot` in one line.
+
+    Raises:
+        InputError: no answer in the row.
+    """
+    require("answer" in row, f"{where} has neither target nor answer")
+    steps, number = _split(row["answer"], where)
+    steps = _CALCULATOR.sub("", steps)
+    return (" ".join(steps.split()) if form == "cot" else steps) + FORMS[form].end.format(number=number)
+
+
+def _split(answer: str, where: str) -> tuple[str, str]:
+    steps, mark, number = answer.rpartition("####")
+    require(bool(mark and number.strip()), f"{where}: its answer does not end in '#### number'")
+    return steps.strip(), number.strip()
+
+
+def find_answers(text: str, form: str) -> tuple[str | None, str | None]:
+    """What a completion answers, cut at the stop words first: (strict, flexible); None where there is none."""
+    text = cut_at_stop(text, stop_words(form))
+    first = FORMS[form].found.search(text)
+    numbers = _ANY_NUMBER.findall(text)
+    return clean(first[1]) if first else None, clean(numbers[-1]) if numbers else None
+
+
+def clean(number: str) -> str:
+    """A number without thousands separators, $ and the period of its sentence."""
+    return number.replace(",", "").replace("$", "").strip().rstrip(".")
+
+
+def grade(text: str, gold: str, form: str) -> Scores:
+    """Scores of one completion against the cleaned gold number."""
+    strict, flexible = find_answers(text, form)
+    same = flexible is not None and _value(flexible) == _value(gold)
+    return {"strict": float(strict == gold), "flexible": float(flexible == gold), "value": float(same)}
+
+
+def _value(number: str) -> Decimal | str:
+    try:
+        return Decimal(number)
+    except InvalidOperation:  # such as 1.2.3, a number of a section
+        return number
+
+
+def score(items: Sequence[Problem], texts: Sequence[list[str]], config: Gsm8kConfig) -> list[list[Scores]]:
+    """See `Task.score`."""
+    return [
+        [grade(text, problem.facts["gold"], config.form) for text in group]
+        for problem, group in zip(items, texts, strict=True)
+    ]

@@ -1,0 +1,87 @@
+"""Files of tasks: rows of problems and of examples, from a path or from one file of a data set on the Hub."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.types import InputError, require
+
+Row = dict[str, Any]
+_OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
+_KINDS = (".jsonl", ".json", ".parquet")
+
+
+def read_rows(spec: str, fields: Sequence[str] = ()) -> list[Row]:
+    """All rows of a file.
+
+    Args:
+        spec: path of a .jsonl (an object a line), .json (a list of objects) or .parquet file, the first two also
+            packed as .xz or .gz; or `owner/name:path`, such a file of a data set on the Hub (or in its cache).
+        fields: what every row must have.
+
+    Raises:
+        InputError: no such file, another kind of file, or a bad row (it is named).
+    """
+    path = find_file(spec)
+    packed = path.suffix in _OPENERS
+    kind = path.with_suffix("").suffix if packed else path.suffix
+    require(kind in _KINDS, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
+    rows = _parquet(path) if kind == ".parquet" else _json(path, lines=kind == ".jsonl")
+    for number, row in enumerate(rows, start=1):
+        require(isinstance(row, dict), f"{spec}, row {number}: an object is wanted")
+        lacks = [name for name in fields if name not in row]
+        require(not lacks, f"{spec}, row {number} has no {', '.join(lacks)}; it has {', '.join(map(str, row))}")
+    return rows
+
+
+def find_file(spec: str) -> Path:
+    """The local path of a file: as given, or that of `owner/name:path` in the Hub library's cache.
+
+    Raises:
+        InputError: nothing there.
+    """
+    path = Path(spec)
+    if path.is_file():
+        return path
+    name, _, inside = spec.partition(":")
+    require(bool(inside) and is_hub_id(name), f"no file {spec!r}; give a path, or owner/name:path of a Hub data set")
+    found = snapshot(name, [inside], kind="dataset") / inside
+    require(found.is_file(), f"the Hub's data set {name!r} has no file {inside!r}")
+    return found
+
+
+def _json(path: Path, *, lines: bool) -> list[Any]:
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+            text = file.read()
+    except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if lines:
+        numbered = enumerate(text.split("\n"), start=1)
+        return [_value(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
+    rows = _value(text, str(path))
+    require(isinstance(rows, list), f"{path}: a JSON list of objects is wanted")
+    return list(rows)
+
+
+def _value(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON: {error}") from error
+
+
+def _parquet(path: Path) -> list[Any]:
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_table(path).to_pylist())
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path} cannot be read: {error}") from error

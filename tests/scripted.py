@@ -1,0 +1,45 @@
+"""A base that answers with given texts: all of an evaluation but the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.eval import downstream, generation
+from helpers import tiny_config
+from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer
+
+TAIL = " garbage 99 #### 99 The answer is 99. \\boxed{99}"  # what stands behind the end token, as on a real canvas
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[str]:
+    """Makes row n of every decode answer texts[n], an end token and a tail; gives a list that prompts will be in."""
+    base = dream_base(
+        tiny_config("dream", vocab_size=104, max_position_embeddings=4096),
+        mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100,
+    )  # fmt: skip
+    base.tokenizer = tiny_tokenizer()
+    base.tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>a:"
+    )
+
+    seen: list[str] = []
+
+    def decode(made: Any, prompts: Any, config: Any, *, rows: Sequence[int], **_: Any) -> Any:
+        seen.extend(base.tokenizer.decode(ids) for ids in prompts)
+        new, tail = config.max_new_tokens, base.tokenizer.encode(TAIL)
+        full = [[*base.tokenizer.encode(texts[row]), IM_END, *tail * new][:new] for row in rows]
+        calls = torch.full((len(rows),), new)
+        return SimpleNamespace(
+            tokens_BL=torch.tensor(full), base_calls_B=calls, sampler_calls_B=calls * 0, partner_calls_B=calls * 0,
+            seconds=1.0,
+        )  # fmt: skip
+
+    monkeypatch.setattr(generation, "decode", decode)
+    monkeypatch.setattr(downstream, "load_base", lambda *_, **__: base)
+    return seen

@@ -1,0 +1,323 @@
+r"""MATH: which answer a solution gives, which answers are the same, the harness' own scores, prompts and whole runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adjust_dlm import cli
+from adjust_dlm.eval import maths
+from adjust_dlm.eval.downstream import cut_at_stop
+from adjust_dlm.eval.latex import final_answer, find_answer, last_boxed, normalize
+from adjust_dlm.eval.maths import STOP, MathConfig, gold, grade, make_task, problems, same_answer
+from adjust_dlm.eval.task_files import read_rows
+from adjust_dlm.types import InputError
+from scripted import answer_with
+
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "lm_eval" / "scores.json").read_text(encoding="utf-8"))
+REAL = os.environ.get("ADJUST_DATA")
+real = pytest.mark.skipif(REAL is None, reason="ADJUST_DATA names no folder with the published data")
+
+SHORT = [  # the form of the 500
+    {
+        "problem": "What is $3 + 4$?", "solution": r"It is $\boxed{7}$.", "answer": "7", "subject": "Prealgebra",
+        "level": 1, "unique_id": "test/prealgebra/1.json",
+    },
+    {
+        "problem": "Halve $1$.", "solution": r"\[ \boxed{\dfrac{1}{2}} \]", "answer": r"\frac{1}{2}",
+        "subject": "Algebra", "level": 1, "unique_id": "test/algebra/2.json",
+    },
+    {
+        "problem": "Double $1$.", "solution": r"So $\boxed{2\text{ units}}$.", "answer": "2", "subject": "Algebra",
+        "level": 2, "unique_id": "test/algebra/3.json",
+    },
+]  # fmt: skip
+LONG = [  # the form of the 5,000
+    {"problem": "Count to four.", "level": "Level 1", "type": "Algebra", "solution": r"First $\boxed{3}$, no, "
+     r"$\boxed{4}$.", "idx": 0},
+    {"problem": "Name it.", "level": "Level 2", "type": "Geometry", "solution": r"\fbox{\text{ellipse}}", "idx": 1},
+]  # fmt: skip
+SHOTS = [
+    {"problem": "Half of $8$?", "solution": r"It is $\boxed{4}$."},
+    {"problem": "Third of $9$?", "solution": "Three.\nFinal Answer: The final answer is $3$. I hope it is correct."},
+]
+
+# Case H16 first.
+BOXES = [
+    (r"\boxed{2} ... no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\[ \boxed{42} \]", "42"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (r"\boxed{\frac{1}{2", None),
+    ("no box", None),
+    (r"\boxed{\frac{1}{2}} and \boxed{\frac{1}{3}}", r"\frac{1}{3}"),
+    (r"\boxed{2} then \boxed{3", None),  # what it took back does not come to life again
+    (r"\boxed{\left\{ x \mid x > 0 \right.}", r"\left\{ x \mid x > 0 \right."),  # one brace alone, escaped
+    (r"\boxed{a \\{b}}", r"a \\{b}"),  # two backslashes escape no brace
+    (r"\fbox{9}", "9"),
+    (r"\boxed{1} or \fbox{9}", "9"),
+    (r"$\boxed 7$ is it", "7"),
+    (r"\boxed  {8}", "8"),
+    (r"\boxed", None),
+    (r"\boxedsum{3}", None),
+    (r"\boxed{\boxed{5}}", "5"),
+]
+FINAL_LINES = [
+    ("Final Answer: The final answer is $5$. I hope it is correct.", "$5$"),
+    ("Final Answer: The final answer is 0.5. I hope it is correct.", "0.5"),
+    ("Final Answer: The final answer is $5$. I hope", "$5$"),
+    ("Final Answer: The final answer is $5$.", "$5$"),
+    ("Final Answer: The final answer is 4.\nFinal Answer: The final answer is 5. I hope it is correct.", "4"),
+    ("Final Answer: The final answer is", None),
+    ("The answer is 5.", None),
+]
+
+SAME = [
+    (r"\frac12", r"\frac{1}{2}"),
+    (r"\dfrac{1}{2}", r"\tfrac12"),
+    (r"\frac 59", r"\frac{5}{9}"),
+    (r"\frac{270}7", r"\frac{270}{7}"),
+    (r"\frac9{19}", r"\frac{9}{19}"),
+    ("3/4", r"\frac{3}{4}"),
+    ("-3/4", r"\frac{-3}{4}"),
+    (r"\pi/2", r"\frac{\pi}{2}"),
+    (r"3\pi/2", r"\dfrac{3\pi}{2}"),
+    (r"2\sqrt5", r"2 \sqrt{5}"),
+    (r"\sqrt[3]2", r"\sqrt[3]{2}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+    (r"\left\{ 1, 2 \right\}", r"\{1,2\}"),
+    (r"90^\circ", "90"),
+    (r"90^{\circ}", r"90\text{ degrees}"),
+    (r"7\%", "7"),
+    (r"\$18.90", "18.9"),
+    ("1,000", "1000"),
+    (r"1,\!000,\!000", "1{,}000{,}000"),
+    (".5", "0.50"),
+    ("-.5", "-0.5"),
+    ("5.00", "5"),
+    (r"15\mbox{ cm}^2", "15"),
+    (r"15\,\text{cm}^{2}", "15 square units"),
+    (r"8\sqrt{3} \text{ square inches}", r"8\sqrt{3}"),
+    ("12 hours", r"12\text{ hours}."),
+    (r"\text{(C)}", "C"),
+    (r"(\text{C})", r"$\text{(C)}$"),
+    (r"\mbox{Saturday}", r"\text{Saturday}"),
+    ("x = 5", "5"),
+    (r"x \in [-2, 7]", "[-2,7]"),
+    ("f(x) = 2x", "2x"),
+    (r"1, \text{ and } 3", "1,3"),
+    ("x^{2}", "x^2"),
+    (r"4210_{5}", "4210_5"),
+    (r"a \leq b", r"a\le b"),
+    (r"\[ 42 \]", r"\(42\)"),
+    ("$42$.", "42"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\displaystyle 3", "3"),
+]
+DIFFERENT = [
+    ("1", "2"),
+    ("1,2", "12"),
+    ("(1,000)", "(1,0)"),
+    ("-3", "3"),
+    (r"0.\overline{3}", "0.3"),
+    ("x=1,y=2", "x=3,y=2"),
+    (r"\frac{1}{2}", r"\frac{2}{1}"),
+    (r"12\text{ p.m.}", r"12\text{ a.m.}"),
+    ("10", "1"),
+    ("0.05", "0.5"),
+    ("100", "1"),
+    (r"\sqrt{12}", r"\sqrt{1}2"),
+    ("(1,2)", "[1,2)"),
+    (r"\text{even}", r"\text{odd}"),
+    (r"\text{5 cm}", r"\text{6 cm}"),
+    ("2x+3=0", "0"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 12 \end{pmatrix}"),
+    (r"3\text{ or }7", "3"),
+]
+
+VALUE = "it also compares by value with sympy; ours are strings"
+# Where lm-evaluation-harness' exact_match says something else than our `minerva`: completion -> (ours, why)
+DIFFERENCES = {
+    "cut off": (1.0, "without its last words the line counts here"),
+    "left right": (1.0, r"\left and \right stay there, and its parser reads no tuples"),
+    "leading point": (1.0, "its parser reads no .5"),
+    "percent": (1.0, r"\% stays there"),
+    "decimal": (0.0, VALUE),
+    "root by value": (0.0, VALUE),
+    "expanded": (0.0, VALUE),
+    "repeating decimal": (0.0, r"it drops \overline: 0.333... is 0.3 there"),
+    "two equations": (0.0, "it keeps what follows the last =, so that x=1 and x=3 are the same"),
+}
+# math-verify reads 7\% as 0.07 with one parser version and not at all with another, and then 7 is right or wrong
+BY_VERSION = {"percent"}
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    for name, rows in (("short", SHORT), ("long", LONG), ("shots", SHOTS)):
+        (tmp_path / f"{name}.jsonl").write_text(lines(rows))
+    return {"data": str(tmp_path / "short.jsonl"), "shots_data": str(tmp_path / "shots.jsonl")}
+
+
+@pytest.mark.parametrize(("text", "answer"), BOXES)
+def test_the_last_box(text: str, answer: str | None) -> None:
+    assert last_boxed(text) == answer
+    assert grade(text, "0", by_value=False)["exact"] == 0.0  # and nothing breaks
+
+
+@pytest.mark.parametrize(("text", "answer"), FINAL_LINES)
+def test_the_final_answer_line(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_a_box_comes_before_the_line_and_the_line_before_nothing() -> None:
+    line = "Final Answer: The final answer is $5$. I hope it is correct."
+    assert find_answer(r"\boxed{4} " + line) == "4"
+    assert find_answer(r"\boxed{\frac{4} " + line) == find_answer(line) == "$5$"
+    assert find_answer("nothing") is None
+    assert grade(r"\boxed{4}", "4", by_value=False) == {"exact": 1.0, "minerva": 0.0}
+    assert grade(line, "5", by_value=False) == {"exact": 1.0, "minerva": 1.0}
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_same_answers(one: str, other: str) -> None:
+    assert normalize(one) == normalize(other) != ""
+    assert normalize(normalize(one)) == normalize(one)
+
+
+@pytest.mark.parametrize("piece", ["$", ".", " ", "{", "1,", "-", "x_{", "\\text{", "\\frac", "\\boxed{", "\\,", "a("])
+def test_a_canvas_full_of_one_thing_takes_no_minutes(piece: str) -> None:
+    started = time.perf_counter()
+    text = piece * (10_000 // len(piece))
+    normalize(text)
+    assert find_answer(text) is None
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_different_answers(one: str, other: str) -> None:
+    assert normalize(one) != normalize(other)
+
+
+def test_scores_are_those_of_lm_evaluation_harness() -> None:
+    other = {}
+    for case in RECORDED["minerva_math"]:
+        ours = grade(cut_at_stop(case["text"], STOP), gold(case, ""), by_value=False)["minerva"]
+        if ours != case["cut"]["exact_match"]:
+            other[case["name"]] = ours
+    assert len(RECORDED["minerva_math"]) >= 25
+    assert other == {name: ours for name, (ours, _) in DIFFERENCES.items()}
+
+
+def test_math_verify_scores_are_those_of_lm_evaluation_harness() -> None:
+    pytest.importorskip("math_verify")
+    for case in RECORDED["minerva_math"]:
+        if case["name"] not in BY_VERSION:
+            ours = grade(cut_at_stop(case["text"], STOP), gold(case, ""), by_value=True)["math_verify"]
+            assert ours == case["cut"]["math_verify"], case["name"]
+    assert sum(case["cut"]["math_verify"] for case in RECORDED["minerva_math"]) == 23
+    assert grade(r"It is $\boxed{0.5}$.", r"\frac{1}{2}", by_value=True)["math_verify"] == 1.0
+    assert grade(r"It is $\boxed{\frac{1}{2$.", r"\frac{1}{3}", by_value=True)["math_verify"] == 0.0
+
+
+def test_what_is_installed_is_said(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    config = MathConfig(**files, shots=0)
+    if maths.has_math_verify():
+        said = make_task(config).about["math_verify"]
+        assert f"math-verify {version('math-verify')}" in said and f"sympy {version('sympy')}" in said
+    monkeypatch.setattr(maths, "has_math_verify", lambda: False)
+    assert make_task(config).about["math_verify"] == "not reported: math-verify is not installed"
+    made = maths.score(problems(config), [[r"\boxed{7}"], [""], [""]], config)
+    assert made[0] == [{"exact": 1.0, "minerva": 0.0}]
+
+
+def test_prompts(files: dict[str, str]) -> None:
+    made = problems(MathConfig(**files, shots=2))
+    line = "Final Answer: The final answer is $4$. I hope it is correct."
+    assert made[0].prompt == (
+        f"Problem:\nHalf of $8$?\n\nSolution: It is $\\boxed{{4}}$.\n{line}\n\n"
+        "Problem:\nThird of $9$?\n\nSolution: Three.\nFinal Answer: The final answer is $3$. I hope it is correct.\n\n"
+        "Problem:\nWhat is $3 + 4$?\n\nSolution:"
+    )
+    assert [(p.id, p.kind) for p in made[:2]] == [
+        ("test/prealgebra/1.json", "Prealgebra"),
+        ("test/algebra/2.json", "Algebra"),
+    ]
+    chat = problems(MathConfig(**files, shots=1, chat=True))[0]
+    assert chat.turns == ("Problem:\nHalf of $8$?\n\nSolution:", f"It is $\\boxed{{4}}$.\n{line}")
+    assert [p.id for p in problems(MathConfig(**files, shots=0, per_subject=1))] == [made[0].id, made[1].id]
+
+
+def test_both_kinds_of_files(files: dict[str, str], tmp_path: Path) -> None:
+    made = problems(MathConfig(data=str(tmp_path / "long.jsonl"), shots=0))
+    assert [(p.id, p.kind, p.facts["gold"]) for p in made] == [
+        ("0", "Algebra", "4"),
+        ("1", "Geometry", r"\text{ellipse}"),
+    ]
+    (tmp_path / "bad.jsonl").write_text(lines([{"problem": "?", "solution": r"\boxed{1"}]))
+    with pytest.raises(InputError, match=r"bad.jsonl, row 1 has no answer, and no closed box in its solution"):
+        problems(MathConfig(data=str(tmp_path / "bad.jsonl"), shots=0))
+    with pytest.raises(InputError, match="4 examples are asked for and no file of them is named"):
+        MathConfig(data=files["data"])
+    with pytest.raises(InputError, match="has 2 examples, 4 are asked for"):
+        problems(MathConfig(**files))
+    with pytest.raises(InputError, match="per_subject is -1"):
+        MathConfig(shots=0, per_subject=-1)
+
+
+def test_a_run_of_the_command(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], tmp_path: Path) -> None:
+    line = "Final Answer: The final answer is $1/2$. I hope it is correct.\n\nProblem:\nNext \\boxed{3}"
+    seen = answer_with(monkeypatch, [r"\[ \boxed{7} \]", line, ""])
+    flags = ["--data", files["data"], "--shots-data", files["shots_data"], "--shots", "2"]
+    run = ["eval", "math", *flags, "--decoders", "parallel", "--tokens-per-step", "4", "--output", str(tmp_path / "o")]
+    assert cli.main(run) == 0
+    row = json.loads((tmp_path / "o" / "result.json").read_text())["results"]["rows"][0]
+    assert row["metrics"]["exact"]["mean"] == pytest.approx(2 / 3)
+    assert row["metrics"]["minerva"]["mean"] == pytest.approx(1 / 3)
+    assert row["kinds"]["Prealgebra"]["exact"]["mean"] == 1.0 and row["kinds"]["Algebra"]["exact"]["mean"] == 0.5
+    assert row["kinds"]["Algebra"]["exact"]["n"] == 2
+    assert seen[0].startswith("<|endoftext|>Problem:\nHalf of $8$?") and seen[0].endswith(
+        "What is $3 + 4$?\n\nSolution:"
+    )
+
+
+def check_gold_and_empty(config: MathConfig, rows: list[dict[str, Any]]) -> None:
+    for problem, row in zip(problems(config), rows, strict=True):
+        scores = grade(row["solution"], problem.facts["gold"], by_value=False)
+        assert scores["exact"] == 1.0, (row["solution"], problem.facts)
+        written = maths.written({"answer": problem.facts["gold"], **row}, "")
+        assert grade(written, problem.facts["gold"], by_value=False) == {"exact": 1.0, "minerva": 1.0}, written
+        assert set(grade("", problem.facts["gold"], by_value=maths.has_math_verify()).values()) == {0.0}
+
+
+def test_gold_answers_score_one_and_empty_ones_nothing(files: dict[str, str], tmp_path: Path) -> None:
+    check_gold_and_empty(MathConfig(data=files["data"], shots=0), SHORT)
+    check_gold_and_empty(MathConfig(data=str(tmp_path / "long.jsonl"), shots=0), LONG)
+
+
+@real
+@pytest.mark.parametrize(("file", "count"), [("math500_test.jsonl", 500), ("math_test_5000.jsonl", 5000)])
+def test_all_published_gold_answers_score_one(file: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "has_math_verify", lambda: False)
+    path = str(Path(str(REAL)) / "math" / file)
+    rows = read_rows(path)
+    assert len(rows) == count
+    check_gold_and_empty(MathConfig(data=path, shots=0), rows)
+    answers = [problem.facts["gold"] for problem in problems(MathConfig(data=path, shots=0))]
+    wrong = sum(same_answer(answer, other) for answer, other in itertools.pairwise(answers))
+    assert wrong < count / 20  # neighbours have different answers, and the rules do not join them
+
+
+def test_defaults_are_those_of_base_models() -> None:
+    config = MathConfig(shots_data="train.jsonl")
+    assert (config.shots, config.max_new_tokens, config.temperature, config.chat) == (4, 512, 0.0, False)
