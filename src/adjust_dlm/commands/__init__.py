@@ -53,6 +53,10 @@ COMMANDS: dict[str, Command] = {
         "Quality of every decoder against passes and time: one plot, one CSV.",
         "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
     ),
+    "eval humaneval": Command(
+        "HumanEval: functions, run against their tests.", "adjust_dlm.eval.code", "HumanEvalConfig", "run_humaneval"
+    ),
+    "eval mbpp": Command("MBPP: programs, run against their tests.", "adjust_dlm.eval.code", "MbppConfig", "run_mbpp"),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),
