@@ -38,7 +38,7 @@ class CodeConfig(DownstreamConfig):
     Attributes:
         allow_code_execution: run the programs that the base writes on this machine; nothing runs without it.
         ks: k of every pass@k; each needs as many samples.
-        timeout: seconds a program may run.
+        timeout: seconds a program may run; the slowest solution of MBPP (123) takes 3.5 s alone on a core.
         memory_mb: memory of a program.
         workers: programs run at once; 0 is one per CPU.
     """
@@ -47,7 +47,7 @@ class CodeConfig(DownstreamConfig):
     max_new_tokens: int = 512
     allow_code_execution: bool = False
     ks: tuple[int, ...] = (1,)
-    timeout: float = 5.0
+    timeout: float = 15.0
     memory_mb: int = 2048
     workers: int = 0
 

@@ -130,7 +130,7 @@ def continued(prompt: str, entry: str, reply: str) -> list[str]:
 
     A reply that starts over with the function (or the whole prompt) is taken up to the end of that function.
     """
-    code = bare_code(reply) if reply.lstrip("\r\n")[:1].strip() else ""
+    code = bare_code(reply) if _CODE_LINE.match(reply.lstrip("\r\n")) else ""
     head = re.search(rf"^(?:async +)?def +{re.escape(entry)}\b.*\n", code, re.MULTILINE)
     if head is None:
         return [prompt + cut_body(reply)]
