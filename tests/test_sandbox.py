@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -69,6 +70,7 @@ if os.fork() == 0:
 os.wait()
 answer = 42
 """
+TOO_MANY = "import os, time\nfor _ in range(50):\n    if os.fork() == 0: time.sleep(9)"
 # Every one would have the right answer if it were judged by its answer alone.
 HOSTILE = {
     "endless loop": "answer = 42\nwhile True: pass",
@@ -224,11 +226,25 @@ def test_protections_say_what_holds(tmp_path: Path) -> None:
         assert run_program(["for n in range(7): open(str(n), 'wb').write(bytes(8 << 20))"], Limits(file_mb=64)).passed
 
 
+def test_root_becomes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    readable = shutil.which("python3", path="/usr/local/bin:/usr/bin")
+    if os.geteuid() or readable is None:
+        pytest.skip("needs root and a Python that everybody can read")
+    monkeypatch.setattr(sys, "executable", readable)
+    if "user" not in protections():
+        pytest.skip("nobody cannot read this Python")
+    for namespaces in (True, False):
+        limits = Limits(seconds=5, namespaces=namespaces)
+        assert run_program(["import os\nassert os.getresuid() == (65534,) * 3\nopen('mine', 'w')"], limits).passed
+        outcome = run_program([f"import os\nos.listdir({str(Path.home())!r})"], limits)
+        assert "Permission" in outcome.message or Path.home().stat().st_mode & 0o004
+        assert "BlockingIOError" in run_program([TOO_MANY], limits).message
+
+
 def test_the_limit_of_processes_holds() -> None:
     if os.geteuid() == 0 and "user" not in protections():
         pytest.skip("root is not held to a number of processes, and nobody cannot read this Python")
-    forks = "import os, time\nfor _ in range(50):\n    if os.fork() == 0: time.sleep(9)"
-    assert "BlockingIOError" in run_program([forks], Limits(seconds=5, processes=32)).message
+    assert "BlockingIOError" in run_program([TOO_MANY], Limits(seconds=5, processes=32)).message
 
 
 def test_a_program_ends_when_its_evaluation_is_killed(marks: list[str]) -> None:
