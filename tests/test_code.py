@@ -310,6 +310,30 @@ def test_scores_of_several_samples(tmp_path: Path) -> None:
         human(tmp_path, num_samples=4, ks=(1, 5))
 
 
+def test_ranks_share_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = human(tmp_path, num_samples=2)
+    problems = humaneval_problems(config)
+    replies = [[BODY, ""], ["", "    return x + x\n"]]
+    of_ranks: list[list[Any]] = []
+
+    def gather(items: list[Any]) -> list[Any]:
+        of_ranks.append(items)
+        if len(of_ranks) < 2:
+            raise InterruptedError  # rank 1 would wait here
+        return [item for items in of_ranks for item in items]
+
+    monkeypatch.setattr(code.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(code.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(code, "from_all_ranks", gather)
+    monkeypatch.setattr(code.dist, "get_rank", lambda: 1)
+    with pytest.raises(InterruptedError):
+        HUMANEVAL.score(problems, replies, config)
+    monkeypatch.setattr(code.dist, "get_rank", lambda: 0)
+    scores = HUMANEVAL.score(problems, replies, config)
+    assert [[n for n, _ in items] for items in of_ranks] == [[1, 3], [0, 2]]
+    assert [[s["pass@1"] for s in group] for group in scores] == [[1.0, 0.0], [0.0, 1.0]]
+
+
 def test_paper_settings() -> None:
     h, m = HumanEvalConfig(), MbppConfig()
     assert (h.temperature, h.top_p, h.max_new_tokens) == (0.2, 0.9, 512)

@@ -178,6 +178,15 @@ def test_what_an_honest_program_may_do() -> None:
         assert run_program(parts, Limits(namespaces=namespaces)).passed
 
 
+def test_nothing_of_the_user_s_python_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "extra.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in ("extra", "numpy", "jail", "adjust_dlm"):
+        assert "ModuleNotFoundError" in run_program([f"import {name}"], Limits()).message
+    first, second = (run_program(["raise ValueError(hash('adjust'))"], Limits()).message for _ in range(2))
+    assert first == second and first.startswith("ValueError: ")
+
+
 def test_a_program_that_deletes_its_folder_disturbs_nobody(folders: Path) -> None:
     gone = "import os, shutil\nshutil.rmtree(os.getcwd(), ignore_errors=True)\nos.chdir('/')\nanswer = 42"
     locked = "import os\nos.makedirs('a/b')\nos.chmod('a', 0)\nos.chmod('.', 0)\nanswer = 42"

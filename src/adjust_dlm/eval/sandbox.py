@@ -137,7 +137,10 @@ def _start(
     parts: Sequence[str], limits: Limits, folder: str, mark: str, pipes: tuple[IO[bytes], IO[bytes]],
     open_files: contextlib.ExitStack,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """The jail as a process: no environment but a mark, no site packages (-S), nothing of the user's Python (-I)."""
+    """The jail as a process: nothing of the user's environment, no site packages (-sS), no folder to import from (-P).
+
+    Hashes have a fixed seed, so that the order of a set, and with it a score, is the same in every run.
+    """
     numbers = ("memory_mb", "file_mb", "processes", "files", "namespaces")
     job = {name: getattr(limits, name) for name in numbers}
     job |= {"parts": list(parts), "folder": folder, "parent": os.getpid(), "cpu_seconds": int(limits.seconds) + 1}
@@ -147,9 +150,10 @@ def _start(
     with path.open("rb") as stdin:
         path.unlink()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(_JAIL), *map(str, fds)],
+            [sys.executable, "-s", "-S", "-P", "-B", str(_JAIL), *map(str, fds)],
             stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=fds, start_new_session=True,
-            env={_MARK: mark, "PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8"}, cwd=folder,
+            env={_MARK: mark, "PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8",
+                 "PYTHONHASHSEED": "0"}, cwd=folder,
         )  # fmt: skip
     assert process.stdout is not None
     open_files.enter_context(process.stdout)
