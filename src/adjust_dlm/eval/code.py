@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -116,7 +117,8 @@ def _run(task: Task, config: CodeConfig, base: Base | None, sampler: Sampler | N
     [tried] = run_programs([["assert 1"]], Limits(seconds=30, memory_mb=config.memory_mb))
     if not tried.passed:
         raise RuntimeError(f"the sandbox cannot run a program of one line: {tried.message}")
-    missing = [name for name in PROTECTIONS if name not in tried.protections]
+    wanted = [name for name in PROTECTIONS if name != "user" or os.geteuid() == 0]  # others have no root to give up
+    missing = [name for name in wanted if name not in tried.protections]
     if missing:
         log.warning("the sandbox runs without %s (docs/code-execution.md says what each does)", ", ".join(missing))
     out = evaluate(task, config, base, sampler)
