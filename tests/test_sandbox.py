@@ -256,12 +256,12 @@ def test_the_limit_of_processes_holds() -> None:
     assert "BlockingIOError" in run_program([TOO_MANY], Limits(seconds=5, processes=32)).message
 
 
-def test_a_program_ends_when_its_evaluation_is_killed(marks: list[str]) -> None:
+def test_a_program_ends_when_its_evaluation_is_killed(folders: Path) -> None:
     code = (
         "from adjust_dlm.eval import sandbox\nsandbox.secrets.token_hex = lambda size: 'f00d' * 8\n"
         "sandbox.run_programs([['print(1)\\nwhile True: pass']], sandbox.Limits(seconds=100))"
     )
-    runner = subprocess.Popen([sys.executable, "-c", code])
+    runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folders)})
     try:
         wait_for(lambda: len(marked("f00d" * 8)) >= 2)
     finally:
