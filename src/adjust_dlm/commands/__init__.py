@@ -59,6 +59,10 @@ COMMANDS: dict[str, Command] = {
     "eval math": Command(
         "MATH with any decoder: the boxed answer, normalised.", "adjust_dlm.eval.maths", "MathConfig"
     ),
+    "eval humaneval": Command(
+        "HumanEval: functions, run against their tests.", "adjust_dlm.eval.code", "HumanEvalConfig", "run_humaneval"
+    ),
+    "eval mbpp": Command("MBPP: programs, run against their tests.", "adjust_dlm.eval.code", "MbppConfig", "run_mbpp"),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),

@@ -1,0 +1,260 @@
+"""HumanEval and MBPP: programs that a base writes, run against the tests of their problems.
+
+The programs run on this machine (docs/code-execution.md), so nothing happens before `allow_code_execution` is set.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from adjust_dlm.bases import Base
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
+from adjust_dlm.eval.extract import answered, between_marks, continued, told
+from adjust_dlm.eval.generation import from_all_ranks
+from adjust_dlm.eval.rows import Row, read_rows
+from adjust_dlm.eval.sandbox import PROTECTIONS, Limits, available_workers, run_programs
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import require
+
+log = logging.getLogger(__name__)
+BEGIN, DONE = "[BEGIN]", "[DONE]"
+EXAMPLE_IDS = (2, 3, 4, 1, 5, 6, 7, 8, 9, 10)  # MBPP's own examples, those of the usual three first
+TEST_IDS = range(11, 511)
+_CALLED = re.compile(r"\b([A-Za-z_]\w*)\s*\(")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeConfig(DownstreamConfig):
+    """Settings of tasks whose answers are programs.
+
+    Attributes:
+        allow_code_execution: run the programs that the base writes on this machine; nothing runs without it.
+        ks: k of every pass@k; each needs as many samples.
+        timeout: seconds a program may run; the slowest solution of MBPP (123) takes 3.5 s alone on a core.
+        memory_mb: memory of a program.
+        workers: programs run at once; 0 is one per CPU.
+    """
+
+    temperature: float = 0.2
+    max_new_tokens: int = 512
+    allow_code_execution: bool = False
+    ks: tuple[int, ...] = (1,)
+    timeout: float = 15.0
+    memory_mb: int = 2048
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks what would otherwise be found out after decoding."""
+        super().__post_init__()
+        right = self.ks and all(1 <= k <= self.num_samples for k in self.ks)
+        require(bool(right), f"ks is {self.ks}; every k must lie in 1..{self.num_samples}, the num_samples")
+        require(self.workers >= 0, f"workers is {self.workers}; it must be at least 0")
+        self.limits()
+
+    def limits(self) -> Limits:
+        """Of one program."""
+        return Limits(seconds=self.timeout, memory_mb=self.memory_mb)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HumanEvalConfig(CodeConfig):
+    """Settings of `adjust eval humaneval`; the defaults are the paper's for Dream-Coder, but for its examples.
+
+    Attributes:
+        examples: file of the same form whose first problems, solved, are the `shots`; HumanEval has none of its own.
+    """
+
+    data: str = "openai/openai_humaneval"
+    output: str = "runs/humaneval"
+    top_p: float = 0.9
+    examples: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MbppConfig(CodeConfig):
+    """Settings of `adjust eval mbpp`; the defaults are the paper's for base models.
+
+    Attributes:
+        sanitized: the data are the smaller form that was checked by hand.
+    """
+
+    data: str = "google-research-datasets/mbpp"
+    output: str = "runs/mbpp"
+    shots: int = 3
+    sanitized: bool = False
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Chance that one of k samples is right, unbiased: 1 - C(n - right, k) / C(n, k)."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def run_humaneval(config: HumanEvalConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
+    """`adjust eval humaneval`: see `evaluate`; `sandbox` says what the programs were kept from."""
+    return _run(HUMANEVAL, config, base, sampler)
+
+
+def run_mbpp(config: MbppConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
+    """`adjust eval mbpp`: see `evaluate`; `sandbox` says what the programs were kept from."""
+    return _run(MBPP, config, base, sampler)
+
+
+def _run(task: Task, config: CodeConfig, base: Base | None, sampler: Sampler | None) -> dict[str, Any]:
+    require(
+        config.allow_code_execution,
+        f"{task.name} runs programs that the base writes on this machine; read docs/code-execution.md, then say "
+        "--allow-code-execution",
+    )
+    [tried] = run_programs([["assert 1"]], Limits(seconds=30, memory_mb=config.memory_mb))
+    if not tried.passed:
+        raise RuntimeError(f"the sandbox cannot run a program of one line: {tried.message}")
+    wanted = [name for name in PROTECTIONS if name != "user" or os.geteuid() == 0]  # others have no root to give up
+    missing = [name for name in wanted if name not in tried.protections]
+    if missing:
+        log.warning("the sandbox runs without %s (docs/code-execution.md says what each does)", ", ".join(missing))
+    out = evaluate(task, config, base, sampler)
+    return out | {"sandbox": {"protections": list(tried.protections), "limits": asdict(config.limits())}}
+
+
+def score_programs(
+    problems: Sequence[Problem], replies: Sequence[list[str]], config: CodeConfig,
+    program: Callable[[Problem, str, CodeConfig], list[str]],
+) -> list[list[Scores]]:  # fmt: skip
+    """Runs every reply against its problem's tests; under torch.distributed ranks share the programs.
+
+    Returns:
+        pass@k for every completion: pass@1 its own 0 or 1, so that the mean over a problem's completions is the
+        estimate; a larger k that of its problem, the same for each.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    programs = [program(p, reply, config) for p, group in zip(problems, replies, strict=True) for reply in group]
+    workers = config.workers or max(available_workers() // world, 1)
+    made = run_programs(programs[rank::world], config.limits(), workers=workers)
+    results = from_all_ranks([(rank + n * world, result) for n, result in enumerate(made)])
+    passed = [result.passed for _, result in sorted(results, key=lambda pair: pair[0])]
+    log.info("programs: %s", dict(Counter(result.status for _, result in results)))
+    out, at = [], 0
+    for group in replies:
+        mine = passed[at : at + len(group)]
+        at += len(group)
+        of_all = {k: pass_at_k(len(mine), sum(mine), k) for k in config.ks}
+        out.append([{f"pass@{k}": float(right) if k == 1 else v for k, v in of_all.items()} for right in mine])
+    return out
+
+
+def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
+    """The problems of a file of HumanEval's form, with `shots` solved ones before each."""
+    fields, hub = ("task_id", "prompt", "entry_point", "canonical_solution", "test"), ("openai_humaneval/*.parquet",)
+    rows = read_rows(config.data, hub, fields)
+    shown: list[Row] = []
+    if config.shots:
+        require(bool(config.examples), "HumanEval has no examples of its own; name a file of them with --examples")
+        shown = read_rows(config.examples, hub, fields)[: config.shots]
+        require(len(shown) == config.shots, f"{config.examples} holds {len(shown)} problems; shots is {config.shots}")
+        both = {row["prompt"] for row in rows} & {row["prompt"] for row in shown}
+        require(not both, f"{len(both)} of the examples are among the problems of {config.data}; take others")
+    return [_humaneval_problem(row, shown, config.chat) for row in rows]
+
+
+def _humaneval_problem(row: Row, shown: Sequence[Row], chat: bool) -> Problem:
+    facts = {name: row[name] for name in ("prompt", "entry_point", "test")}
+    if not chat:
+        solved = [example["prompt"] + example["canonical_solution"].rstrip() + "\n\n\n" for example in shown]
+        return Problem(str(row["task_id"]), "".join([*solved, row["prompt"]]), facts)
+    turns = [
+        turn
+        for example in shown
+        for turn in (_ask_to_complete(example["prompt"]), _fence(example["prompt"] + example["canonical_solution"]))
+    ]
+    return Problem(str(row["task_id"]), _ask_to_complete(row["prompt"]), facts, turns=tuple(turns))
+
+
+def _ask_to_complete(prompt: str) -> str:
+    asked = "Complete the Python function below. Reply with one code block that holds the whole function."
+    return f"{asked}\n\n{_fence(prompt)}"
+
+
+def _fence(code: str) -> str:
+    return f"```python\n{code.strip()}\n```"
+
+
+def humaneval_program(problem: Problem, reply: str, config: CodeConfig) -> list[str]:
+    """Parts: what the reply says, the tests, their call."""
+    prompt, entry, test = (problem.facts[name] for name in ("prompt", "entry_point", "test"))
+    made = (answered if config.chat else continued)(prompt, entry, reply)
+    return [*made, test, f"check({entry})"]
+
+
+def mbpp_problems(config: MbppConfig) -> list[Problem]:
+    """Problems 11 to 510 of a file of MBPP's form, with the first `shots` of its examples before each."""
+    hub = ("sanitized/*.parquet",) if config.sanitized else ("full/*.parquet",)
+    rows = read_rows(config.data, hub, ("task_id", "code", "test_list"))
+    question, setup = ("prompt", "test_imports") if config.sanitized else ("text", "test_setup_code")
+    wrong = [row["task_id"] for row in rows if question not in row or setup not in row]
+    form, advice = ("sanitized", "leave out") if config.sanitized else ("full", "add")
+    require(not wrong, f"problem {wrong[:1]} of {config.data} is not of MBPP's {form} form; {advice} --sanitized?")
+    by_id = {int(row["task_id"]): row for row in rows}
+    shown = [by_id[n] for n in EXAMPLE_IDS if n in by_id][: config.shots]
+    require(
+        len(shown) == config.shots,
+        f"{config.data} has {len(shown)} of MBPP's examples (1..10); shots is {config.shots}",
+    )
+    return [_mbpp_problem(by_id[n], shown, question, setup, config.chat) for n in TEST_IDS if n in by_id]
+
+
+def _mbpp_problem(row: Row, shown: Sequence[Row], question: str, setup: str, chat: bool) -> Problem:
+    before = row[setup] if isinstance(row[setup], str) else "\n".join(row[setup])
+    facts = {"tests": list(row["test_list"]), "setup": before}
+    asked = [_task_and_tests(example[question], example["test_list"]) for example in (*shown, row)]
+    codes = [example["code"].replace("\r\n", "\n").strip() for example in shown]
+    if not chat:
+        solved = [f"{a}\n{BEGIN}\n{code}\n{DONE}\n\n" for a, code in zip(asked, codes, strict=False)]
+        return Problem(str(row["task_id"]), "".join([*solved, f"{asked[-1]}\n{BEGIN}\n"]), facts)
+    asked = [f"{text}\n\nReply with one code block of Python that holds the whole program." for text in asked]
+    turns = [turn for a, code in zip(asked, codes, strict=False) for turn in (a, _fence(code))]
+    return Problem(str(row["task_id"]), asked[-1], facts, turns=tuple(turns))
+
+
+def _task_and_tests(text: str, tests: Sequence[str]) -> str:
+    """The wording that the benchmark's paper prints."""
+    task = f"You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:"
+    return "\n".join([task, "", *tests])
+
+
+def mbpp_program(problem: Problem, reply: str, config: CodeConfig) -> list[str]:
+    """Parts: what the reply says, what the tests need, the tests."""
+    tests = "\n".join(problem.facts["tests"])
+    text = between_marks(reply, BEGIN, DONE)
+    return [told(text, set(_CALLED.findall(tests))) if config.chat else text, problem.facts["setup"], tests]
+
+
+def _score(program: Callable[[Problem, str, CodeConfig], list[str]]) -> Callable[..., list[list[Scores]]]:
+    return lambda problems, replies, config: score_programs(problems, replies, config, program)
+
+
+HUMANEVAL = Task(
+    "humaneval", humaneval_problems, _score(humaneval_program),
+    about={
+        "rule": "passes all tests of its problem; pass@k is the unbiased estimate",
+        "base": "prompt + completion up to the first new statement at the left edge",
+        "chat": "last whole code block that defines the function, the prompt's imports and helpers before it",
+    },
+)  # fmt: skip
+MBPP = Task(
+    "mbpp", mbpp_problems, _score(mbpp_program),
+    about={
+        "rule": "passes all of test_list; pass@k is the unbiased estimate",
+        "base": f"completion up to {DONE}",
+        "chat": "last whole code block that defines what the tests call",
+        "ids": "11..510",
+    },
+)  # fmt: skip

@@ -1,0 +1,169 @@
+"""The program in a reply: what a model wrote around it goes, what it needs to run stays.
+
+A base model continues the prompt, so its code ends where something new begins at the left edge. A chat model answers
+with a fenced block, prose around it, sometimes without a fence, and sometimes its tokens end before the fence does.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
+_CODE_LINE = re.compile(r"^(?:(?:async +)?def |class |@\w|import \w|from [\w.]+ import )", re.MULTILINE)
+_PYTHON = ("", "python", "python3", "py", "py3")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: the word behind the opening fence, in lower case.
+        text: what stands between the fences, not indented as a whole.
+        closed: whether the closing fence is there.
+    """
+
+    language: str
+    text: str
+    closed: bool
+
+
+def blocks(reply: str) -> list[Block]:
+    """All fenced blocks of a reply."""
+    found: list[Block] = []
+    fence, language, inside = "", "", list[str]()
+    for line in reply.splitlines():
+        match = _FENCE.match(line)
+        if not fence:
+            if match:
+                fence, language, inside = match[1], match[2].lower(), []
+        elif match and match[1].startswith(fence) and not match[2]:
+            found.append(Block(language, _joined(inside), True))
+            fence = ""
+        else:
+            inside.append(line)
+    return [*found, Block(language, _joined(inside), False)] if fence else found
+
+
+def _joined(lines: list[str]) -> str:
+    return textwrap.dedent("\n".join(lines)) + "\n"
+
+
+def defines(code: str, names: Collection[str]) -> bool:
+    """Whether code defines a function, class or variable with one of the names at its left edge."""
+    one = "|".join(map(re.escape, names))
+    return bool(re.search(rf"^(?:(?:async +)?def +|class +)(?:{one})\b|^(?:{one}) *=[^=]", code, re.MULTILINE))
+
+
+def fenced(reply: str, names: Collection[str]) -> str | None:
+    """The block to run: the last whole one that defines a name, else an unclosed one, else the last of Python.
+
+    Blocks of other languages count only if they define a name, as some models write another word for Python.
+    """
+    written = [block for block in blocks(reply) if block.text.strip()]
+    good = [block for block in written if defines(block.text, names)]
+    rest = [block for block in written if block.language in _PYTHON]
+    for choice in (good, rest):
+        whole = [block for block in choice if block.closed]
+        if whole:
+            return whole[-1].text
+        if choice:  # unclosed: prose may follow
+            return bare_code(choice[-1].text) or choice[-1].text
+    return None
+
+
+def bare_code(reply: str) -> str:
+    """Code without a fence: from the first line of code on, without the lines at the end that are none.
+
+    Empty where no line looks like code.
+    """
+    match = _CODE_LINE.search(reply)
+    if match is None:
+        return ""
+    lines = reply[match.start() :].splitlines()
+    for end in range(len(lines), 0, -1):
+        code = "\n".join(lines[:end]) + "\n"
+        if _parses(code):
+            return code
+    return "\n".join(lines) + "\n"
+
+
+def _parses(code: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # odd escapes in strings
+        try:
+            ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True
+
+
+def cut_body(text: str) -> str:
+    """A function's body: up to the first line that starts something new at the left edge.
+
+    Closing brackets may stand there, and lines of a string in triple quotes.
+    """
+    lines = text.splitlines(keepends=True)
+    for n, line in enumerate(lines):
+        if line.strip() and line[0] not in " \t)]}" and not _in_string("".join(lines[:n])):
+            return "".join(lines[:n])
+    return text
+
+
+def _in_string(code: str) -> bool:
+    return any(code.count(quotes) % 2 for quotes in ('"""', "'''"))
+
+
+def preamble(prompt: str, entry: str) -> str:
+    """What a prompt says before the function to write: imports and helpers."""
+    match = re.search(rf"^(?:async +)?def +{re.escape(entry)}\b", prompt, re.MULTILINE)
+    return prompt[: match.start()] if match else ""
+
+
+def continued(prompt: str, entry: str, reply: str) -> list[str]:
+    """Parts of a program from what a base model wrote behind a prompt.
+
+    A reply that starts over with the function (or the whole prompt) is taken up to the end of that function.
+    """
+    code = bare_code(reply) if _CODE_LINE.match(reply.lstrip("\r\n")) else ""
+    head = re.search(rf"^(?:async +)?def +{re.escape(entry)}\b.*\n", code, re.MULTILINE)
+    if head is None:
+        return [prompt + cut_body(reply)]
+    return [preamble(prompt, entry), code[: head.end()] + cut_body(code[head.end() :])]
+
+
+def answered(prompt: str, entry: str, reply: str) -> list[str]:
+    """Parts of a program from a chat model's reply: its block with the prompt's imports and helpers before it.
+
+    Code that does not define the function is its body.
+    """
+    block = fenced(reply, {entry})
+    code = bare_code(_before_fence(reply)) if block is None else block
+    if defines(code, {entry}):
+        return [preamble(prompt, entry), code]
+    body = cut_body(_before_fence(reply)) or _before_fence(reply) if block is None else block
+    return [prompt + textwrap.indent(textwrap.dedent(body), "    ")]
+
+
+def between_marks(reply: str, begin: str, end: str) -> str:
+    """Text before the first `end`, and behind a `begin` that has no code before it."""
+    text = reply.partition(end)[0].replace("\r\n", "\n")
+    before, found, rest = text.partition(begin)
+    return rest if found and not _CODE_LINE.search(before) else text
+
+
+def told(reply: str, names: Collection[str]) -> str:
+    """A whole program in a chat model's reply: its block, or its code without a fence."""
+    block = fenced(reply, names)
+    return bare_code(_before_fence(reply)) if block is None else block
+
+
+def _before_fence(reply: str) -> str:
+    lines = reply.splitlines(keepends=True)
+    end = next((n for n, line in enumerate(lines) if _FENCE.match(line)), len(lines))
+    return "".join(lines[:end])
