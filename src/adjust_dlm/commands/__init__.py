@@ -53,6 +53,10 @@ COMMANDS: dict[str, Command] = {
         "Quality of every decoder against passes and time: one plot, one CSV.",
         "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
     ),
+    "eval parallelbench": Command(
+        "Waiting lines, puzzles and sentences: what parallel decoding loses.",
+        "adjust_dlm.eval.parallelbench", "ParallelBenchConfig", "run_parallelbench",
+    ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),
