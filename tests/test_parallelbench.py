@@ -19,7 +19,7 @@ import torch
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.data.lists import FIRST_NAMES, LAST_NAMES, list_tasks, write_list
-from adjust_dlm.eval import generation, parallelbench
+from adjust_dlm.eval import generation, parallelbench, parallelbench_tasks
 from adjust_dlm.eval import parallelbench_metrics as metrics
 from adjust_dlm.eval.downstream import Problem
 from adjust_dlm.eval.parallelbench import ParallelBenchConfig, run_parallelbench, score_reply
@@ -131,7 +131,7 @@ def test_two_readings_of_a_grid(text: str, lenient: bool, strict: bool) -> None:
     facts = {"answer": "1234\n3412\n2143\n4321"}
     assert is_right("sudoku", text, facts) is lenient
     assert is_right("sudoku", text, facts, strict=True) is strict
-    assert read_grid("1\n22\n333") is None
+    assert read_grid("1\n22\n333") is None and read_grid("1234\n" * 5, strict=True) is None
 
 
 def test_sentences() -> None:
@@ -269,6 +269,30 @@ def test_every_sudoku_has_one_solution() -> None:
                 grid = [filled.get(n, digit) for n, digit in enumerate(given)]
                 solved += [grid] if is_full(grid) else []
             assert ["".join(map(str, grid)) for grid in solved] == [reply.replace("\n", "")]
+
+
+def test_a_sudoku_with_two_solutions_is_drawn_again() -> None:
+    full, other = "1234341221434321", "2134341212434321"  # they differ in four cells, so these open are two solutions
+    twofold = [n for n in range(16) if full[n] != other[n]]
+    assert {full, other} <= set(grids()) and len(twofold) == 4
+
+    class Rigged(random.Random):
+        draws = iter([twofold, [0, 1, 2, 3]])
+
+        def choice(self, seq: Any) -> Any:
+            return full
+
+        def sample(self, population: Any, k: int, **_: Any) -> Any:
+            return next(self.draws)
+
+    prompt, _, reply = parallelbench_tasks._sudoku(Rigged())
+    assert "\n0000\n3412\n2143\n4321\n" in prompt and reply == "1234\n3412\n2143\n4321"
+
+
+def test_indices_reach_both_ends() -> None:
+    for task, last in (("insert_index", 6), ("remove_index", 5), ("replace_index", 5)):
+        places = {parts(make_problem(task, 4 * n + 3, seed=0).prompt)[2][0] for n in range(100)}
+        assert places == set(range(last + 1))
 
 
 def test_words_get_harder_by_rule() -> None:
