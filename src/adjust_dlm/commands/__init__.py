@@ -63,6 +63,10 @@ COMMANDS: dict[str, Command] = {
         "HumanEval: functions, run against their tests.", "adjust_dlm.eval.code", "HumanEvalConfig", "run_humaneval"
     ),
     "eval mbpp": Command("MBPP: programs, run against their tests.", "adjust_dlm.eval.code", "MbppConfig", "run_mbpp"),
+    "eval parallelbench": Command(
+        "Waiting lines, puzzles and sentences: what parallel decoding loses.",
+        "adjust_dlm.eval.parallelbench", "ParallelBenchConfig", "run_parallelbench",
+    ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),
