@@ -53,6 +53,20 @@ COMMANDS: dict[str, Command] = {
         "Quality of every decoder against passes and time: one plot, one CSV.",
         "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
     ),
+    "eval paired": Command(
+        "Two decoders on the same problems: difference, interval, McNemar's test.",
+        "adjust_dlm.eval.paired", "PairedConfig", "run",
+    ),
+    "eval nll": Command(
+        "NLL of existing texts under any autoregressive judge.", "adjust_dlm.eval.scores", "NllConfig", "run_nll"
+    ),
+    "eval mauve": Command(
+        "MAUVE of existing texts against a reference.", "adjust_dlm.eval.scores", "MauveConfig", "run_mauve"
+    ),
+    "report": Command(
+        "Tables, figures and one page from result folders.",
+        "adjust_dlm.bench.report", "ReportConfig", "make_report",
+    ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),
