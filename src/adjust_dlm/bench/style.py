@@ -54,6 +54,7 @@ dl{display:grid;grid-template-columns:minmax(80px,max-content) 1fr;gap:4px 16px;
 dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere;min-width:0}
 code{font-size:.9em;overflow-wrap:anywhere}
-@media (max-width:560px){figure{padding:12px}th,td{padding:6px 8px}}
+@media (max-width:560px){figure{padding:12px}th,td{padding:6px 8px}
+tbody th{white-space:normal;min-width:7em;max-width:38vw}}
 @media print{nav{display:none}figure{break-inside:avoid}}
 """
