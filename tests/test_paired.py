@@ -19,11 +19,11 @@ from adjust_dlm.types import InputError
 def samples(file: Path, scores: dict[str, Any], metric: str = "strict") -> Path:
     """A list of scores is several completions of a problem."""
     lines = [
-        {"id": name, "text": "t", "scores": {metric: one}}
+        {"id": name, "text": "t\u2028\x85\x0bx", "scores": {metric: one}}
         for name, value in scores.items()
         for one in (value if isinstance(value, list) else [value])
     ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     return file
 
 

@@ -159,8 +159,8 @@ def scored(results: Iterable[Result]) -> Table:
         name = result.command.split()[1]
         for found in result.results["rows"]:
             value = None if found[name] is None else Measured(found[name], found[f"{name}_ci95"], found["n"])
-            rows.append([found["file"], title_of(name), result.results["judge"], found["n"], value])
-    return Table("scored", "Texts from files", "", ("file", "measure", "judge", "texts", "value"), rows)
+            rows.append([found["file"], found["decoder"], title_of(name), result.results["judge"], found["n"], value])
+    return Table("scored", "Texts from files", "", ("file", "decoder", "measure", "judge", "texts", "value"), rows)
 
 
 def summary(blocks: Sequence[Block]) -> Table:

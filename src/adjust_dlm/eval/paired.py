@@ -123,15 +123,17 @@ def read_scores(file: Path, metric: str) -> dict[str, float]:
         score = scores[metric]
         require(isinstance(score, int | float), f"{where}: {metric} is {score!r}; a number is wanted")
         found.setdefault(str(value["id"]), []).append(float(score))
-    require(bool(found), f"{file} is empty")
     return {name: sum(scores) / len(scores) for name, scores in found.items()}
 
 
 def _lines(file: Path) -> list[str]:
+    """At least one; cut at line feeds alone, because a JSON text may hold what else Python takes for a line end."""
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    require(bool(content.strip()), f"{file} is empty")
+    return content.removesuffix("\n").split("\n")
 
 
 def _parsed(line: str, where: str) -> Any:
@@ -200,8 +202,7 @@ def _only_metric(file: Path) -> str:
     Raises:
         InputError: it has several, or none.
     """
-    lines = _lines(file)
-    value = _parsed(lines[0], f"{file}, line 1") if lines else {}
+    value = _parsed(_lines(file)[0], f"{file}, line 1")
     scores = value.get("scores") if isinstance(value, dict) else None
     names = list(scores) if isinstance(scores, dict) else []
     require(len(names) == 1, f"{file} has {len(names)} metrics ({', '.join(names) or 'none'}); name one with --metric")
