@@ -168,6 +168,44 @@ def test_downstream_and_kinds(tmp_path: Path) -> None:
     assert lines[4] == "| Joint | **0.900 +- 0.100** | **0.450 +- 0.100** | **0.900 +- 0.100** |"
 
 
+def test_parallelbench_as_its_command_writes_it(tmp_path: Path) -> None:
+    def line(group: str, name: str, variant: str, score: float) -> dict[str, Any]:
+        return {"group": group, "task": name, "variant": variant, "n": 100, "score": score, "score_ci95": 0.09}
+
+    def macro(group: str, variant: str, score: float, speed: float) -> dict[str, Any]:
+        scores = {"macro_score": score, "macro_score_ci95": 0.06, "score": 9.0, "score_ci95": 9.0}
+        return {"group": group, "variant": variant, "tasks": 2, **scores, "tokens_per_pass": speed}
+
+    # The paper's Dream: copy, sort and the easy sentences, one token a pass and ADJUST at K = 4.
+    four = "adjust:tokens_per_step=4"
+    rows = [
+        line("waiting_line", "copy", "joint", 0.73), line("waiting_line", "sort", "joint", 0.21),
+        line("waiting_line", "copy", four, 0.63), line("waiting_line", "sort", four, 0.16),
+        line("words_to_sentence", "easy", "joint", 0.82), line("words_to_sentence", "easy", four, 0.84),
+    ]  # fmt: skip
+    macros = [macro("waiting_line", "joint", 0.47, 1), macro("waiting_line", four, 0.395, 4)]
+    macros.append(macro("words_to_sentence", "joint", 0.82, 1))
+    results = {"task": "parallelbench", "about": {}, "rows": rows, "macro_averages": macros}
+    results["macro_averages"].append(macro("words_to_sentence", four, 0.84, 4))
+    folder = tmp_path / "p"
+    write_outcome(folder, "eval parallelbench", DownstreamConfig(base="smol"), Outcome(results=results))
+    sample = {"id": "c0", "text": "Ann, Bob", "scores": {"score": 1.0}}
+    (folder / "waiting_line").mkdir()
+    (folder / "waiting_line" / "samples-joint.jsonl").write_text(json.dumps(sample) + "\n")
+    made(tmp_path / "out", folder)
+    lines = (tmp_path / "out" / "kinds.md").read_text().splitlines()
+    assert lines[0] == "## By kind of problem: smol: parallelbench, T = 0, score"
+    assert lines[2] == "| decoder | copy | sort | easy |"
+    assert lines[4:6] == [
+        "| Joint | **0.730 +- 0.090** | **0.210 +- 0.090** | 0.820 +- 0.090 |",
+        "| ADJUST, K=4 | 0.630 +- 0.090 | 0.160 +- 0.090 | **0.840 +- 0.090** |",
+    ]
+    found = values(tmp_path / "out" / "downstream.csv")
+    assert found["smol: parallelbench waiting_line, T = 0 / score", "K=4 ADJUST"] == ("0.395", "0.06", "")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Ann, Bob" in page and "smol: parallelbench waiting_line, T = 0, seed 0, row c0" in page
+
+
 def test_a_frontier_and_a_table_of_the_same_settings_share_a_block(tmp_path: Path) -> None:
     config = FrontierConfig(base="smol", n=64, plot=False)
     assert TableConfig(n=64).seed == config.seed

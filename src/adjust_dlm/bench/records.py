@@ -28,9 +28,11 @@ NAMES = {
 }  # fmt: skip
 COSTS = ("tokens_per_pass", "tokens_per_second", "base_calls", "sampler_calls", "partner_calls", "seconds")
 TEXT_SETTINGS = ("top_p", "max_new_tokens", "n", "judge", "buckets", "suppress_eos", "seed")
-TASK_SETTINGS = (
-    "temperature", "top_p", "max_new_tokens", "shots", "chat", "block_length", "limit", "num_samples", "data", "seed",
-)  # fmt: skip
+# What two rows of a task may differ in and still be compared; every other setting must be equal.
+FREE = {
+    "base", "sampler", "partner", "output", "decoders", "tokens_per_step", "batch_size", "device", "temperature",
+    "workers", "allow_code_execution",
+}  # fmt: skip
 Facts = dict[str, Any]
 
 
@@ -178,6 +180,8 @@ def rows_of(result: Result) -> list[Row]:
             return [_frontier_row(result, row) for row in result.results["rows"]]
         if is_downstream(result):
             return [_task_row(result, row) for row in result.results["rows"]]
+        if is_grouped(result):
+            return [_group_row(result, row) for row in result.results["macro_averages"]]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{result.source / RESULT} is damaged: {type(error).__name__} {error}") from error
     return []
@@ -192,6 +196,11 @@ def is_downstream(result: Result) -> bool:
     """Whether `downstream.evaluate` wrote it."""
     rows = result.results.get("rows")
     return "task" in result.results and isinstance(rows, list) and all("metrics" in row for row in rows)
+
+
+def is_grouped(result: Result) -> bool:
+    """Whether it is one of `eval parallelbench`: groups of tasks, each with its own lengths."""
+    return "task" in result.results and isinstance(result.results.get("macro_averages"), list)
 
 
 def _cell_variant(cell: Facts) -> str:
@@ -222,10 +231,31 @@ def _task_row(result: Result, facts: Facts) -> Row:
     def all_of(metrics: Facts) -> dict[str, Measured | None]:
         return {name: _measured(value["mean"], value["ci95"], value["n"]) for name, value in metrics.items()}
 
-    settings = _settings(result.config, TASK_SETTINGS)
+    settings = _task_settings(result.config)
     row = _row(result, result.results["task"], settings, facts["variant"], all_of(facts["metrics"]), facts)
     kinds = {kind: _known(all_of(metrics)) for kind, metrics in facts.get("kinds", {}).items()}
     return Row(**{**vars(row), "kinds": kinds})
+
+
+def _task_settings(config: Facts) -> tuple[tuple[str, Any], ...]:
+    names = [name for name in config if name not in FREE and config[name] is not False]
+    return (("temperature", float(config["temperature"])), *_settings(config, names))
+
+
+def _group_row(result: Result, macro: Facts) -> Row:
+    """A group's means over its tasks, and its tasks as kinds."""
+
+    def all_of(facts: Facts, start: str = "") -> dict[str, Measured]:
+        names = [key.removeprefix(start) for key in facts if key.startswith(start) and f"{key}_ci95" in facts]
+        found = {n: _measured(facts[start + n], facts[f"{start}{n}_ci95"], facts.get("n")) for n in names}
+        return _known(found)
+
+    group, variant = macro["group"], macro["variant"]
+    mine = [row for row in result.results["rows"] if (row["group"], row["variant"]) == (group, variant)]
+    settings = _task_settings(result.config)
+    task = f"{result.results['task']} {group}"
+    row = _row(result, task, settings, variant, all_of(macro, "macro_"), macro)
+    return Row(**{**vars(row), "kinds": {line["task"]: all_of(line) for line in mine}})
 
 
 def _row(
@@ -358,7 +388,17 @@ def samples_of(result: Result, limit: int) -> list[Sample]:
     """
     try:
         if is_downstream(result):
-            return list(_task_samples(result, limit))
+            variants = [row["variant"] for row in result.results["rows"]]
+            return list(_task_samples(result, result.results["task"], result.source, variants, limit))
+        if is_grouped(result):
+            parts = [(row["group"], row["variant"]) for row in result.results["macro_averages"]]
+            return [
+                sample
+                for group, variant in parts
+                for sample in _task_samples(
+                    result, f"{result.results['task']} {group}", result.source / group, [variant], limit
+                )
+            ]
         if (result.source / SAMPLES).is_file() and "base" in result.config:
             return [_sample(result, line) for line in read_lines(result.source / SAMPLES)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -368,11 +408,11 @@ def samples_of(result: Result, limit: int) -> list[Sample]:
     return []
 
 
-def _task_samples(result: Result, limit: int) -> Iterator[Sample]:
+def _task_samples(result: Result, task: str, folder: Path, variants: Sequence[str], limit: int) -> Iterator[Sample]:
     config = result.config
-    group = f"{config['base']}: {result.results['task']}, T = {config['temperature']:g}, seed {config['seed']}"
-    for variant in (row["variant"] for row in result.results["rows"]):
-        file, seen = result.source / f"samples-{slug(variant)}.jsonl", dict[str, int]()
+    group = f"{config['base']}: {task}, T = {config['temperature']:g}, seed {config['seed']}"
+    for variant in variants:
+        file, seen = folder / f"samples-{slug(variant)}.jsonl", dict[str, int]()
         for line in read_lines(file, limit) if file.is_file() else []:
             again = seen[line["id"]] = seen.get(line["id"], -1) + 1
             row = f"{line['id']}, sample {again}" if again else str(line["id"])

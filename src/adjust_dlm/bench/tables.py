@@ -62,7 +62,7 @@ def all_tables(blocks: Sequence[Block], results: Sequence[Result]) -> list[Table
     text = [block for block in blocks if block.task == "text"]
     tasks = [block for block in blocks if block.task != "text"]
     made = [by_k(block) for block in text]
-    made += [downstream(tasks), *(kinds(block, measure) for block in tasks for measure in block.measures())]
+    made += [downstream(tasks), *kinds(tasks)]
     made += [speed(blocks), *(every(block) for block in blocks), paired(results), scored(results)]
     return [table for table in made if table.rows]
 
@@ -99,17 +99,37 @@ def downstream(blocks: Sequence[Block]) -> Table:
     return Table("downstream", "Downstream tasks by K", note, ("task", "metric", *variants.values()), rows)
 
 
-def kinds(block: Block, measure: str) -> Table:
-    """A decoder a row, a kind of problem a column: ParallelBench's tasks, MATH's subjects."""
-    names = list(dict.fromkeys(kind for row in block.rows for kind in row.kinds))
-    with_kinds = [row for row in block.rows if any(measure in metrics for metrics in row.kinds.values())]
-    rows: list[list[Cell]] = [
-        [label_of(row.variant), *(row.kinds.get(kind, {}).get(measure) for kind in names), row.values.get(measure)]
-        for row in with_kinds
+def kinds(blocks: Sequence[Block]) -> list[Table]:
+    """A decoder a row, a kind of problem a column: ParallelBench's tasks, MATH's subjects. One table a metric.
+
+    Groups of one benchmark (`parallelbench waiting_line`, `parallelbench puzzle`) share a table.
+    """
+    benchmarks: dict[tuple[str, str], list[Block]] = {}
+    for block in blocks:
+        if any(row.kinds for row in block.rows):
+            title = block.title.replace(block.task, block.task.split()[0])
+            benchmarks.setdefault((title, block.about), []).append(block)
+    return [
+        _kinds(title, about, found, measure)
+        for (title, about), found in benchmarks.items()
+        for measure in dict.fromkeys(m for block in found for row in block.rows for k in row.kinds.values() for m in k)
     ]
-    head, better = ("decoder", *names, "all"), (0, *(sign_of(measure) for _ in (*names, "all")))
-    title = f"By kind of problem: {block.title}, {title_of(measure)}"
-    return Table("kinds", title, f"{block.about}. Bold: the best mean of a column.", head, rows, better)
+
+
+def _kinds(title: str, about: str, blocks: Sequence[Block], measure: str) -> Table:
+    found: dict[str, dict[str, Measured]] = {}
+    for row in (row for block in blocks for row in block.rows):
+        values = {kind: metrics[measure] for kind, metrics in row.kinds.items() if measure in metrics}
+        found.setdefault(row.variant, {}).update(values)
+        if len(blocks) == 1 and measure in row.values:
+            found[row.variant]["all"] = row.values[measure]
+    names = list(dict.fromkeys(kind for values in found.values() for kind in values))
+    rows: list[list[Cell]] = [
+        [label_of(variant), *(found[variant].get(kind) for kind in names)] for variant in sorted(found, key=rank)
+    ]
+    better = (0, *(sign_of(measure) for _ in names))
+    note = f"{about}. Bold: the best mean of a column."
+    return Table("kinds", f"By kind of problem: {title}, {title_of(measure)}", note, ("decoder", *names), rows, better)
 
 
 def speed(blocks: Sequence[Block]) -> Table:

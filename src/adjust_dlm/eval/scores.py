@@ -1,8 +1,8 @@
 """`adjust eval nll` and `adjust eval mauve`: texts that exist already, under any autoregressive judge.
 
 Files: `.jsonl` with a `text` in every line (what `adjust generate`, `eval table` and the downstream tasks write) or
-with `tokens` (the kept `texts/*.jsonl`), or plain text, one text a line or a paragraph. Texts of several decoders in one
-file are scored apart.
+with `tokens` (the kept `texts/*.jsonl`), or plain text, one text a line or a paragraph. Texts of several decoders in
+one file are scored apart.
 
 Texts are tokenised with the judge's own tokenizer, without special tokens, and cut at its first end token. Each is
 conditioned on the judge's `<|endoftext|>`, or else its start token, or else its end token, so that every token of a
