@@ -18,8 +18,9 @@ from adjust_dlm import cli
 from adjust_dlm.bench import report
 from adjust_dlm.bench.figures import all_figures, limits, linear_ticks, log_ticks
 from adjust_dlm.bench.page import order_map, side_by_side, text
-from adjust_dlm.bench.records import Block, Measured, Row, Sample, blocks_of, label_of, rank, read_result, rows_of
+from adjust_dlm.bench.records import Block, Measured, Row, blocks_of, label_of, rank, read_result, rows_of
 from adjust_dlm.bench.report import ReportConfig, make_report
+from adjust_dlm.bench.samples import Sample
 from adjust_dlm.bench.svg import to_svg
 from adjust_dlm.bench.tables import closed, summary, to_csv, to_markdown
 from adjust_dlm.commands.output import Outcome, write_outcome

@@ -10,7 +10,8 @@ from html import escape
 from typing import Any
 
 from adjust_dlm.bench.figures import Figure, decoders_in
-from adjust_dlm.bench.records import Measured, Result, Sample, label_of, rank, split_variant
+from adjust_dlm.bench.records import Measured, Result, label_of, rank, split_variant
+from adjust_dlm.bench.samples import Sample
 from adjust_dlm.bench.style import STYLE
 from adjust_dlm.bench.svg import SHAPES, to_svg
 from adjust_dlm.bench.tables import Cell, Table, show

@@ -12,7 +12,8 @@ import tyro
 
 from adjust_dlm.bench.figures import Figure, all_figures, draw
 from adjust_dlm.bench.page import Contents, side_by_side, to_html
-from adjust_dlm.bench.records import Block, Result, blocks_of, read_result, rows_of, samples_of
+from adjust_dlm.bench.records import Block, Result, blocks_of, read_result, rows_of
+from adjust_dlm.bench.samples import samples_of
 from adjust_dlm.bench.tables import Table, all_tables, summary, to_csv, to_markdown
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.types import require
