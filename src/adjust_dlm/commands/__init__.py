@@ -45,14 +45,6 @@ COMMANDS: dict[str, Command] = {
         "Turn an autoregressive model into a masked diffusion base.",
         "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
     ),
-    "eval table": Command(
-        "NLL and MAUVE of every decoder and K: the paper's Table 1.",
-        "adjust_dlm.eval.table", "TableConfig", "make_table",
-    ),
-    "eval frontier": Command(
-        "Quality of every decoder against passes and time: one plot, one CSV.",
-        "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
-    ),
     "eval paired": Command(
         "Two decoders on the same problems: difference, interval, McNemar's test.",
         "adjust_dlm.eval.paired", "PairedConfig", "run",
@@ -63,11 +55,19 @@ COMMANDS: dict[str, Command] = {
     "eval mauve": Command(
         "MAUVE of existing texts against a reference.", "adjust_dlm.eval.scores", "MauveConfig", "run_mauve"
     ),
-    "report": Command(
-        "Tables, figures and one page from result folders.",
-        "adjust_dlm.bench.report", "ReportConfig", "make_report",
+    "eval table": Command(
+        "NLL and MAUVE of every decoder and K: the paper's Table 1.",
+        "adjust_dlm.eval.table", "TableConfig", "make_table",
+    ),
+    "eval frontier": Command(
+        "Quality of every decoder against passes and time: one plot, one CSV.",
+        "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
     ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
+    ),
+    "report": Command(
+        "Tables, figures and one page from result folders.",
+        "adjust_dlm.bench.report", "ReportConfig", "make_report",
     ),
 }  # fmt: skip
