@@ -141,6 +141,10 @@ def test_the_share_of_the_gap_is_that_of_the_paper(tmp_path: Path) -> None:
     assert [(row[1], row[2], row[-1]) for row in rows] == [
         ("NLL", 2, "48 %"), ("NLL", 4, "41 %"), ("MAUVE", 2, "83 %"), ("MAUVE", 4, "81 %"),
     ]  # fmt: skip
+    cells = [cell(*key) for key in NLL if key != ("adjust", 4)]
+    cells.append(cell("adjust", 4, gap_closed=0.414, gap_closed_ci95=0.031))
+    rows = summary(blocks_of(rows_of(read_result(table(tmp_path / "m", cells))))).rows
+    assert [row[-1] for row in rows] == ["48 %", "41 +- 3 %", "83 %", "81 %"]
     near = Measured(0.70, 0.03), Measured(0.65, 0.03), Measured(0.66, 0.03)
     assert closed(*near, sign=1) == "no gap"
     assert closed(Measured(0.70), Measured(0.60), Measured(0.55), sign=1) == "-50 %"

@@ -96,7 +96,7 @@ def _cell(cell: Cell, *, first: bool, best: bool) -> str:
     inner = text(show(cell))
     if first:
         return f'<th scope="row">{inner}</th>'
-    return f'<td class="words">{inner}</td>' if isinstance(cell, str) else f"<td>{inner}</td>"
+    return f'<td class="words">{_dashes(inner)}</td>' if isinstance(cell, str) else f"<td>{inner}</td>"
 
 
 def _dashes(note: str) -> str:

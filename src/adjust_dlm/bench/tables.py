@@ -193,7 +193,8 @@ def summary(blocks: Sequence[Block]) -> Table:
             for k in sorted({k for _, k in plain if k and k > 1}):
                 pair = [plain[name, k].values.get(measure) if (name, k) in plain else None for name in CORE]
                 if joint and pair[0] and pair[1]:
-                    share = closed(joint, pair[0], pair[1], sign_of(measure))
+                    measured = plain["adjust", k].values.get("gap closed") if measure == "nll" else None
+                    share = closed(joint, pair[0], pair[1], sign_of(measure), measured)
                     rows.append([block.title, title_of(measure), k, joint, *pair, share])
     head = ("task", "measure", "K", "joint, K=1", "parallel", "ADJUST", "gap closed")
     note = (
@@ -210,11 +211,21 @@ def _is_plain(row: Row) -> bool:
     return name in ("joint", *CORE) and row.k is not None and not options.keys() - {"tokens_per_step"}
 
 
-def closed(joint: Measured, parallel: Measured, adjust: Measured, sign: int) -> str:
-    """The share in per cent, or `no gap` where parallel is not worse than joint beyond both intervals."""
+def closed(joint: Measured, parallel: Measured, adjust: Measured, sign: int, measured: Measured | None = None) -> str:
+    """The share in per cent, or `no gap` where parallel is not worse than joint beyond both intervals.
+
+    Args:
+        joint: the measure at one token a pass.
+        parallel: at K.
+        adjust: at K.
+        sign: +1 where more is better.
+        measured: the share with its interval, where the command that had the texts measured it.
+    """
     gap = sign * (joint.mean - parallel.mean)
     if gap <= (joint.ci95 or 0) + (parallel.ci95 or 0):
         return "no gap"
+    if measured is not None and measured.ci95 is not None:
+        return f"{100 * measured.mean:.0f} +- {100 * measured.ci95:.0f} %"
     return f"{100 * sign * (adjust.mean - parallel.mean) / gap:.0f} %"
 
 
