@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec, register_base
+from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir, write_synced
 from adjust_dlm.bases.text import FileTokenizer
@@ -29,11 +30,18 @@ FILES = (FACTS, LORA, ADAPTER, MASK_EMBEDDING)  # all of them make the fingerpri
 
 
 def ar_folder(source: str) -> Path:
-    """Folder of the autoregressive model: `smol` (fetched on first use) or a path."""
+    """Folder of the autoregressive model: `smol` (fetched on first use), a path, or a Hub id's snapshot.
+
+    Raises:
+        InputError: no model there, and none of that id on the Hub or in its cache.
+    """
     if source == "smol":
         return smol_ar_dir()
-    require(Path(source, "config.json").is_file(), f"no autoregressive model at {source!r} (config.json is missing)")
-    return Path(source)
+    folder = Path(source)
+    if not folder.exists() and is_hub_id(source):
+        folder = snapshot(source, PATTERNS)
+    require((folder / "config.json").is_file(), f"no autoregressive model at {source!r} (config.json is missing)")
+    return folder
 
 
 def load_ar(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:

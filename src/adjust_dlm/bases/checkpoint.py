@@ -19,7 +19,7 @@ from torch import Tensor
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.dream import DREAM
 from adjust_dlm.bases.family import Family
-from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LLADA
 from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantized
@@ -31,7 +31,6 @@ from adjust_dlm.types import InputError, require
 
 FAMILIES: dict[str, Family] = {"dream": DREAM, "llada": LLADA}
 CONFIG, HEAD = "config.json", "lm_head.weight"
-PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # what is fetched from the Hub: no code, no pickles
 logger = logging.getLogger(__name__)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from adjust_dlm.types import InputError
 
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 

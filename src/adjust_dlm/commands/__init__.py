@@ -45,6 +45,16 @@ COMMANDS: dict[str, Command] = {
         "Turn an autoregressive model into a masked diffusion base.",
         "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
     ),
+    "eval paired": Command(
+        "Two decoders on the same problems: difference, interval, McNemar's test.",
+        "adjust_dlm.eval.paired", "PairedConfig", "run",
+    ),
+    "eval nll": Command(
+        "NLL of existing texts under any autoregressive judge.", "adjust_dlm.eval.scores", "NllConfig", "run_nll"
+    ),
+    "eval mauve": Command(
+        "MAUVE of existing texts against a reference.", "adjust_dlm.eval.scores", "MauveConfig", "run_mauve"
+    ),
     "eval table": Command(
         "NLL and MAUVE of every decoder and K: the paper's Table 1.",
         "adjust_dlm.eval.table", "TableConfig", "make_table",
@@ -69,5 +79,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
+    ),
+    "report": Command(
+        "Tables, figures and one page from result folders.",
+        "adjust_dlm.bench.report", "ReportConfig", "make_report",
     ),
 }  # fmt: skip

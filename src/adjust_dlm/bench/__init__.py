@@ -1,0 +1,1 @@
+"""What runs leave behind, made readable: tables, figures and one page."""

@@ -1,0 +1,307 @@
+"""`adjust eval nll` and `adjust eval mauve`: texts that exist already, under any autoregressive judge.
+
+Files: `.jsonl` with a `text` in every line (what `adjust generate`, `eval table` and the downstream tasks write) or
+with `tokens` (the kept `texts/*.jsonl`), or plain text, one text a line or a paragraph. Texts of several decoders in
+one file are scored apart.
+
+Texts are tokenised with the judge's own tokenizer, without special tokens, and cut at its first end token. Each is
+conditioned on the judge's `<|endoftext|>`, or else its start token, or else its end token, so that every token of a
+text is scored; the one in front is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from adjust_dlm.bases.adapted import ar_folder, load_ar
+from adjust_dlm.bases.base import pick_device
+from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.bases.tokenizers import read_tokenizer
+from adjust_dlm.eval.mauve import Pooling, features, mauve
+from adjust_dlm.eval.nll import cut_at_end, score_nll
+from adjust_dlm.types import InputError, require
+
+END_OF_TEXT = "<|endoftext|>"
+Split = Literal["line", "paragraph"]
+Item = str | list[int]  # a text, or its ids
+Encode = Callable[[Item, str], list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig:
+    """Settings of both commands.
+
+    Attributes:
+        files: .jsonl with `text` or `tokens`, or plain text.
+        judge: autoregressive model: "smol", a folder, or a Hub id.
+        start: token in front of every text, by its name; by default the judge's <|endoftext|>, start or end token.
+        tokens_of: whose ids `tokens` are: the judge's own name, or the model (folder or Hub id) with whose tokenizer
+            they become text first.
+        split: what a text is in a plain file.
+        max_tokens: of a text, the rest is left out; 0 is all.
+        batch_size: texts per pass; changes no number beyond rounding.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: of the judge: auto (float32 on the CPU, bfloat16 on a GPU), float32 or bfloat16.
+        output: folder for result.json and run.yaml.
+    """
+
+    files: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    judge: str = "smol"
+    start: str = ""
+    tokens_of: str = ""
+    split: Split = "line"
+    max_tokens: int = 0
+    batch_size: int = 32
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what can be refused before a model is loaded."""
+        require(bool(self.files), "name at least one file of texts")
+        require(self.max_tokens >= 0, f"max_tokens is {self.max_tokens}; it must be at least 0 (0 is all)")
+        require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllConfig(ScoreConfig):
+    """Settings of `adjust eval nll`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MauveConfig(ScoreConfig):
+    """Settings of `adjust eval mauve`.
+
+    Attributes:
+        reference: file of the texts to compare with, in the same forms.
+        buckets: k-means clusters; 0 takes a tenth of the smaller set.
+        seeds: of k-means; one score each, of which mean and spread are told.
+        scale: the constant c of exp(-c KL).
+        pooling: a text's features: mean of its tokens' states, or the last one's.
+    """
+
+    reference: str = ""
+    buckets: int = 0
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    scale: float = 5.0
+    pooling: Pooling = "mean"
+
+    def __post_init__(self) -> None:
+        """As for NLL, and the reference."""
+        super().__post_init__()
+        require(bool(self.reference), "name the texts to compare with: --reference FILE")
+        require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")
+
+
+# Files ---------------------------------------------------------------------------------------------------------
+
+
+def read_texts(file: Path, split: Split = "line") -> dict[str, list[Item]]:
+    """Decoder -> its texts, or token lists; "" where the file names no decoder.
+
+    Raises:
+        InputError: no such file, nothing in it, or a line without text and tokens.
+    """
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    require(bool(content.strip()), f"there is no text in {file}")
+    if file.suffix == ".jsonl":
+        return _json_texts(file, content)
+    if split == "line":
+        return {"": [line.strip() for line in content.removesuffix("\n").split("\n")]}
+    parts = "\n".join(line.rstrip() for line in content.split("\n")).split("\n\n")
+    return {"": [part.strip() for part in parts if part.strip()]}
+
+
+def _json_texts(file: Path, content: str) -> dict[str, list[Item]]:
+    groups: dict[str, list[Item]] = {}
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value: Any = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{file}, line {number} is not JSON: {error}") from error
+        item: Any = value.get("text", value.get("tokens")) if isinstance(value, dict) else None
+        ids = isinstance(item, list) and all(isinstance(token, int) for token in item)
+        require(isinstance(item, str) or ids, f"{file}, line {number} has neither `text` nor `tokens`")
+        groups.setdefault(_group(value), []).append(item)
+    return groups
+
+
+def _group(line: dict[str, Any]) -> str:
+    """The decoder that wrote a line, with K and temperature, as far as the line says."""
+    k = line.get("tokens_per_step")
+    words = [line.get("decoder"), f"K={k}" if k else None]
+    words.append(f"T={line['temperature']:g}" if isinstance(line.get("temperature"), int | float) else None)
+    return " ".join(str(word) for word in words if word) if line.get("decoder") else ""
+
+
+# The judge -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A causal LM, what stands in front of a text, and where a text ends.
+
+    Attributes:
+        name: its source.
+        model, tokenizer: of transformers.
+        start_id: id in front of every text.
+        end_ids: a text is cut at the first of these.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    start_id: int
+    end_ids: frozenset[int]
+
+    def rule(self) -> str:
+        """What is scored, in words."""
+        token = self.tokenizer.convert_ids_to_tokens(self.start_id)
+        return f"every token up to the first end token, given {token} (id {self.start_id}) and those before it"
+
+
+def load_judge(config: ScoreConfig) -> Judge:
+    """The judge that the settings name.
+
+    Raises:
+        InputError: no model there, or a start token that it does not have.
+    """
+    device = pick_device(config.device)
+    automatic = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = automatic if config.dtype == "auto" else getattr(torch, config.dtype)
+    model, tokenizer = load_ar(config.judge, device=device, dtype=dtype)
+    start = start_of(tokenizer, model.config, config.start)
+    return Judge(config.judge, model, tokenizer, start, end_ids(tokenizer, model))
+
+
+def start_of(tokenizer: Any, model_config: Any, named: str = "") -> int:
+    """Id of the token in front of a text: the named one, else <|endoftext|>, the start token, the end token.
+
+    Raises:
+        InputError: the judge does not have the named one, or has none of these.
+    """
+    vocab = tokenizer.get_vocab()
+    require(not named or named in vocab, f"the judge has no token {named!r}; name another with --start")
+    ends = getattr(model_config, "eos_token_id", None)
+    ends = ends[0] if isinstance(ends, list) and ends else ends
+    ids = (
+        vocab.get(named), vocab.get(END_OF_TEXT), tokenizer.bos_token_id, tokenizer.eos_token_id,
+        getattr(model_config, "bos_token_id", None), ends,
+    )  # fmt: skip
+    found = next((one for one in ids if isinstance(one, int)), None)
+    require(found is not None, "the judge has neither a start nor an end token; name a token with --start")
+    assert found is not None
+    return found
+
+
+def end_ids(tokenizer: Any, model: Any) -> frozenset[int]:
+    """Every id that ends or pads a text of the judge."""
+    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    several = listed if isinstance(listed, list) else [listed]
+    ids = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.get_vocab().get(END_OF_TEXT), *several)
+    return frozenset(one for one in ids if isinstance(one, int))
+
+
+def encoder(config: ScoreConfig, judge: Judge) -> Encode:
+    """A text, or ids of the model in `tokens_of`, as the judge's ids; the second argument names the file."""
+    own = config.tokens_of in ("", config.judge)
+    words = None if own else _tokenizer(config.tokens_of)
+
+    def encode(item: Item, where: str) -> list[int]:
+        if isinstance(item, list):
+            require(bool(config.tokens_of), f"{where} holds token ids; say whose they are with --tokens-of")
+            item = item if words is None else str(words.decode(item, skip_special_tokens=True))
+        ids = item if isinstance(item, list) else judge.tokenizer.encode(item, add_special_tokens=False)
+        ids = cut_at_end(ids, judge.end_ids)
+        return ids[: config.max_tokens or None]
+
+    return encode
+
+
+def _tokenizer(source: str) -> Any:
+    """The tokenizer of any model, without its weights."""
+    if source == "smol":
+        folder = ar_folder(source)
+    elif not Path(source).exists() and is_hub_id(source):
+        folder = snapshot(source, ["*.json", "*.txt", "*.jinja"])
+    else:
+        folder = Path(source)
+    words = read_tokenizer(folder)
+    require(words is not None, f"there is no tokenizer in {source!r}")
+    return words
+
+
+def encoded(config: ScoreConfig, encode: Encode, name: str) -> dict[str, list[list[int]]]:
+    """Decoder -> ids of its texts, of one file; raises InputError where a decoder has nothing to score."""
+    groups = read_texts(Path(name), config.split)
+    out = {group: [encode(item, name) for item in items] for group, items in groups.items()}
+    for group, rows in out.items():
+        require(any(rows), f"none of the {len(rows)} texts {f'of {group} ' if group else ''}in {name} has a token")
+    return out
+
+
+# The commands --------------------------------------------------------------------------------------------------
+
+
+def run_nll(config: NllConfig, judge: Judge | None = None) -> dict[str, Any]:
+    """NLL of every file and decoder in it.
+
+    Returns:
+        `judge`, `rule`, and `rows`: file, decoder, n texts scored, n_empty left out, n_tokens, nll, nll_ci95,
+        perplexity.
+    """
+    judge = judge or load_judge(config)
+    encode, rows = encoder(config, judge), []
+    for name in config.files:
+        for group, texts in encoded(config, encode, name).items():
+            found = score_nll(
+                judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size,
+                device=judge.model.device,
+            )  # fmt: skip
+            rows.append({
+                "file": name, "decoder": group, "n": found.n_texts, "n_empty": found.n_empty,
+                "n_tokens": found.n_tokens, "nll": found.nll, "nll_ci95": found.ci95, "perplexity": found.perplexity,
+            })  # fmt: skip
+    return {"judge": judge.name, "rule": judge.rule(), "max_tokens": config.max_tokens, "rows": rows}
+
+
+def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]:
+    """MAUVE of every file and decoder in it against the reference.
+
+    Returns:
+        `judge`, `reference`, and `rows`: file, decoder, n, n_reference, n_empty left out, mauve, mauve_ci95,
+        mauve_std over seeds, per_seed, and the settings with their warnings.
+    """
+    judge = judge or load_judge(config)
+    encode, rows = encoder(config, judge), []
+    groups = encoded(config, encode, config.reference)
+    require(len(groups) == 1, f"the reference {config.reference} has texts of {len(groups)} decoders "
+            f"({', '.join(groups)}); it must have one")  # fmt: skip
+    reference = [ids for ids in next(iter(groups.values())) if ids]
+    about = {"model": judge.name, "pooling": config.pooling, "max_tokens": config.max_tokens}
+    p = features(judge.model, reference, config.batch_size, config.pooling)
+    for name in config.files:
+        for group, texts in encoded(config, encode, name).items():
+            full = [ids for ids in texts if ids]
+            q = features(judge.model, full, config.batch_size, config.pooling)
+            found = mauve(
+                p, q, seeds=config.seeds, buckets=config.buckets or None, scale=config.scale, about=about
+            )  # fmt: skip
+            rows.append({
+                "file": name, "decoder": group, "n": len(full), "n_reference": len(reference),
+                "n_empty": len(texts) - len(full), "mauve": found.mean, "mauve_ci95": found.ci95,
+                "mauve_std": found.std, "per_seed": list(found.per_seed), "settings": found.settings,
+            })  # fmt: skip
+    return {"judge": judge.name, "reference": config.reference, "rows": rows}
