@@ -172,7 +172,7 @@ def open_grammar(mode: Grammar) -> tuple[GrammarChecker | None, str]:
         return None, "off: inclusion only"
     package = "language_tool_python"
     try:
-        require(find_spec(package) is not None, "it is not installed (pip install 'adjust-dlm[grammar]')")
+        require(find_spec(package) is not None, "it is not installed (pip install language_tool_python)")
         import language_tool_python  # starts a Java server, after a download of 250 MB the first time
 
         tool = language_tool_python.LanguageTool("en-US")
