@@ -9,6 +9,7 @@ import torch
 
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
+from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_and_delta
 from adjust_dlm.sampler import Sampler, load_sampler
@@ -16,6 +17,7 @@ from adjust_dlm.sampling import uniform
 from adjust_dlm.types import DecodeConfig, State
 from helpers import left_pad
 from test_checkpoint import write
+from tiny_ar import tiny_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[47, 1, 2], [47, 3, 4, 5, 6, 7, 8, 9, 10]]
@@ -108,3 +110,20 @@ def test_a_compiled_base_is_compiled_once_for_one_shape(tmp_path: Path) -> None:
         decode(base, [[2, 3]] * 4, DecodeConfig(max_new_tokens=8, seed=seed), decoder="joint")
         seen.append(counters["unique_graphs"])
     assert seen[0] == seen[2]  # all was compiled in the first decode
+
+
+@pytest.mark.parametrize("decoder", ["joint", "adjust", "verified", "cascade", "klass", "edlm", "apd", "dcd"])
+def test_card_and_cpu_agree_with_cache_blocks_and_partner(decoder: str) -> None:
+    config = DecodeConfig(
+        tokens_per_step=2, max_new_tokens=12, temperature=0.0, block_length=5, cache_period=3, cache_window=2
+    )
+    results = []
+    for device in ("cpu", "cuda"):
+        base, g = build(device)
+        partner = CausalPartner(tiny_model(vocab=50).to(device), base.spec, name="tiny")
+        options = {"tau": 0.3} if decoder in ("cascade", "klass") else {}
+        results.append(decode(base, PROMPTS, config, decoder=decoder, sampler=g, partner=partner, **options))
+    here, there = results
+    assert torch.equal(here.tokens_BL, there.tokens_BL.cpu())
+    for name in ("base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B"):
+        assert torch.equal(getattr(here, name), getattr(there, name).cpu())

@@ -192,7 +192,7 @@ def test_the_grammar_check_starts_or_says_why_not(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputError, match=r"does not start: language_tool_python: No java install.*--grammar off"):
         open_grammar("languagetool")
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    assert "pip install 'adjust-dlm[grammar]'" in open_grammar("auto")[1]
+    assert "pip install language_tool_python" in open_grammar("auto")[1]
 
 
 # What is asked ------------------------------------------------------------------------------------------------------
