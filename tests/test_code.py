@@ -36,7 +36,7 @@ from adjust_dlm.eval.code import (
 )
 from adjust_dlm.eval.downstream import Problem, Task, summarize
 from adjust_dlm.eval.extract import bare_code, blocks, cut_body, defines, fenced, preamble
-from adjust_dlm.eval.rows import read_rows
+from adjust_dlm.eval.task_files import read_rows
 from adjust_dlm.types import InputError
 from helpers import tiny_config
 from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer
@@ -382,14 +382,14 @@ def test_forms_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "full").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "full" / "test-0.parquet")
     for name in ("r.jsonl", "r.jsonl.gz", "r.json", "full/test-0.parquet"):
-        assert read_rows(str(tmp_path / name), (), ("a", "b")) == rows
+        assert read_rows(str(tmp_path / name), ("a", "b")) == rows
     asked: dict[str, Any] = {}
     hub: Callable[..., str] = lambda name, **more: asked.update(more, name=name) or str(tmp_path)  # noqa: E731
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
-    assert read_rows("org/set", ("full/*.parquet",), ("a",)) == rows
-    assert asked == {"name": "org/set", "repo_type": "dataset", "allow_patterns": ["full/*.parquet"]}
-    with pytest.raises(InputError, match=r"has no sanitized/\*\.parquet"):
-        read_rows("org/set", ("sanitized/*.parquet",), ())
+    assert read_rows("org/set:full/*.parquet", ("a",)) == rows
+    assert (asked["name"], asked["repo_type"], asked["allow_patterns"]) == ("org/set", "dataset", ["full/*.parquet"])
+    with pytest.raises(InputError, match=r"has no file 'sanitized/\*\.parquet'"):
+        read_rows("org/set:sanitized/*.parquet")
 
 
 def test_bad_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,19 +402,20 @@ def test_bad_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     for data, message in (
-        ("", "no data given"),
-        ("org/set", "the Hub gave none: OSError: no network"),
+        ("", "no file"),
+        ("org/set", "give a path, or owner/name:path"),
+        ("org/set:x.json", "OSError: no network"),
         (str(tmp_path / "gone.jsonl"), "no file"),
-        (broken("r.txt", b"x"), "none of the forms"),
-        (broken("r.jsonl", b'{"a": 1}\n{'), "cannot read"),
-        (broken("r.jsonl.gz", b"no gzip"), "cannot read"),
-        (broken("r.parquet", b"PAR1"), "cannot read"),
-        (broken("r.json", b'{"a": 1}'), "holds a dict; it must be a list"),
+        (broken("r.txt", b"x"), "give a .jsonl, .json or .parquet file"),
+        (broken("r.jsonl", b'{"a": 1}\n{'), "line 2: not JSON"),
+        (broken("r.jsonl.gz", b"no gzip"), "cannot be read"),
+        (broken("r.parquet", b"PAR1"), "cannot be read"),
+        (broken("r.json", b'{"a": 1}'), "a JSON list of objects is wanted"),
         (broken("empty.jsonl", b"\n"), "holds no rows"),
-        (broken("other.jsonl", b'{"b": 1}\n'), "row 0 of .* has no field a"),
+        (broken("other.jsonl", b'{"b": 1}\n'), "row 1 has no a"),
     ):
         with pytest.raises(InputError, match=message):
-            read_rows(data, (), ("a",))
+            read_rows(data, ("a",))
 
 
 @real
@@ -423,7 +424,7 @@ def test_bad_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_gold_solutions_of_humaneval_pass_and_nothing_else(chat: bool) -> None:
     config = HumanEvalConfig(data=f"{REAL}/humaneval/HumanEval.jsonl.gz", chat=chat)
     problems = humaneval_problems(config)
-    gold = [row["canonical_solution"] for row in read_rows(config.data, (), ())]
+    gold = [row["canonical_solution"] for row in read_rows(config.data)]
     replies = [
         [f"{PROSE}```python\n{p.facts['prompt']}{g}```{CLOSING}" if chat else f"{g}\n\ndef more(:", ""]
         for p, g in zip(problems, gold, strict=True)
@@ -439,7 +440,7 @@ def test_gold_solutions_of_humaneval_pass_and_nothing_else(chat: bool) -> None:
 def test_gold_solutions_of_mbpp_pass_and_nothing_else(file: str, chat: bool) -> None:
     config = MbppConfig(data=f"{REAL}/mbpp/{file}", chat=chat, sanitized=file.startswith("sanitized"))
     problems = mbpp_problems(config)
-    gold = {str(row["task_id"]): row["code"] for row in read_rows(config.data, (), ())}
+    gold = {str(row["task_id"]): row["code"] for row in read_rows(config.data)}
     replies = [[f"{PROSE}```python\n{gold[p.id]}\n```" if chat else f"{gold[p.id]}\n[DONE]", ""] for p in problems]
     scores = MBPP.score(problems, replies, config)
     assert len(scores) == (257 if config.sanitized else 500)

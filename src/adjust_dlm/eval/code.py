@@ -20,8 +20,8 @@ from adjust_dlm.bases import Base
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
 from adjust_dlm.eval.extract import answered, between_marks, continued, told
 from adjust_dlm.eval.generation import from_all_ranks
-from adjust_dlm.eval.rows import Row, read_rows
 from adjust_dlm.eval.sandbox import PROTECTIONS, Limits, available_workers, run_programs
+from adjust_dlm.eval.task_files import Row, read_rows
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import require
 
@@ -73,7 +73,7 @@ class HumanEvalConfig(CodeConfig):
         examples: file of the same form whose first problems, solved, are the `shots`; HumanEval has none of its own.
     """
 
-    data: str = "openai/openai_humaneval"
+    data: str = "openai/openai_humaneval:openai_humaneval/*.parquet"
     output: str = "runs/humaneval"
     top_p: float = 0.9
     examples: str = ""
@@ -87,7 +87,7 @@ class MbppConfig(CodeConfig):
         sanitized: the data are the smaller form that was checked by hand.
     """
 
-    data: str = "google-research-datasets/mbpp"
+    data: str = "google-research-datasets/mbpp:full/*.parquet"
     output: str = "runs/mbpp"
     shots: int = 3
     sanitized: bool = False
@@ -153,12 +153,12 @@ def score_programs(
 
 def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
     """The problems of a file of HumanEval's form, with `shots` solved ones before each."""
-    fields, hub = ("task_id", "prompt", "entry_point", "canonical_solution", "test"), ("openai_humaneval/*.parquet",)
-    rows = read_rows(config.data, hub, fields)
+    fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+    rows = read_rows(config.data, fields)
     shown: list[Row] = []
     if config.shots:
         require(bool(config.examples), "HumanEval has no examples of its own; name a file of them with --examples")
-        shown = read_rows(config.examples, hub, fields)[: config.shots]
+        shown = read_rows(config.examples, fields)[: config.shots]
         require(len(shown) == config.shots, f"{config.examples} holds {len(shown)} problems; shots is {config.shots}")
         both = {row["prompt"] for row in rows} & {row["prompt"] for row in shown}
         require(not both, f"{len(both)} of the examples are among the problems of {config.data}; take others")
@@ -196,8 +196,8 @@ def humaneval_program(problem: Problem, reply: str, config: CodeConfig) -> list[
 
 def mbpp_problems(config: MbppConfig) -> list[Problem]:
     """Problems 11 to 510 of a file of MBPP's form, with the first `shots` of its examples before each."""
-    hub = ("sanitized/*.parquet",) if config.sanitized else ("full/*.parquet",)
-    rows = read_rows(config.data, hub, ("task_id", "code", "test_list"))
+    data = config.data.replace(":full/", ":sanitized/") if config.sanitized else config.data  # of the Hub's data set
+    rows = read_rows(data, ("task_id", "code", "test_list"))
     question, setup = ("prompt", "test_imports") if config.sanitized else ("text", "test_setup_code")
     wrong = [row["task_id"] for row in rows if question not in row or setup not in row]
     form, advice = ("sanitized", "leave out") if config.sanitized else ("full", "add")

@@ -1,4 +1,4 @@
-"""Files of tasks: rows of problems and of examples, from a path or from one file of a data set on the Hub."""
+"""Files of tasks: rows of problems and of examples, from a path or from files of a data set on the Hub."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ def read_rows(spec: str, fields: Sequence[str] = ()) -> list[Row]:
 
     Args:
         spec: path of a .jsonl (an object a line), .json (a list of objects) or .parquet file, the first two also
-            packed as .xz or .gz; or `owner/name:path`, such a file of a data set on the Hub (or in its cache).
+            packed as .xz or .gz; or `owner/name:path`, such files of a data set on the Hub (or in its cache): the
+            path may be a pattern (`full/*.parquet`).
         fields: what every row must have.
 
     Raises:
         InputError: no such file, another kind of file, or a bad row (it is named).
     """
-    path = find_file(spec)
-    packed = path.suffix in _OPENERS
-    kind = path.with_suffix("").suffix if packed else path.suffix
-    require(kind in _KINDS, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
-    rows = _parquet(path) if kind == ".parquet" else _json(path, lines=kind == ".jsonl")
+    rows = [row for path in find_files(spec) for row in _read(path, spec)]
+    require(bool(rows), f"{spec} holds no rows")
     for number, row in enumerate(rows, start=1):
         require(isinstance(row, dict), f"{spec}, row {number}: an object is wanted")
         lacks = [name for name in fields if name not in row]
@@ -40,20 +38,27 @@ def read_rows(spec: str, fields: Sequence[str] = ()) -> list[Row]:
     return rows
 
 
-def find_file(spec: str) -> Path:
-    """The local path of a file: as given, or that of `owner/name:path` in the Hub library's cache.
+def find_files(spec: str) -> list[Path]:
+    """The local paths of files: the one given, or those of `owner/name:path` in the Hub library's cache.
 
     Raises:
         InputError: nothing there.
     """
     path = Path(spec)
     if path.is_file():
-        return path
+        return [path]
     name, _, inside = spec.partition(":")
     require(bool(inside) and is_hub_id(name), f"no file {spec!r}; give a path, or owner/name:path of a Hub data set")
-    found = snapshot(name, [inside], kind="dataset") / inside
-    require(found.is_file(), f"the Hub's data set {name!r} has no file {inside!r}")
+    found = sorted(snapshot(name, [inside], kind="dataset").glob(inside))
+    require(bool(found), f"the Hub's data set {name!r} has no file {inside!r}")
     return found
+
+
+def _read(path: Path, spec: str) -> list[Any]:
+    packed = path.suffix in _OPENERS
+    kind = path.with_suffix("").suffix if packed else path.suffix
+    require(kind in _KINDS, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
+    return _parquet(path) if kind == ".parquet" else _json(path, lines=kind == ".jsonl")
 
 
 def _json(path: Path, *, lines: bool) -> list[Any]:
