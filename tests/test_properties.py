@@ -76,8 +76,14 @@ def split(rows: list[list[int]], cuts: list[int]) -> list[list[int]]:
     return [list(range(a, b)) for a, b in itertools.pairwise(edges)]
 
 
+def heeded(config: DecodeConfig, decoder: str) -> DecodeConfig:
+    """Without candidates where the decoder refuses them."""
+    return config.but(candidates=0) if decoder == "parallel" else config
+
+
 def check_company(base, given_, config, decoder, sampler, cuts) -> DecodeResult:
     """The whole batch at once equals the same rows in any other batches."""
+    config = heeded(config, decoder)
     whole = decode(base, given_, config, decoder=decoder, sampler=sampler)
     for rows in split(given_, cuts):
         part = decode(base, [given_[r] for r in rows], config, decoder=decoder, sampler=sampler, rows=rows)
@@ -148,7 +154,7 @@ def test_a_trajectory_replays_its_decode(config, decoder) -> None:
     base = TableBase(torch.randn(CONTEXT, WORDS, generator=torch.Generator().manual_seed(6)), end_ids=ENDS)
     seen = []
     result = decode(
-        base, [[0, WORDS, 2]], config.but(tokens_per_step=1, schedule="exact"), decoder=decoder, sampler=lambda h, s: h,
+        base, [[0, WORDS, 2]], heeded(config, decoder).but(tokens_per_step=1, schedule="exact"), decoder=decoder, sampler=lambda h, s: h,
         watch=lambda canvas: seen.append(torch.where(canvas.order_BL[0] == MASKED, WORDS, canvas.tokens_BL[0])),
     )  # fmt: skip
     trajectory = result.trajectory(0)

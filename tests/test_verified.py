@@ -23,7 +23,7 @@ PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS]]
         *({"order": rule} for rule in RULES),
         {"temperature": 0.0},
         {"temperature": 0.5, "top_p": 0.9, "suppress_eos": True},
-        {"block_length": 3, "candidates": 2},
+        {"block_length": 3},
     ],
     ids=str,
 )
