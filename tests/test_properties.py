@@ -153,8 +153,9 @@ def test_a_trajectory_replays_its_decode(config, decoder) -> None:
     """The states of a trajectory are the canvases that the decode went through, commit by commit."""
     base = TableBase(torch.randn(CONTEXT, WORDS, generator=torch.Generator().manual_seed(6)), end_ids=ENDS)
     seen = []
+    config = heeded(config, decoder).but(tokens_per_step=1, schedule="exact")
     result = decode(
-        base, [[0, WORDS, 2]], heeded(config, decoder).but(tokens_per_step=1, schedule="exact"), decoder=decoder, sampler=lambda h, s: h,
+        base, [[0, WORDS, 2]], config, decoder=decoder, sampler=lambda h, s: h,
         watch=lambda canvas: seen.append(torch.where(canvas.order_BL[0] == MASKED, WORDS, canvas.tokens_BL[0])),
     )  # fmt: skip
     trajectory = result.trajectory(0)
