@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,11 @@ def count_passes(base: Base) -> Counted:
     counted = Counted(base.hidden)
     base.hidden = counted  # type: ignore[method-assign]
     return counted
+
+
+def words(end_of_text: int) -> Any:
+    """A judge's tokenizer, as far as its start token goes."""
+    return SimpleNamespace(get_vocab=lambda: {"<|endoftext|>": end_of_text}, bos_token_id=None, eos_token_id=None)
 
 
 # Canvases ------------------------------------------------------------------------------------------------------

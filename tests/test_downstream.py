@@ -131,8 +131,43 @@ def test_words_and_intervals() -> None:
     assert cut_at_stop("ab\n\nQ: cd", ("Q:", "\n\n")) == "ab"
     assert cut_at_stop("ab", ("Q:",)) == "ab"
     assert half_width([1.0] * 5 + [0.0] * 5) == pytest.approx(0.2634, abs=1e-4)  # Wilson, n = 10, p = 1/2
+    for same in (0.0, 1.0):
+        assert half_width([same] * 250) == pytest.approx(0.01513, abs=1e-5)  # the far end of Wilson's interval
     assert half_width([0.2, 0.4, 0.6]) == pytest.approx(1.96 * (0.04 / 3) ** 0.5)
     problems = [Problem(str(n), "", {}, kind) for n, kind in enumerate("aab")]
     made = summarize(problems, [[{"x": 1.0}, {"x": 0.0}], [{"x": 1.0}], [{"x": 0.0}]])
     assert made["metrics"]["x"]["mean"] == pytest.approx(0.5) and made["metrics"]["x"]["n"] == 3
     assert made["kinds"]["a"]["x"]["mean"] == pytest.approx(0.75)
+
+
+def test_a_run_that_stopped_goes_on(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in its third batch of five: the next run decodes what is missing, whatever its batches, and no more."""
+    config = settings(tmp_path, decoders=("parallel:tokens_per_step=4",), num_samples=5, batch_size=2)
+    whole = evaluate(letters([]), settings(tmp_path / "whole", decoders=config.decoders, num_samples=5), base)
+    decoded: list[int] = []
+    real = generation.decode
+
+    def stops(*args: Any, rows: list[int], **more: Any) -> Any:
+        if len(decoded) == 4:
+            raise KeyboardInterrupt
+        decoded.extend(rows)
+        return real(*args, rows=rows, **more)
+
+    monkeypatch.setattr(generation, "decode", stops)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(letters([]), config, base)
+    part = next((tmp_path / "texts").glob("*.part"))
+    part.write_text(part.read_text() + '{"row": 4, "tok')  # a line that was never finished
+    decoded.clear()
+
+    def counts(*args: Any, rows: list[int], **more: Any) -> Any:
+        decoded.extend(rows)
+        return real(*args, rows=rows, **more)
+
+    monkeypatch.setattr(generation, "decode", counts)
+    again = evaluate(letters([]), settings(tmp_path, decoders=config.decoders, num_samples=5, batch_size=4), base)
+    assert sorted(decoded) == [4, 5, 6, 7, 8, 9]
+    assert [row["metrics"] for row in again["rows"]] == [row["metrics"] for row in whole["rows"]]
+    assert not list((tmp_path / "texts").glob("*.part"))
+    line = json.loads(next((tmp_path / "texts").glob("*.jsonl")).read_text().splitlines()[0])
+    assert (line["decoder"], line["temperature"]) == ("parallel:tokens_per_step=4", 1.0)

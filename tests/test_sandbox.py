@@ -233,6 +233,8 @@ def test_protections_say_what_holds(tmp_path: Path) -> None:
             ["for n in range(9): open(str(n), 'wb').write(bytes(8 << 20))"], Limits(file_mb=64)
         ).passed
         assert run_program(["for n in range(7): open(str(n), 'wb').write(bytes(8 << 20))"], Limits(file_mb=64)).passed
+        again = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000 | 0x00020000) == -1"  # user and mounts
+        assert run_program([again], Limits()).passed
 
 
 def test_root_becomes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from adjust_dlm.eval.nll import score_nll, summarize
 from adjust_dlm.eval.table import TableConfig, gap_facts, make_table, render
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError
+from helpers import words
 
 N, NEW = 24, 6
 
@@ -40,7 +41,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
         vocab_size=50, max_position_embeddings=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    monkeypatch.setattr(table, "load_ar", lambda *_, **__: (model, None))
+    monkeypatch.setattr(table, "load_ar", lambda *_, **__: (model, words(47)))
     return model
 
 

@@ -180,7 +180,7 @@ def evaluate(
         rows.append({"variant": variant, **flat(summary["metrics"]), **summary, **costs(made)})
         log.info("%s %s: %s", task.name, variant, {k: f"{v['mean']:.3f}" for k, v in rows[-1]["metrics"].items()})
         if rank == 0:
-            lines = _samples(problems, grouped, scores, made)
+            lines = _samples(variant, config, problems, grouped, scores, made)
             write_atomic(folder / f"samples-{slug(variant)}.jsonl", lines.encode())
     distributed.barrier()
     return {"task": task.name, "about": task.about, "n": len(problems), "config": asdict(config), "rows": rows}
@@ -256,13 +256,14 @@ def slug(variant: str) -> str:
 
 
 def _samples(
-    problems: Sequence[Problem], texts: Sequence[list[str]], scores: Sequence[Sequence[Scores]],
-    made: Sequence[Generated],
+    variant: str, config: DownstreamConfig, problems: Sequence[Problem], texts: Sequence[list[str]],
+    scores: Sequence[Sequence[Scores]], made: Sequence[Generated],
 ) -> str:  # fmt: skip
-    lines, at = [], 0
+    lines, at, about = [], 0, {"decoder": variant, "temperature": config.temperature}
     for problem, group, values in zip(problems, texts, scores, strict=True):
         for text, value in zip(group, values, strict=True):
-            facts = {"id": problem.id, "kind": problem.kind, "text": text, "scores": value}
+            facts = {**about, "id": problem.id, "kind": problem.kind, "prompt": problem.prompt}
+            facts |= {"text": text, "scores": value}
             lines.append(to_line(facts | {k: v for k, v in asdict(made[at]).items() if k != "tokens"}))
             at += 1
     return "".join(lines)

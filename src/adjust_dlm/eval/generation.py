@@ -64,7 +64,8 @@ def generate_rows(
         settings: what all variants share.
         first_row: id of the first row.
         batch_size: rows decoded at once on a rank.
-        keep: folder of finished calls; one with the same base, models, prompts and settings is read, not repeated.
+        keep: folder of texts; a call with the same base, models, prompts and settings that is there is read, not
+            repeated, and one that was stopped goes on.
 
     Returns:
         All rows in order, on every rank.
@@ -72,11 +73,13 @@ def generate_rows(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     name, changes, options = read_variant(variant)
     config = settings.but(**changes)
-    facts = [variant, first_row, prompts, asdict(config), batch_size]
-    kept = None if keep is None else keep / f"{_digest(base, helpers, facts)}.jsonl"
-    if kept is not None and (found := _from_first_rank(_read(kept) if rank == 0 else None)) is not None:
+    kept = None if keep is None else _Kept(keep, _digest(base, helpers, [variant, first_row, prompts, asdict(config)]))
+    about = {"decoder": variant, "temperature": config.temperature, "tokens_per_step": config.tokens_per_step}
+    found: list[Generated] = [] if kept is None else _from_first_rank(kept.read() if rank == 0 else None)
+    if len(found) == len(prompts):
         return found
-    mine = range(rank, len(prompts), world)
+    known = {line.row for line in found}
+    mine = [n for n in range(rank, len(prompts), world) if first_row + n not in known]
     made = []
     for at in range(0, len(mine), batch_size):
         batch = mine[at : at + batch_size]
@@ -85,13 +88,53 @@ def generate_rows(
         tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()
         calls = torch.stack([result.base_calls_B, result.sampler_calls_B, result.partner_calls_B], 1).tolist()
         share = result.seconds / len(rows)
-        for row, ids, (f, g, ar) in zip(rows, tokens, calls, strict=True):
-            made.append(Generated(row, cut_at_end(ids, base.spec.end_ids), f, g, ar, share))
-    out: list[Generated] = sorted(from_all_ranks(made), key=lambda line: line.row)
+        fresh = [
+            Generated(row, cut_at_end(ids, base.spec.end_ids), f, g, ar, share)
+            for row, ids, (f, g, ar) in zip(rows, tokens, calls, strict=True)
+        ]
+        made += fresh
+        if kept is not None:
+            kept.add(rank, fresh, about)
+    out: list[Generated] = sorted([*found, *from_all_ranks(made)], key=lambda line: line.row)
     if kept is not None and rank == 0:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, "".join(to_line(asdict(line)) for line in out).encode())
+        kept.finish(out, about)
     return out
+
+
+class _Kept:
+    """The rows of one call on disk: a part for each rank that grows batch by batch, then one whole file."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.path = folder / f"{name}.jsonl"
+
+    def read(self) -> list[Generated]:
+        """All rows, or those of a call that was stopped."""
+        files = [self.path] if self.path.is_file() else sorted(self.folder.glob(f"{self.name}.*.part"))
+        lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = {row.row: row for line in lines if (row := _parsed(line)) is not None}
+        return [rows[row] for row in sorted(rows)]
+
+    def add(self, rank: int, lines: Iterable[Generated], about: dict[str, Any]) -> None:
+        """A batch of a rank."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.name}.{rank}.part").open("a", encoding="utf-8") as file:
+            file.writelines(to_line(about | asdict(line)) for line in lines)
+
+    def finish(self, lines: Iterable[Generated], about: dict[str, Any]) -> None:
+        """The whole, in place of the parts."""
+        write_atomic(self.path, "".join(to_line(about | asdict(line)) for line in lines).encode())
+        for part in self.folder.glob(f"{self.name}.*.part"):
+            part.unlink(missing_ok=True)
+
+
+def _parsed(line: str) -> Generated | None:
+    """A kept row; None for the torn last line of a run that was killed."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return Generated(**{name: value[name] for name in Generated.__dataclass_fields__})
 
 
 class Sources(Protocol):
@@ -120,13 +163,6 @@ def open_helpers(
     if any(entry.needs_partner for entry in entries):
         helpers["partner"] = partner or load_partner(base, config.partner)
     return helpers
-
-
-def _read(path: Path) -> list[Generated] | None:
-    """The rows of a finished call; None if there is none."""
-    if not path.is_file():
-        return None
-    return [Generated(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
@@ -169,11 +205,12 @@ def costs(rows: Sequence[Generated]) -> dict[str, float]:
 
 
 def half_width(column: Sequence[float]) -> float:
-    """Of the 95 % interval of a mean: Wilson's where all values are 0 or 1, else normal."""
+    """Of the 95 % interval of a mean: normal, or for zeros and ones the farther end of Wilson's, which leans to 1/2."""
     n, mean = len(column), sum(column) / len(column)
     if set(column) <= {0, 1}:
         z2 = 1.96**2
-        return 1.96 * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+        half = 1.96 * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+        return half + abs((mean + z2 / (2 * n)) / (1 + z2 / n) - mean)
     spread = sum((x - mean) ** 2 for x in column) / (n - 1) if n > 1 else math.nan
     return 1.96 * math.sqrt(spread / n)
 

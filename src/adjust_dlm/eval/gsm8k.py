@@ -60,6 +60,7 @@ class Gsm8kConfig(DownstreamConfig):
         form: cot for "The answer is 18.", hashes for "#### 18".
     """
 
+    output: str = "runs/gsm8k"
     data: str = "openai/gsm8k:main/test-00000-of-00001.parquet"
     shots_data: str = "openai/gsm8k:main/train-00000-of-00001.parquet"
     shots: int = 8

@@ -102,6 +102,8 @@ def _closed_files(folder: str, size_mb: int) -> list[str]:
     done = []
     if not _libc.mount(b"proc", b"/proc", b"proc", 0, None):
         done.append("proc")
+        with contextlib.suppress(OSError):  # else the program could make itself a namespace in which it may mount
+            Path("/proc/sys/user/max_user_namespaces").write_text("0")
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)  # set, clear, propagation, user namespace
     call = [ctypes.c_long(_MOUNT_SETATTR), ctypes.c_int(_AT_FDCWD), b"/", ctypes.c_uint(_AT_RECURSIVE)]
     read_only = not _libc.syscall(*call, ctypes.byref(attributes), ctypes.c_size_t(32))

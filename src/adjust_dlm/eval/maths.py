@@ -38,6 +38,7 @@ class MathConfig(DownstreamConfig):
         per_subject: problems of each subject at most, the first ones; 0 is all.
     """
 
+    output: str = "runs/math"
     data: str = "HuggingFaceH4/MATH-500:test.jsonl"
     shots_data: str = ""
     shots: int = 4
@@ -93,6 +94,8 @@ def problems(config: MathConfig) -> list[Problem]:
         name = str(row.get("unique_id", row.get("idx", number)))
         facts = {"gold": gold(row, f"{config.data}, row {number}")}
         out.append(with_shots(name, _ask(row), shots, facts, kind=kind, chat=config.chat))
+    few = [f"{kind} ({count})" for kind, count in sorted(seen.items()) if count < config.per_subject]
+    require(not few, f"per_subject is {config.per_subject}; {config.data} has fewer of {', '.join(few)}")
     return out
 
 

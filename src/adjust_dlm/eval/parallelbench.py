@@ -107,7 +107,7 @@ def run_parallelbench(
         rows: list[Row] = []
         macro: list[Row] = []
         for name, asked in problems.items():
-            task = _task(name, asked, check)
+            task = _task(name, asked, check, chat=config.chat)
             long = _too_long(base, asked, config.for_group(name).max_new_tokens)
             for row in evaluate(task, config.for_group(name), base, sampler)["rows"]:
                 rows += _by_task(name, row, long)
@@ -129,7 +129,7 @@ def _problems(config: ParallelBenchConfig, group: str, tasks: Sequence[str]) -> 
     ]
 
 
-def _task(name: str, asked: list[Problem], check: GrammarChecker | None) -> Task:
+def _task(name: str, asked: list[Problem], check: GrammarChecker | None, *, chat: bool) -> Task:
     def score(
         problems: Sequence[Problem], completions: Sequence[list[str]], config: ParallelBenchConfig
     ) -> list[list[Scores]]:
@@ -138,7 +138,8 @@ def _task(name: str, asked: list[Problem], check: GrammarChecker | None) -> Task
             for problem, texts in zip(problems, completions, strict=True)
         ]
 
-    return Task(f"parallelbench {name}", lambda _: asked, score)
+    stop = () if chat else ("\n\n",)  # a base model goes on with a next question
+    return Task(f"parallelbench {name}", lambda _: asked, score, stop=stop)
 
 
 def score_reply(problem: Problem, text: str, *, strict: bool = False, check: GrammarChecker | None = None) -> Scores:

@@ -19,6 +19,7 @@ from adjust_dlm.eval.diversity import distinct_n, repeated_share
 from adjust_dlm.eval.generation import Generated, costs, from_all_ranks, generate_rows, open_helpers
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
+from adjust_dlm.eval.scores import start_of
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
@@ -92,7 +93,7 @@ def make_table(
     rank, world, _ = distributed.start()
     base = base or open_base(config)
     helpers = open_helpers(config, base, [d for d, _ in _methods(config)], sampler=sampler, partner=partner)
-    judge, _ = load_ar(config.judge, device=base.device, dtype=base.dtype)
+    judge, words = load_ar(config.judge, device=base.device, dtype=base.dtype)
     require(
         judge.config.vocab_size == base.spec.vocab_size,
         f"judge {config.judge!r} has {judge.config.vocab_size} tokens, base {config.base!r} {base.spec.vocab_size}: "
@@ -105,7 +106,8 @@ def make_table(
         t: [line.tokens for line in _generate(base, helpers, config, (t, "joint", 1), first_row=config.n)]
         for t in config.temperatures
     }
-    lines = _score(config, base, judge, texts, references, cells[rank::world])
+    start = start_of(words, judge.config)  # the judge's own: a base may start with a token that it never saw
+    lines = _score(config, start, judge, texts, references, cells[rank::world])
     for line in lines:
         line |= costs(made[_cell(line)])
     out = {"config": asdict(config), "cells": sorted(from_all_ranks(lines), key=lambda c: cells.index(_cell(c)))}
@@ -155,14 +157,13 @@ def _generate(
 
 def _score(
     config: TableConfig,
-    base: Base,
+    start: int,
     judge: Any,
     texts: dict[Any, Texts],
     references: dict[float, Texts],
     mine: list[Any],
 ) -> list[dict[str, Any]]:
     """The lines of some cells (MAUVE's clustering is the slow part, so ranks share the cells)."""
-    start = base.spec.bos_id if base.spec.bos_id is not None else base.spec.end_ids[0]
     nll = {
         cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=judge.device)
         for cell, rows in texts.items()
