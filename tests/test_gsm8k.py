@@ -161,13 +161,13 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
 def test_bad_files_are_named(tmp_path: Path) -> None:
     bad = {
         "a.txt": ("x", "give a .jsonl, .json or .parquet file"),
-        "a.jsonl": ('{"question": "x"}\n{"question": 3\n', "a.jsonl, line 2: not JSON"),
+        "a.jsonl": ('{"question": "x"}\n{"question": 3\n', "a.jsonl, line 2 is not JSON"),
         "b.jsonl": ('{"question": "x"}\n', "row 1 has no answer; it has question"),
         "c.jsonl": ("[1]\n", "row 1: an object is wanted"),
         "d.json": ('{"question": "x"}', "a JSON list of objects is wanted"),
-        "e.jsonl.xz": ("no xz", "cannot be read"),
-        "f.jsonl.gz": ("no gz", "cannot be read"),
-        "g.parquet": ("no parquet", "cannot be read"),
+        "e.jsonl.xz": ("no xz", "cannot read"),
+        "f.jsonl.gz": ("no gz", "cannot read"),
+        "g.parquet": ("no parquet", "cannot read"),
     }
     for name, (text, said) in bad.items():
         (tmp_path / name).write_text(text)

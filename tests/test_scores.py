@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -305,3 +307,13 @@ def test_a_judge_by_hub_id_comes_from_the_cache(
     assert scores._tokenizer("me/judge").encode("ab") == judge.tokenizer.encode("ab")
     with pytest.raises(InputError, match=r"no autoregressive model at 'nowhere' \(config.json is missing\)"):
         load_ar("nowhere")
+
+
+def test_packed_files_are_read(tmp_path: Path) -> None:
+    line = '{"text": "one", "decoder": "joint"}\n'
+    for name, pack in (("a.jsonl.xz", lzma.compress), ("a.jsonl.gz", gzip.compress), ("a.jsonl", bytes)):
+        (tmp_path / name).write_bytes(pack(line.encode()))
+        assert read_texts(tmp_path / name) == {"joint": ["one"]}
+    (tmp_path / "b.jsonl.xz").write_bytes(b"no xz")
+    with pytest.raises(InputError, match="cannot read"):
+        read_texts(tmp_path / "b.jsonl.xz")

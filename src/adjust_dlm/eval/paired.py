@@ -8,7 +8,6 @@ Shape suffixes: N problems, S draws.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import tyro
 
-from adjust_dlm.types import InputError, require
+from adjust_dlm.eval.task_files import json_value, read_text
+from adjust_dlm.types import require
 
 DRAWS = 10_000
 Floats = npt.NDArray[np.float64]
@@ -115,7 +115,7 @@ def read_scores(file: Path, metric: str) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for number, line in enumerate(_lines(file), start=1):
         where = f"{file}, line {number}"
-        value = _parsed(line, where)
+        value = json_value(line, where)
         good = isinstance(value, dict) and "id" in value and isinstance(value.get("scores"), dict)
         require(good, f"{where} has no id and scores; samples-*.jsonl of a downstream task are wanted")
         scores: Mapping[str, Any] = value["scores"]
@@ -128,19 +128,9 @@ def read_scores(file: Path, metric: str) -> dict[str, float]:
 
 def _lines(file: Path) -> list[str]:
     """At least one; cut at line feeds alone, because a JSON text may hold what else Python takes for a line end."""
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    content = read_text(file)
     require(bool(content.strip()), f"{file} is empty")
     return content.removesuffix("\n").split("\n")
-
-
-def _parsed(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where} is not JSON: {error}") from error
 
 
 def aligned(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[list[float], list[float]]:
@@ -202,7 +192,7 @@ def _only_metric(file: Path) -> str:
     Raises:
         InputError: it has several, or none.
     """
-    value = _parsed(_lines(file)[0], f"{file}, line 1")
+    value = json_value(_lines(file)[0], f"{file}, line 1")
     scores = value.get("scores") if isinstance(value, dict) else None
     names = list(scores) if isinstance(scores, dict) else []
     require(len(names) == 1, f"{file} has {len(names)} metrics ({', '.join(names) or 'none'}); name one with --metric")

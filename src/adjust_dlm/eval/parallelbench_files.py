@@ -10,6 +10,7 @@ import yaml
 
 from adjust_dlm.eval.downstream import Problem
 from adjust_dlm.eval.parallelbench_metrics import LISTS, read_list
+from adjust_dlm.eval.task_files import read_text
 from adjust_dlm.types import InputError, require
 
 FILES = {"latin_square": "latin_square_n4", "sudoku": "sudoku_n4_12"}  # where a file is not called as its task
@@ -31,7 +32,7 @@ def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int
     name = FILES.get(task, task)
     template = _template(folder / group / "task_config.yaml", f"{group}/{name}")
     path = folder / group / f"{name}.jsonl"
-    lines = _text(path).splitlines()
+    lines = read_text(path).splitlines()
     require(bool(lines), f"{path} is empty")
     n = min(n, len(lines)) or len(lines)
     chosen = [number * len(lines) // n for number in range(n)]
@@ -59,18 +60,11 @@ def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int
 
 def _template(path: Path, task: str) -> str:
     try:
-        entry = yaml.safe_load(_text(path))[task]["prompt"]
+        entry = yaml.safe_load(read_text(path))[task]["prompt"]
     except (yaml.YAMLError, KeyError, TypeError) as error:
         raise InputError(f"{path} has no prompt of {task}: {' '.join(repr(error).split())}") from error
     require(isinstance(entry, str), f"{path}: the prompt of {task} is no text")
     return str(entry)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _prompt(template: str, row: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ text is scored; the one in front is not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,8 @@ from adjust_dlm.bases.hub import is_hub_id, snapshot
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import Pooling, features, mauve
 from adjust_dlm.eval.nll import cut_at_end, score_nll
-from adjust_dlm.types import InputError, require
+from adjust_dlm.eval.task_files import json_value, read_text
+from adjust_dlm.types import require
 
 END_OF_TEXT = "<|endoftext|>"
 Split = Literal["line", "paragraph"]
@@ -109,12 +109,9 @@ def read_texts(file: Path, split: Split = "line") -> dict[str, list[Item]]:
     Raises:
         InputError: no such file, nothing in it, or a line without text and tokens.
     """
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    content = read_text(file)
     require(bool(content.strip()), f"there is no text in {file}")
-    if file.suffix == ".jsonl":
+    if ".jsonl" in file.suffixes[-2:]:
         return _json_texts(file, content)
     if split == "line":
         return {"": [line.strip() for line in content.removesuffix("\n").split("\n")]}
@@ -127,10 +124,7 @@ def _json_texts(file: Path, content: str) -> dict[str, list[Item]]:
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            value: Any = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{file}, line {number} is not JSON: {error}") from error
+        value: Any = json_value(line, f"{file}, line {number}")
         item: Any = value.get("text", value.get("tokens")) if isinstance(value, dict) else None
         ids = isinstance(item, list) and all(isinstance(token, int) for token in item)
         require(isinstance(item, str) or ids, f"{file}, line {number} has neither `text` nor `tokens`")

@@ -61,25 +61,35 @@ def _read(path: Path, spec: str) -> list[Any]:
     return _parquet(path) if kind == ".parquet" else _json(path, lines=kind == ".jsonl")
 
 
-def _json(path: Path, *, lines: bool) -> list[Any]:
+def read_text(path: Path) -> str:
+    """A file's text, unpacked where its name ends in .xz or .gz.
+
+    Raises:
+        InputError: no such file, or no text.
+    """
     try:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-            text = file.read()
-    except (UnicodeDecodeError, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    if lines:
-        numbered = enumerate(text.split("\n"), start=1)
-        return [_value(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
-    rows = _value(text, str(path))
-    require(isinstance(rows, list), f"{path}: a JSON list of objects is wanted")
-    return list(rows)
+            return file.read()
+    except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _value(text: str, where: str) -> Any:
+def json_value(text: str, where: str) -> Any:
+    """What a JSON text holds; `where` names it in the InputError."""
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}") from error
+        raise InputError(f"{where} is not JSON: {error}") from error
+
+
+def _json(path: Path, *, lines: bool) -> list[Any]:
+    text = read_text(path)
+    if lines:
+        numbered = enumerate(text.split("\n"), start=1)
+        return [json_value(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
+    rows = json_value(text, str(path))
+    require(isinstance(rows, list), f"{path}: a JSON list of objects is wanted")
+    return list(rows)
 
 
 def _parquet(path: Path) -> list[Any]:
@@ -89,4 +99,4 @@ def _parquet(path: Path) -> list[Any]:
     try:
         return list(pq.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"cannot read {path}: {error}") from error
