@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -298,3 +299,19 @@ def test_a_sandbox_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pyte
 
 def test_a_result_knows_whether_it_passed() -> None:
     assert Result("passed", "", 0.1, ()).passed and not Result("timeout", "", 0.1, ()).passed
+
+
+def test_a_start_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, failures = sandbox._watch, [1]
+
+    def flaky(*args: Any) -> Any:
+        if failures:
+            failures.pop()
+            raise RuntimeError("the sandbox did not start: busy")
+        return watch(*args)
+
+    monkeypatch.setattr(sandbox, "_watch", flaky)
+    assert run_program(["assert True"], Limits()).passed
+    failures[:] = [1, 1]
+    with pytest.raises(RuntimeError, match="did not start"):
+        run_program(["assert True"], Limits())

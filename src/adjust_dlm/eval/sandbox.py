@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -28,6 +29,7 @@ Status = Literal["passed", "failed", "timeout", "output"]
 PROTECTIONS = ("user", "processes", "network", "proc", "files")
 GRACE = 5.0  # seconds for the tree to end after the order; then it is killed from outside
 _START = 30.0  # seconds for the interpreter to start on a busy machine; not counted as the program's
+log = logging.getLogger(__name__)
 _JAIL = Path(__file__).with_name("jail.py")
 _MARK = "ADJUST_SANDBOX"
 
@@ -109,7 +111,19 @@ def run_programs(
 
 
 def run_program(parts: Sequence[str], limits: Limits) -> Result:
-    """Runs one program; when this returns, none of its processes and files is left."""
+    """Runs one program; when this returns, none of its processes and files is left.
+
+    Raises:
+        RuntimeError: the sandbox did not start, twice.
+    """
+    try:
+        return _run_once(parts, limits)
+    except RuntimeError as error:  # on a machine that is busy enough, an interpreter can take very long
+        log.warning("%s; trying once more", error)
+        return _run_once(parts, limits)
+
+
+def _run_once(parts: Sequence[str], limits: Limits) -> Result:
     folder = tempfile.mkdtemp(prefix="adjust-program-")
     mark, token = secrets.token_hex(16), secrets.token_hex(16)
     try:
