@@ -195,11 +195,14 @@ def to_line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
+CALLS = ("base_calls", "sampler_calls", "partner_calls", "seconds")
+COSTS = (*CALLS, "tokens_per_pass", "tokens_per_second")
+
+
 def costs(rows: Sequence[Generated]) -> dict[str, float]:
     """Mean passes of each kind and seconds a row, and tokens per base pass and per second over all rows."""
     tokens = sum(len(line.tokens) for line in rows)
-    names = ("base_calls", "sampler_calls", "partner_calls", "seconds")
-    total = {name: sum(getattr(line, name) for line in rows) for name in names}
+    total = {name: sum(getattr(line, name) for line in rows) for name in CALLS}
     speed = {"tokens_per_pass": tokens / max(total["base_calls"], 1), "tokens_per_second": tokens / total["seconds"]}
     return {name: value / len(rows) for name, value in total.items()} | speed
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, flat
+from adjust_dlm.eval.generation import COSTS
 from adjust_dlm.eval.parallelbench_files import read_problems
 from adjust_dlm.eval.parallelbench_metrics import Grammar, GrammarChecker, includes, is_right, open_grammar
 from adjust_dlm.eval.parallelbench_tasks import group_of, make_problem, select
@@ -182,13 +183,8 @@ def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list
         n = next(iter(metrics.values()))["n"]
         line = {"group": group, "task": kind.rpartition("/")[2], "variant": row["variant"], "n": n}
         lengths = {} if group_of(line["task"]) == "words_to_sentence" else {"too_long": too_long[kind]}
-        out.append(line | _flat(metrics) | lengths)
+        out.append(line | flat(metrics) | lengths)
     return out
-
-
-def _flat(metrics: Mapping[str, Mapping[str, float]]) -> Row:
-    """name -> mean, name_ci95 -> half-width."""
-    return {key: m[part] for name, m in metrics.items() for key, part in ((name, "mean"), (f"{name}_ci95", "ci95"))}
 
 
 def _macro(group: str, row: Mapping[str, Any]) -> Row:
@@ -201,5 +197,5 @@ def _macro(group: str, row: Mapping[str, Any]) -> Row:
         }
         for name in kinds[0]
     }
-    cost = {name: value for name, value in row.items() if name not in ("variant", "metrics", "kinds")}
-    return {"group": group, "variant": row["variant"], "tasks": len(kinds)} | _flat(metrics) | cost
+    cost = {name: row[name] for name in COSTS}
+    return {"group": group, "variant": row["variant"], "tasks": len(kinds)} | flat(metrics) | cost

@@ -1,0 +1,98 @@
+"""Every run of the paper, for real but small: its own settings on a tiny base, with data of the right form."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.commands import COMMANDS
+from adjust_dlm.sampler import Sampler
+from helpers import tiny_config
+from test_paper import FILES, command_of, load, name_of
+from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_tokenizer
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>a:"
+GSM8K, MATHS = {"answer": "It is 2.\n#### 2"}, {"solution": r"\boxed{2}", "answer": "2", "subject": "Algebra"}
+CONSENT = {"allow_code_execution": True, "timeout": 5.0}
+FUNCTION = {
+    "task_id": "T/0", "prompt": "def one():\n", "entry_point": "one", "canonical_solution": "    return 1\n",
+    "test": "def check(f):\n    assert f() == 1\n",
+}  # fmt: skip
+PROGRAM = {
+    "text": "One.",
+    "code": "def one():\n    return 1",
+    "test_list": ["assert one() == 1"],
+    "test_setup_code": "",
+}
+
+
+@pytest.fixture
+def base() -> TransformerBase:
+    torch.manual_seed(0)
+    config = tiny_config("dream", vocab_size=104, max_position_embeddings=8192)
+    made = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
+    made.tokenizer = tiny_tokenizer()
+    made.tokenizer.chat_template = CHAT
+    return made
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def data_of(command: str, folder: Path) -> dict[str, Any]:
+    """Fields that name data, for each command; examples are never the problems."""
+    questions = [{**GSM8K, "question": f"What is {n} and {n}?"} for n in range(12)]
+    problems = [{**MATHS, "problem": f"Find ${n}$."} for n in range(12)]
+    functions = [{**FUNCTION, "task_id": f"T/{n}", "prompt": f"def one_{n}():\n"} for n in range(6)]
+    programs = [{**PROGRAM, "task_id": n} for n in (1, 2, 3, 4, 11, 12)]
+
+    def halves(name: str, rows: list[dict[str, Any]], other: str) -> dict[str, Any]:
+        shown = write(folder / f"{name}-shots.jsonl", rows[2:])
+        return {"data": write(folder / f"{name}.jsonl", rows[:2]), other: shown}
+
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "eval gsm8k": lambda: halves("gsm8k", questions, "shots_data"),
+        "eval math": lambda: {**halves("math", problems, "shots_data"), "per_subject": 2},
+        "eval humaneval": lambda: {**halves("humaneval", functions, "examples"), **CONSENT},
+        "eval mbpp": lambda: {"data": write(folder / "mbpp.jsonl", programs), **CONSENT},
+        "eval parallelbench": lambda: {"data": "", "grammar": "off", "n": 1, "tasks": ("copy", "sudoku")},
+    }
+    return made[command]()
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if command_of(file).startswith("eval")], ids=name_of)
+def test_every_evaluation_runs(
+    file: Path, base: TransformerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, config = command_of(file), load(file)
+    partner = str(save_tiny(tmp_path / "ar"))
+    small: dict[str, Any] = {"output": str(tmp_path / "out"), "partner": partner, "device": "cpu", "max_new_tokens": 8}
+    if command == "eval table":
+        small |= {"n": 6, "judge": partner, "buckets": 2}
+    else:
+        small |= {"limit": 2, **data_of(command, tmp_path)}
+    if command == "eval parallelbench":
+        small |= {"limit": 0}
+    sampler = Sampler(base).eval()
+    for module in ("eval.downstream", "eval.table", "eval.generation", "eval.parallelbench"):
+        loaded = importlib.import_module(f"adjust_dlm.{module}")
+        for name, made in (("load_base", base), ("from_pretrained", sampler)):
+            if hasattr(loaded, name):
+                monkeypatch.setattr(loaded, name, lambda *_, made=made, **__: made)
+    function = getattr(importlib.import_module(COMMANDS[command].module), COMMANDS[command].function)
+    out = function(replace(config, **small))  # type: ignore[type-var]
+    rows = out["cells" if command == "eval table" else "macro_averages" if "macro_averages" in out else "rows"]
+    assert rows and all(row["base_calls"] > 0 for row in rows)
+    names = {row.get("variant", row.get("decoder")) for row in rows}
+    assert "joint" in names and len(names) > 2
