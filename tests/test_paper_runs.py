@@ -15,7 +15,9 @@ import torch
 from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.commands import COMMANDS
+from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.train.trainer import TrainConfig, train
 from helpers import tiny_config
 from test_paper import FILES, command_of, load, name_of
 from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_tokenizer
@@ -96,3 +98,22 @@ def test_every_evaluation_runs(
     assert rows and all(row["base_calls"] > 0 for row in rows)
     names = {row.get("variant", row.get("decoder")) for row in rows}
     assert "joint" in names and len(names) > 2
+
+
+@pytest.mark.parametrize("name", sorted({file.parent.name for file in FILES}))
+def test_every_sampler_is_made(name: str, base: TransformerBase, tmp_path: Path) -> None:
+    """Trajectories, and two steps of training on them."""
+    folder = Path(FILES[0]).parents[1] / name
+    made, trained = tmp_path / "made", tmp_path / "trained"
+    config = load(folder / "trajectories.yaml")
+    assert isinstance(config, TrajectoriesConfig)
+    prompts = config.prompts
+    if prompts.endswith(".jsonl"):
+        prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(8)])
+    small = {"num": 8, "max_new_tokens": 12, "batch_size": 4, "shard_rows": 4, "device": "cpu", "prompts": prompts}
+    make_trajectories(replace(config, output=str(made), **small), base)  # type: ignore[arg-type]
+    config = load(folder / "train.yaml")
+    assert isinstance(config, TrainConfig)
+    small = {"steps": 2, "heldout": 2, "dtype": "float32"}
+    out = train(replace(config, trajectories=(str(made),), output=str(trained), **small), base)  # type: ignore[arg-type]
+    assert out["steps"] == 2 and (trained / "sampler" / "sampler.safetensors").is_file()
