@@ -79,6 +79,10 @@ def test_a_run_scores_every_variant_and_writes_its_samples(base: Base, tmp_path:
             "n": 1,
         }
         assert row["base_calls"] == (8 if row["variant"] == "joint" else 2)
+    assert [(line["variant"], line["kind"], line["n"]) for line in out["kinds"]] == [
+        (row["variant"], kind, 1) for row in out["rows"] for kind in ("even", "odd")
+    ]
+    assert out["kinds"][1]["has_e"] == out["rows"][0]["kinds"]["odd"]["has_e"]["mean"]
     json.dumps(out)
 
 

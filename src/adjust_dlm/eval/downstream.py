@@ -156,8 +156,8 @@ def evaluate(
     Writes one `samples-<variant>.jsonl` for each variant: a line a completion with its id, text, scores and passes.
 
     Returns:
-        `task`, `about`, `n` problems, and `rows`: for each variant mean, 95 % half-width and n of every metric,
-        by kind of problem too, and what decoding cost. Means and half-widths stand in the row itself, too, for tables.
+        `task`, `about`, `n` problems, and `rows`: for each variant mean, 95 % half-width and n of every metric, by
+        kind of problem too, and what decoding cost; `kinds` is the same by kind, as a table.
 
     Raises:
         InputError: no problems, or a prompt that does not fit the base.
@@ -183,7 +183,13 @@ def evaluate(
             lines = _samples(variant, config, problems, grouped, scores, made)
             write_atomic(folder / f"samples-{slug(variant)}.jsonl", lines.encode())
     distributed.barrier()
-    return {"task": task.name, "about": task.about, "n": len(problems), "config": asdict(config), "rows": rows}
+    kinds = [
+        {"variant": row["variant"], "kind": kind, "n": next(iter(metrics.values()))["n"], **flat(metrics)}
+        for row in rows
+        for kind, metrics in row["kinds"].items()
+    ]
+    facts = {"task": task.name, "about": task.about, "n": len(problems), "config": asdict(config)}
+    return {**facts, "rows": rows, "kinds": kinds}
 
 
 def _encoded(config: DownstreamConfig, base: Base, problems: Sequence[Problem]) -> list[list[int]]:
