@@ -9,24 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.eval import downstream, generation
-from helpers import tiny_config
-from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer
+from tiny_ar import IM_END, chat_base
 
 TAIL = " garbage 99 #### 99 The answer is 99. \\boxed{99}"  # what stands behind the end token, as on a real canvas
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[str]:
     """Makes row n of every decode answer texts[n], an end token and a tail; gives a list that prompts will be in."""
-    base = dream_base(
-        tiny_config("dream", vocab_size=104, max_position_embeddings=4096),
-        mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100,
-    )  # fmt: skip
-    base.tokenizer = tiny_tokenizer()
-    base.tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>a:"
-    )
+    base = chat_base(context=4096)
 
     seen: list[str] = []
 

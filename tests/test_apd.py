@@ -40,7 +40,7 @@ from helpers import (
     temper,
     tiny_base,
 )
-from tiny_ar import tiny_model
+from tiny_ar import tiny_partner
 
 N, WORDS, LENGTH = 8000, 3, 4
 Coupling = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (p [V], q [V]) -> chance that both draw each token [V]
@@ -272,10 +272,6 @@ def test_models_that_share_no_token_agree_on_nothing() -> None:
 
 
 # Greedy, against a loop of its own ---------------------------------------------------------------------------------
-
-
-def tiny_partner(base: Base, seed: int = 0) -> CausalPartner:
-    return CausalPartner(tiny_model(seed=seed, vocab=VOCAB), base.spec, name="tiny")
 
 
 def greedy(

@@ -40,7 +40,7 @@ from helpers import (
     tiny_base,
     tiny_config,
 )
-from tiny_ar import tiny_model
+from tiny_ar import tiny_partner
 
 N, WORDS, LENGTH = 6000, 3, 4
 OPEN: Partial = (None,) * LENGTH
@@ -308,7 +308,7 @@ def test_an_empty_round_of_a_published_schedule_draws_nothing() -> None:
 
 
 def partner(vocab: int = VOCAB) -> CausalPartner:
-    return CausalPartner(tiny_model(vocab=vocab), tiny_base("dream").spec, name="tiny")
+    return tiny_partner(tiny_base("dream"), vocab=vocab)
 
 
 ROWS = [[BOS, 3, MASK, MASK, 5, MASK, 7], [BOS, MASK, 9], [BOS, 4], [BOS, 6, 7, 8, MASK, 10]]

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.eval import downstream, generation
 from adjust_dlm.eval.downstream import (
     DownstreamConfig,
@@ -25,20 +23,12 @@ from adjust_dlm.eval.downstream import (
 )
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import InputError
-from helpers import tiny_config
-from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer
+from tiny_ar import chat_base
 
 
 @pytest.fixture
 def base() -> Base:
-    torch.manual_seed(0)
-    config = tiny_config("dream", vocab_size=104, max_position_embeddings=64)
-    made = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
-    made.tokenizer = tiny_tokenizer()
-    made.tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>a:"
-    )
-    return made
+    return chat_base(context=64)
 
 
 def letters(seen: list[Any]) -> Task:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.decoders import DECODERS, Canvas, decode
 from adjust_dlm.sampling import draw, process
 from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
@@ -34,16 +33,12 @@ from helpers import (
     temper,
     tiny_base,
 )
-from tiny_ar import tiny_model
+from tiny_ar import tiny_partner
 
 N = 10_000
 WORDS, LENGTH = 3, 3
 EVERYWHERE = {"rule": "resample", "window_end": 0.0}
 PROMPTS = [[BOS, 3], [BOS, 4, 5, 6, 7], [BOS, 8, MASK, 9]]
-
-
-def tiny_partner(seed: int = 0) -> CausalPartner:
-    return CausalPartner(tiny_model(vocab=VOCAB, seed=seed), tiny_base("dream").spec, name="tiny")
 
 
 # Laws by enumeration -------------------------------------------------------------------------------------------
@@ -244,7 +239,15 @@ def test_one_completion_is_parallel_decoding(family: str, rule: str, on: str) ->
         config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, order=rule, order_on=on, **more)
         plain = decode(base, PROMPTS, config, decoder="parallel")
         for options in ({}, EVERYWHERE):
-            ours = decode(base, PROMPTS, config, decoder="edlm", partner=tiny_partner(), completions=1, **options)
+            ours = decode(
+                base,
+                PROMPTS,
+                config,
+                decoder="edlm",
+                partner=tiny_partner(base),
+                completions=1,
+                **options,
+            )
             for name in ("tokens_BL", "order_BL", "base_calls_B"):
                 assert torch.equal(getattr(ours, name), getattr(plain, name)), name
 
@@ -253,7 +256,7 @@ def test_one_completion_is_parallel_decoding(family: str, rule: str, on: str) ->
 def test_at_temperature_zero_all_completions_are_one(options: dict[str, Any]) -> None:
     base, config = tiny_base("llada"), DecodeConfig(max_new_tokens=9, tokens_per_step=2, temperature=0.0)
     plain = decode(base, PROMPTS, config, decoder="parallel")
-    ours = decode(base, PROMPTS, config, decoder="edlm", partner=tiny_partner(), completions=3, **options)
+    ours = decode(base, PROMPTS, config, decoder="edlm", partner=tiny_partner(base), completions=3, **options)
     assert torch.equal(ours.tokens_BL, plain.tokens_BL)
     assert torch.equal(ours.order_BL, plain.order_BL)
 
@@ -261,7 +264,7 @@ def test_at_temperature_zero_all_completions_are_one(options: dict[str, Any]) ->
 def test_outside_of_its_window_it_is_parallel_and_asks_nobody() -> None:
     """6, 5 and 4 of 8 masks left lie inside, bounds included."""
     base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=8, suppress_eos=True, order="random")
-    settings = {"decoder": "edlm", "partner": tiny_partner(), "rule": "resample"}
+    settings = {"decoder": "edlm", "partner": tiny_partner(base), "rule": "resample"}
     ours = decode(base, [[BOS, 3]] * 8, config, **settings, window_start=0.75, window_end=0.5)
     assert ours.partner_calls_B.tolist() == [2 * 3] * 8
     plain = decode(base, [[BOS, 3]] * 8, config, decoder="parallel")
@@ -274,7 +277,7 @@ def test_outside_of_its_window_it_is_parallel_and_asks_nobody() -> None:
 @pytest.mark.parametrize("suppress_eos", [False, True])
 def test_the_winner_by_hand(suppress_eos: bool) -> None:
     """One round on unlike rows: completions drawn anew, scored by the AR model's own logits, the prompt left out."""
-    base, partner, new = tiny_base("dream"), tiny_partner(), 6
+    base, partner, new = tiny_base("dream"), tiny_partner(base), 6
     config = DecodeConfig(max_new_tokens=new, tokens_per_step=20, seed=3, suppress_eos=suppress_eos)
     head, likes_ends, winners = partner.head, 4.0 * (torch.arange(VOCAB) == END), set()
     partner.head = lambda h_RD: head(h_RD) + likes_ends  # type: ignore[method-assign]
@@ -313,7 +316,7 @@ def test_the_winner_by_hand(suppress_eos: bool) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_do_not_depend_on_their_batch(family: str, options: dict[str, Any]) -> None:
     base = tiny_base(family)
-    settings = {"decoder": "edlm", "partner": tiny_partner(), **options}
+    settings = {"decoder": "edlm", "partner": tiny_partner(base), **options}
     config = DecodeConfig(max_new_tokens=10, tokens_per_step=3, order="random" if family == "dream" else None)
     together = decode(base, PROMPTS, config, **settings)
     for row, prompt in enumerate(PROMPTS):
@@ -326,7 +329,7 @@ def test_rows_do_not_depend_on_their_batch(family: str, options: dict[str, Any])
 
 def test_what_it_costs() -> None:
     """A base pass a round, a partner pass a completion, all completions of a round in one batch."""
-    base, partner = tiny_base("dream"), tiny_partner()
+    base, partner = tiny_base("dream"), tiny_partner(base)
     passes, asked = count_passes(base), count_passes(partner)  # type: ignore[arg-type]
     config = DecodeConfig(max_new_tokens=8, tokens_per_step=3, suppress_eos=True)
     result = decode(base, PROMPTS, config, decoder="edlm", partner=partner, completions=4)
@@ -339,7 +342,7 @@ def test_what_it_costs() -> None:
 @pytest.mark.parametrize("options", [{}, EVERYWHERE])
 def test_logits_in_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     base, config = tiny_base("llada"), DecodeConfig(max_new_tokens=9, tokens_per_step=2)
-    settings = {"decoder": "edlm", "partner": tiny_partner(), **options}
+    settings = {"decoder": "edlm", "partner": tiny_partner(base), **options}
     whole = decode(base, PROMPTS, config, **settings)
     monkeypatch.setattr("adjust_dlm.decoders.canvas._CHUNK_BYTES", 4 * VOCAB * 2)
     widest: list[int] = []
@@ -352,7 +355,7 @@ def test_logits_in_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_token_that_the_partner_never_writes_loses_and_does_not_blur_the_rest() -> None:
     """A given end token with ends suppressed has no chance in any completion: the others still decide."""
-    base, partner = tiny_base("dream"), tiny_partner()
+    base, partner = tiny_base("dream"), tiny_partner(base)
     config = DecodeConfig(max_new_tokens=3, tokens_per_step=9, suppress_eos=True)
     infill = [BOS, MASK, MASK, END, 5]
     some = decode(base, [infill] * 40, config, decoder="edlm", partner=partner)
@@ -377,14 +380,14 @@ def test_what_is_refused() -> None:
     with pytest.raises(InputError, match="decoder 'edlm' needs an autoregressive partner"):
         decode(base, [[BOS]], config, decoder="edlm")
     with pytest.raises(InputError, match="begins with a mask"):
-        decode(base, [[]], config, decoder="edlm", partner=tiny_partner())
-    partner = tiny_partner()
+        decode(base, [[]], config, decoder="edlm", partner=tiny_partner(base))
+    partner = tiny_partner(base)
     partner.logits = lambda h_RD, *, suppress_eos=False: torch.full((len(h_RD), VOCAB), torch.nan)  # type: ignore[method-assign]
     with pytest.raises(FloatingPointError, match="partner 'tiny' gave NaN"):
         decode(base, [[BOS]], config, decoder="edlm", partner=partner)
     base.hidden = lambda state: torch.full((1, 3, base.width), torch.nan)  # type: ignore[method-assign]
     with pytest.raises(FloatingPointError, match="or its sampler gave NaN"):
-        decode(base, [[BOS]], config, decoder="edlm", partner=tiny_partner())
+        decode(base, [[BOS]], config, decoder="edlm", partner=tiny_partner(base))
 
 
 @pytest.mark.parametrize(

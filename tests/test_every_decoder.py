@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Decoder, decode
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, DecodeResult, InputError
-from helpers import BOS, END, FAMILIES, LIMIT, MASK, VOCAB, row_of, tiny_base, tiny_sampler
-from tiny_ar import tiny_model
+from helpers import BOS, END, FAMILIES, LIMIT, MASK, row_of, tiny_base, tiny_sampler
+from tiny_ar import tiny_partner
 
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS]]
 # Settings under which a decoder does something else than its neighbour, on a random base.
@@ -37,7 +36,7 @@ def mask_lover(head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def setup(family: str) -> tuple[TransformerBase, dict[str, Any]]:
     """Base, sampler and partner; the models like their mask best of all."""
     base = tiny_base(family)
-    partner = CausalPartner(tiny_model(vocab=VOCAB), base.spec, name="tiny")
+    partner = tiny_partner(base)
     base.head, partner.head = mask_lover(base.head), mask_lover(partner.head)  # type: ignore[method-assign]
     return base, {"sampler": tiny_sampler(base), "partner": partner}
 

@@ -22,7 +22,7 @@ from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import Counted, tiny_config, words
-from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_tokenizer
+from tiny_ar import BOS, chat_base, save_tiny
 
 # Lists ---------------------------------------------------------------------------------------------------------
 
@@ -108,12 +108,7 @@ def test_dull_text_is_no_candidate() -> None:
 def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ar, _ = load_ar(str(save_tiny(tmp_path / "ar")))
     monkeypatch.setattr(table, "load_ar", lambda *_, **__: (ar, words(BOS)))
-    torch.manual_seed(0)
-    config = tiny_config("dream", vocab_size=104, max_position_embeddings=512)
-    base = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    base.tokenizer = tokenizer
+    base = chat_base(context=512, template="{{ messages[0].content }}")
     sampler = Sampler(base).eval()
     partner = CausalPartner(ar, base.spec, name="tiny")
     flags = FrontierConfig(

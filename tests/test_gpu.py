@@ -9,7 +9,6 @@ import torch
 
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
-from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_and_delta
 from adjust_dlm.sampler import Sampler, load_sampler
@@ -17,7 +16,7 @@ from adjust_dlm.sampling import uniform
 from adjust_dlm.types import DecodeConfig, State
 from helpers import left_pad
 from test_checkpoint import write
-from tiny_ar import tiny_model
+from tiny_ar import tiny_partner
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[47, 1, 2], [47, 3, 4, 5, 6, 7, 8, 9, 10]]
@@ -120,7 +119,7 @@ def test_card_and_cpu_agree_with_cache_blocks_and_partner(decoder: str) -> None:
     results = []
     for device in ("cpu", "cuda"):
         base, g = build(device)
-        partner = CausalPartner(tiny_model(vocab=50).to(device), base.spec, name="tiny")
+        partner = tiny_partner(base)
         options = {"tau": 0.3} if decoder in ("cascade", "klass") else {}
         results.append(decode(base, PROMPTS, config, decoder=decoder, sampler=g, partner=partner, **options))
     here, there = results

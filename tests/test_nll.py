@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
+from adjust_dlm.bases import cut_at_end
 from adjust_dlm.eval import nll as module
-from adjust_dlm.eval.nll import NllScore, cut_at_end, nll_gap_closed, right_padded, score_nll, summarize
+from adjust_dlm.eval.nll import NllScore, nll_gap_closed, right_padded, score_nll, summarize
 from adjust_dlm.types import InputError
 
 START = 0

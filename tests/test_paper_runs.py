@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.commands import COMMANDS
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train.trainer import TrainConfig, train
-from helpers import tiny_config
 from test_paper import FILES, command_of, load, name_of
-from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_tokenizer
+from tiny_ar import chat_base, save_tiny
 
-CHAT = "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>a:"
 GSM8K, MATHS = {"answer": "It is 2.\n#### 2"}, {"solution": r"\boxed{2}", "answer": "2", "subject": "Algebra"}
 CONSENT = {"allow_code_execution": True, "timeout": 5.0}
 FUNCTION = {
@@ -39,12 +35,7 @@ PROGRAM = {
 
 @pytest.fixture
 def base() -> TransformerBase:
-    torch.manual_seed(0)
-    config = tiny_config("dream", vocab_size=104, max_position_embeddings=8192)
-    made = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
-    made.tokenizer = tiny_tokenizer()
-    made.tokenizer.chat_template = CHAT
-    return made
+    return chat_base(context=8192)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:

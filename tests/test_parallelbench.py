@@ -14,10 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.data.lists import FIRST_NAMES, LAST_NAMES, list_tasks, write_list
 from adjust_dlm.eval import generation, parallelbench, parallelbench_tasks
 from adjust_dlm.eval import parallelbench_metrics as metrics
@@ -36,8 +34,7 @@ from adjust_dlm.eval.parallelbench_metrics import (
 from adjust_dlm.eval.parallelbench_tasks import FIRST, GROUPS, LAST, grids, make_problem, select
 from adjust_dlm.eval.parallelbench_words import FIELDS, SCENES
 from adjust_dlm.types import InputError
-from helpers import tiny_config
-from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer
+from tiny_ar import chat_base
 
 TASKS = [task for tasks in GROUPS.values() for task in tasks]
 LISTS, SENTENCES = GROUPS["waiting_line"], GROUPS["words_to_sentence"]
@@ -446,14 +443,10 @@ def wrong_replies(facts: dict[str, Any]) -> list[str]:
 
 @pytest.fixture
 def base() -> Base:
-    torch.manual_seed(0)
-    config = tiny_config("dream", vocab_size=104, max_position_embeddings=2048)
-    made = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
-    made.tokenizer = tiny_tokenizer()
-    made.tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant:"
     )
-    return made
+    return chat_base(context=2048, template=template)
 
 
 def settings(tmp_path: Path, **changes: Any) -> ParallelBenchConfig:

@@ -6,8 +6,14 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.bases.partner import CausalPartner
+from adjust_dlm.bases.transformer import TransformerBase
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<empty_output>")
 BOS, IM_START, IM_END, MASK = range(4)
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>a:"
 
 
 def tiny_tokenizer() -> Any:
@@ -43,3 +49,21 @@ def save_tiny(folder: Path, family: str = "llama", **options: Any) -> Path:
     tiny_model(family, **options).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_partner(base: Base, *, vocab: int | None = None, seed: int = 0) -> CausalPartner:
+    """A random causal model that speaks a base's ids."""
+    model = tiny_model(vocab=base.spec.vocab_size if vocab is None else vocab, seed=seed)
+    return CausalPartner(model.to(base.device), base.spec, name="tiny")
+
+
+def chat_base(*, context: int, template: str = CHAT) -> TransformerBase:
+    """A random Dream that reads and writes the letters of `tiny_tokenizer`."""
+    from helpers import tiny_config
+
+    torch.manual_seed(0)
+    config = tiny_config("dream", vocab_size=104, max_position_embeddings=context)
+    base = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
+    base.tokenizer = tiny_tokenizer()
+    base.tokenizer.chat_template = template
+    return base

@@ -36,6 +36,14 @@ def require_whole(name: str, value: object) -> None:
     require(whole, f"{name} is {value!r}; it must be a whole number")
 
 
+def require_count(name: str, value: object, least: int, *, optional: bool = False) -> None:
+    """Raises `InputError` unless a decoder's setting is a whole number >= `least` (4.0 is one), or an allowed None."""
+    if value is None and optional:
+        return
+    whole = isinstance(value, int | float) and is_number(value) and value >= least and value % 1 == 0
+    require(whole, f"{name} is {value}; it must be a whole number >= {least}" + (", or none" if optional else ""))
+
+
 def require(condition: bool, message: str) -> None:
     """Raises `InputError(message)` unless `condition` holds."""
     if not condition:

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,12 +174,10 @@ class Base(ABC):
         return text
 
 
-def cut_at_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
-    """The ids before the first end token."""
-    for n, token in enumerate(ids):
-        if token in end_ids:
-            return ids[:n]
-    return ids
+def cut_at_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """The ids before the first end token: what is text, and what is scored."""
+    end = next((n for n, token in enumerate(ids) if token in end_ids), len(ids))
+    return list(ids[:end])
 
 
 Loader = Callable[..., Base]

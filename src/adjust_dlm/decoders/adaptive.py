@@ -11,7 +11,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, Picks, pick
 from adjust_dlm.sampling import negative_entropy
-from adjust_dlm.types import State, is_number, require
+from adjust_dlm.types import State, is_number, require, require_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,7 @@ class AdaptiveOptions:
 
     def __post_init__(self) -> None:
         require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
-        whole = self.most is None or (is_number(self.most) and self.most >= 1 and self.most == int(self.most))
-        require(whole, f"most is {self.most}; it must be a whole number >= 1, or none")
+        require_count("most", self.most, 1, optional=True)
 
 
 def adaptive(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: AdaptiveOptions) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, pick
-from adjust_dlm.types import State, is_number, require
+from adjust_dlm.types import State, require_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,7 @@ class AdjustOptions:
     restart: int | None = None
 
     def __post_init__(self) -> None:
-        whole = self.restart is None or (is_number(self.restart) and self.restart >= 1 and self.restart % 1 == 0)
-        require(whole, f"restart is {self.restart}; it must be a whole number >= 1, or none")
+        require_count("restart", self.restart, 1, optional=True)
 
 
 def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: AdjustOptions) -> None:

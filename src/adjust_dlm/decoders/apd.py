@@ -13,7 +13,7 @@ from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.canvas import Canvas, Picks, rows_at_once
 from adjust_dlm.decoders.proposals import Logits, plain_logits
 from adjust_dlm.sampling import process
-from adjust_dlm.types import State, is_number, require
+from adjust_dlm.types import State, is_number, require, require_count
 
 _COPIES = 8  # of fp32 logits that one row takes here: two models, and noise in 64 bits
 
@@ -37,9 +37,7 @@ class ApdOptions:
 
     def __post_init__(self) -> None:
         require(is_number(self.mixture) and 0 <= self.mixture <= 1, f"mixture is {self.mixture}; it must lie in [0, 1]")
-        m = self.lookahead
-        whole = m is None or (is_number(m) and m >= 1 and m % 1 == 0)
-        require(whole, f"lookahead is {m}; it must be a whole number >= 1, or none")
+        require_count("lookahead", self.lookahead, 1, optional=True)
         require(isinstance(self.correct, bool), f"correct is {self.correct!r}; it must be true or false")
 
 

@@ -13,7 +13,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.proposals import commit_best, plain_logits, probability, propose
 from adjust_dlm.sampling import DRAW
-from adjust_dlm.types import State, is_number, require
+from adjust_dlm.types import State, is_number, require, require_count
 
 _CALLS = 1000  # streams of the calls of g: what a call drew and did not commit is never drawn again
 
@@ -37,8 +37,7 @@ class CascadeOptions:
             value = getattr(self, name)
             good = is_number(value) and 0 < value < math.inf
             require(good or (name == "tau_g" and value is None), f"{name} is {value}; it must be a number above 0")
-        whole = self.calls is None or (is_number(self.calls) and self.calls >= 0 and self.calls % 1 == 0)
-        require(whole, f"calls is {self.calls}; it must be a whole number >= 0, or none")
+        require_count("calls", self.calls, 0, optional=True)
 
 
 def cascade(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: CascadeOptions) -> None:

@@ -14,7 +14,7 @@ from adjust_dlm.bases.partner import Partner
 from adjust_dlm.decoders.canvas import Canvas, refuse_nan, rows_at_once
 from adjust_dlm.decoders.proposals import commit_best, plain_logits
 from adjust_dlm.sampling import DRAW, ORDER, SCORES, confidence, draw, process
-from adjust_dlm.types import GIVEN, OrderRule, State, is_number, require
+from adjust_dlm.types import GIVEN, OrderRule, State, is_number, require, require_count
 
 EdlmRule = Literal["best", "resample"]
 _CHOICE = ORDER + 1  # stream of the choice among completions; those after the first draw from the streams behind it
@@ -43,10 +43,10 @@ class EdlmOptions:
     as_released: bool = False
 
     def __post_init__(self) -> None:
-        n, heat, start, end = self.completions, self.importance_temperature, self.window_start, self.window_end
+        heat, start, end = self.importance_temperature, self.window_start, self.window_end
         known = get_args(EdlmRule)
         require(self.rule in known, f"rule is {self.rule!r}; it must be one of {', '.join(known)}")
-        require(is_number(n) and n >= 1 and n % 1 == 0, f"completions is {n}; it must be a whole number >= 1")
+        require_count("completions", self.completions, 1)
         good = is_number(heat) and 0 < heat < math.inf
         require(good, f"importance_temperature is {heat}; it must be a finite number above 0")
         good = is_number(start) and is_number(end) and 0 <= end <= start <= 1

@@ -13,7 +13,7 @@ from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.proposals import Logits, Score, commit_best, plain_logits, propose
 from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampling import confidence
-from adjust_dlm.types import is_number, require
+from adjust_dlm.types import is_number, require, require_count
 
 _COPIES = 6  # of fp32 logits that a row takes here: this pass, the one before, and their logarithms
 
@@ -33,11 +33,10 @@ class KlassOptions:
     history: int = 2
 
     def __post_init__(self) -> None:
-        tau, epsilon, history = self.tau, self.epsilon_kl, self.history
+        tau, epsilon = self.tau, self.epsilon_kl
         require(is_number(tau) and 0 < tau < math.inf, f"tau is {tau}; it must be a number above 0")
         require(is_number(epsilon) and epsilon > 0, f"epsilon_kl is {epsilon}; it must be a number above 0")
-        whole = is_number(history) and history >= 0 and history % 1 == 0
-        require(whole, f"history is {history}; it must be a whole number >= 0")
+        require_count("history", self.history, 0)
 
 
 def klass(base: Base, canvas: Canvas, options: KlassOptions) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, pick
-from adjust_dlm.types import State, is_number, require
+from adjust_dlm.types import State, require_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,7 @@ class VerifiedOptions:
     depth: int = 4
 
     def __post_init__(self) -> None:
-        whole = is_number(self.depth) and self.depth >= 1 and self.depth % 1 == 0
-        require(whole, f"depth is {self.depth}; it must be a whole number >= 1")
+        require_count("depth", self.depth, 1)
 
 
 def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: VerifiedOptions) -> None:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import adjust_dlm
 from adjust_dlm.artifacts import from_pretrained
-from adjust_dlm.bases import Base
+from adjust_dlm.bases import Base, cut_at_end
 from adjust_dlm.bases.partner import Partner, load_partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, decode, read_variant
-from adjust_dlm.eval.nll import cut_at_end
 from adjust_dlm.sampler import Sampler, default_sampler
+from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
 
 
@@ -75,7 +75,7 @@ def generate_rows(
     config = settings.but(**changes)
     kept = None if keep is None else _Kept(keep, _digest(base, helpers, [variant, first_row, prompts, asdict(config)]))
     about = {"decoder": variant, "temperature": config.temperature, "tokens_per_step": config.tokens_per_step}
-    found: list[Generated] = [] if kept is None else _from_first_rank(kept.read() if rank == 0 else None)
+    found: list[Generated] = [] if kept is None else distributed.from_first_rank(kept.read() if rank == 0 else None)
     if len(found) == len(prompts):
         return found
     known = {line.row for line in found}
@@ -95,7 +95,7 @@ def generate_rows(
         made += fresh
         if kept is not None:
             kept.add(rank, fresh, about)
-    out: list[Generated] = sorted([*found, *from_all_ranks(made)], key=lambda line: line.row)
+    out: list[Generated] = sorted([*found, *distributed.from_all_ranks(made)], key=lambda line: line.row)
     if kept is not None and rank == 0:
         kept.finish(out, about)
     return out
@@ -181,15 +181,6 @@ def _digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
     return digest.hexdigest()[:24]
 
 
-def _from_first_rank(value: Any) -> Any:
-    """What the first rank holds, on every rank: files may be on its disk alone, or just being written."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def to_line(value: dict[str, Any]) -> str:
     """One line of a JSON lines file."""
     return json.dumps(value, ensure_ascii=False) + "\n"
@@ -216,12 +207,3 @@ def half_width(column: Sequence[float]) -> float:
         return half + abs((mean + z2 / (2 * n)) / (1 + z2 / n) - mean)
     spread = sum((x - mean) ** 2 for x in column) / (n - 1) if n > 1 else math.nan
     return 1.96 * math.sqrt(spread / n)
-
-
-def from_all_ranks(items: list[Any]) -> list[Any]:
-    """The items of every rank, on every rank."""
-    if not dist.is_initialized():
-        return items
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, items)
-    return [item for part in parts for item in part]

@@ -9,7 +9,7 @@ Shape suffixes: N texts, S bootstrap resamples, B rows, L positions, R scored ro
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -137,12 +137,6 @@ def nll_gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> tup
     share = (parallel.nll - adjust.nll) / (parallel.nll - joint.nll)
     several = min(s.n_texts for s in (joint, parallel, adjust)) > 1
     return share, _half_width(share_S[~np.isnan(share_S)]) if several else math.nan
-
-
-def cut_at_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
-    """The ids before the first end token: what is text, and what is scored."""
-    end = next((i for i, token in enumerate(ids) if token in end_ids), len(ids))
-    return list(ids[:end])
 
 
 def right_padded(

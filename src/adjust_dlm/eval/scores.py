@@ -20,11 +20,11 @@ import torch
 import tyro
 
 from adjust_dlm.bases.adapted import ar_folder, load_ar
-from adjust_dlm.bases.base import pick_device
+from adjust_dlm.bases.base import cut_at_end, pick_device
 from adjust_dlm.bases.hub import is_hub_id, snapshot
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import Pooling, features, mauve
-from adjust_dlm.eval.nll import cut_at_end, score_nll
+from adjust_dlm.eval.nll import score_nll
 from adjust_dlm.eval.task_files import json_value, read_text
 from adjust_dlm.types import require
 

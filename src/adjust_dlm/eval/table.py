@@ -16,7 +16,7 @@ from adjust_dlm.bases.partner import Partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import read_variant
 from adjust_dlm.eval.diversity import distinct_n, repeated_share
-from adjust_dlm.eval.generation import Generated, costs, from_all_ranks, generate_rows, open_helpers
+from adjust_dlm.eval.generation import Generated, costs, generate_rows, open_helpers
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
 from adjust_dlm.eval.scores import start_of
@@ -110,7 +110,8 @@ def make_table(
     lines = _score(config, start, judge, texts, references, cells[rank::world])
     for line in lines:
         line |= costs(made[_cell(line)])
-    out = {"config": asdict(config), "cells": sorted(from_all_ranks(lines), key=lambda c: cells.index(_cell(c)))}
+    lines = sorted(distributed.from_all_ranks(lines), key=lambda line: cells.index(_cell(line)))
+    out = {"config": asdict(config), "cells": lines}
     if rank == 0:
         _write(Path(config.output), render(out), base, texts)
     distributed.barrier()

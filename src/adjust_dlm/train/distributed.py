@@ -1,10 +1,11 @@
-"""The few collective operations training needs; all of them do nothing on a single process."""
+"""The few collective operations that training and evaluation need; all of them do nothing on a single process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,24 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     value = torch.tensor(float(flag), device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return bool(value.item())
+
+
+def from_all_ranks(items: list[Any]) -> list[Any]:
+    """The items of every rank, on every rank."""
+    if not dist.is_initialized():
+        return items
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def from_first_rank(value: Any) -> Any:
+    """What the first rank holds, on every rank: files may be on its disk alone, or just being written."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def finish() -> None:
