@@ -277,7 +277,8 @@ def test_outside_of_its_window_it_is_parallel_and_asks_nobody() -> None:
 @pytest.mark.parametrize("suppress_eos", [False, True])
 def test_the_winner_by_hand(suppress_eos: bool) -> None:
     """One round on unlike rows: completions drawn anew, scored by the AR model's own logits, the prompt left out."""
-    base, partner, new = tiny_base("dream"), tiny_partner(base), 6
+    base, new = tiny_base("dream"), 6
+    partner = tiny_partner(base)
     config = DecodeConfig(max_new_tokens=new, tokens_per_step=20, seed=3, suppress_eos=suppress_eos)
     head, likes_ends, winners = partner.head, 4.0 * (torch.arange(VOCAB) == END), set()
     partner.head = lambda h_RD: head(h_RD) + likes_ends  # type: ignore[method-assign]
@@ -329,7 +330,8 @@ def test_rows_do_not_depend_on_their_batch(family: str, options: dict[str, Any])
 
 def test_what_it_costs() -> None:
     """A base pass a round, a partner pass a completion, all completions of a round in one batch."""
-    base, partner = tiny_base("dream"), tiny_partner(base)
+    base = tiny_base("dream")
+    partner = tiny_partner(base)
     passes, asked = count_passes(base), count_passes(partner)  # type: ignore[arg-type]
     config = DecodeConfig(max_new_tokens=8, tokens_per_step=3, suppress_eos=True)
     result = decode(base, PROMPTS, config, decoder="edlm", partner=partner, completions=4)
@@ -355,7 +357,8 @@ def test_logits_in_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_token_that_the_partner_never_writes_loses_and_does_not_blur_the_rest() -> None:
     """A given end token with ends suppressed has no chance in any completion: the others still decide."""
-    base, partner = tiny_base("dream"), tiny_partner(base)
+    base = tiny_base("dream")
+    partner = tiny_partner(base)
     config = DecodeConfig(max_new_tokens=3, tokens_per_step=9, suppress_eos=True)
     infill = [BOS, MASK, MASK, END, 5]
     some = decode(base, [infill] * 40, config, decoder="edlm", partner=partner)
