@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,8 +249,20 @@ def parallel_law(
     top_p: float = 1.0,
 ) -> Law:  # fmt: skip
     """Distribution of what parallel decoding writes, by following every branch; K=1 is joint decoding."""
-    length = len(next(iter(p)))
-    front: dict[Partial, float] = {(*prompt, *[None] * (length - len(prompt))): 1.0}
+
+    def commits(state: Partial, open_: list[int]) -> Iterator[tuple[float, dict[int, int]]]:
+        p_LV = temper(conditionals(p, state), temperature, top_p)
+        return _choices(p_LV, open_, rule, min(tokens_per_step, len(open_)))
+
+    return follow((*prompt, *[None] * (len(next(iter(p))) - len(prompt))), commits)
+
+
+def follow(start: Partial, commits: Callable[[Partial, list[int]], Iterable[tuple[float, dict[int, int]]]]) -> Law:
+    """The law of what stands where nothing is masked any more, by following every branch.
+
+    `commits` gives, for a state and its masked positions, the chance of everything that one round may commit.
+    """
+    front: dict[Partial, float] = {start: 1.0}
     done: Law = {}
     while front:
         following: dict[Partial, float] = {}
@@ -259,9 +271,8 @@ def parallel_law(
             if not open_:
                 done[state] = done.get(state, 0.0) + mass  # type: ignore[index,arg-type]
                 continue
-            p_LV = temper(conditionals(p, state), temperature, top_p)
-            for chance, commits in _choices(p_LV, open_, rule, min(tokens_per_step, len(open_))):
-                after = tuple(commits.get(i, token) for i, token in enumerate(state))
+            for chance, made in commits(state, open_):
+                after = tuple(made.get(i, token) for i, token in enumerate(state))
                 following[after] = following.get(after, 0.0) + mass * chance
         front = following
     return done

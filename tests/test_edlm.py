@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from helpers import (
     distance_bound,
     empirical,
     exact_base,
+    follow,
     parallel_law,
     target,
     temper,
@@ -82,36 +83,28 @@ def edlm_law(
 ) -> Law:  # fmt: skip
     """Distribution of what EDLM writes, by following every tuple of completions."""
     p = target(exact_base(WORDS, LENGTH))
-    front: dict[Partial, float] = {(*prompt, *[None] * (LENGTH - len(prompt))): 1.0}
-    done: Law = {}
-    while front:
-        following: dict[Partial, float] = {}
-        for state, mass in front.items():
-            open_ = [i for i, token in enumerate(state) if token is None]
-            if not open_:
-                done[state] = done.get(state, 0.0) + mass  # type: ignore[index,arg-type]
-                continue
-            p_LV = temper(conditionals(p, state), temperature, 1.0)
-            ways = []
-            for tokens in itertools.product(range(WORDS), repeat=len(open_)):
-                drawn = dict(zip(open_, tokens, strict=True))
-                whole = tuple(drawn.get(i, token) for i, token in enumerate(state))
-                log_q = sum(math.log(p_LV[i, t]) for i, t in drawn.items())
-                log_p = math.log(p[whole])  # type: ignore[index]
-                if likelihood == "masked":
-                    log_p = sum(math.log(left_to_right(p, whole, i)) for i in open_)
-                ways.append((drawn, log_p, log_q))
-            share = len(open_) / (LENGTH - len(prompt))
-            for chosen in itertools.product(ways, repeat=completions):
-                chance = math.exp(sum(log_q for _, _, log_q in chosen))
-                split = weights([w[1] for w in chosen], [w[2] for w in chosen], share)
-                for (drawn, _, _), kept in zip(chosen, split, strict=True):
-                    if kept:
-                        taken = committed(p_LV, open_, rule, drawn, min(tokens_per_step, len(open_)))
-                        after = tuple(drawn[i] if i in taken else token for i, token in enumerate(state))
-                        following[after] = following.get(after, 0.0) + mass * chance * kept
-        front = following
-    return done
+
+    def commits(state: Partial, open_: list[int]) -> Iterator[tuple[float, dict[int, int]]]:
+        p_LV = temper(conditionals(p, state), temperature, 1.0)
+        ways = []
+        for tokens in itertools.product(range(WORDS), repeat=len(open_)):
+            drawn = dict(zip(open_, tokens, strict=True))
+            whole = tuple(drawn.get(i, token) for i, token in enumerate(state))
+            log_q = sum(math.log(p_LV[i, t]) for i, t in drawn.items())
+            log_p = math.log(p[whole])  # type: ignore[index]
+            if likelihood == "masked":
+                log_p = sum(math.log(left_to_right(p, whole, i)) for i in open_)
+            ways.append((drawn, log_p, log_q))
+        share = len(open_) / (LENGTH - len(prompt))
+        for chosen in itertools.product(ways, repeat=completions):
+            chance = math.exp(sum(log_q for _, _, log_q in chosen))
+            split = weights([w[1] for w in chosen], [w[2] for w in chosen], share)
+            for (drawn, _, _), kept in zip(chosen, split, strict=True):
+                if kept:
+                    taken = committed(p_LV, open_, rule, drawn, min(tokens_per_step, len(open_)))
+                    yield chance * kept, {i: drawn[i] for i in taken}
+
+    return follow((*prompt, *[None] * (LENGTH - len(prompt))), commits)
 
 
 def run(order: str, tokens_per_step: int, *, n: int = N, prompt: tuple[int, ...] = (), **more: Any) -> DecodeResult:
