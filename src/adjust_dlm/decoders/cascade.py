@@ -50,10 +50,8 @@ def cascade(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canv
     most = math.inf if options.calls is None else options.calls
     while canvas.open:
         h_BLD, tau, call = base.hidden(canvas), options.tau, 0
-        block_B, least_B = (
-            canvas.block_B,
-            canvas.open_B.long(),
-        )  # the likeliest token of a pass goes whatever its probability
+        block_B = canvas.block_B
+        least_B = canvas.open_B.long()  # the likeliest token of a pass goes whatever its probability
         canvas.start_round(torch.full_like(canvas.commits_B, canvas.tokens_BL.shape[1]))
         while True:
             going_BL = canvas.open_BL & (canvas.quota_B > 0)[:, None]

@@ -29,7 +29,7 @@ class VerifiedOptions:
 
 
 def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: VerifiedOptions) -> None:
-    """Fills the canvas exactly as `joint` does, at every temperature; only the number of passes differs.
+    """Fills the canvas exactly as `joint` does (without a prefix cache), at every temperature, in fewer passes.
 
     From the last states that the base gave, g drafts the next commits one after another, as in `adjust`. One pass over
     all these canvases then gives the exact commit of each. They stand as long as the draft made the same: a commit is a
