@@ -85,12 +85,40 @@ class Sampler(nn.Module):
         Returns:
             The next states, same shape and frame.
         """
-        e_BLD = self._embed(state.tokens_BL).to(h_BLD.dtype)
-        if self.config.pairing == "state":
-            e_BLD = self._to_frame(e_BLD, state)
-        z_BLD = self.mix(torch.cat([self.norm_embed(e_BLD), self.norm_hidden(h_BLD)], -1))
-        z_BLD = self.norm_out(self.layer(z_BLD, state))
+        z_BLD = self.norm_out(self.layer(self._mixed(self._paired(state, h_BLD.dtype), h_BLD), state))
         return h_BLD + z_BLD if self.config.residual else z_BLD
+
+    def keys(self, h_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, heads, L, d] of one step, for `rows`."""
+        return self.layer.keys(self._mixed(self._paired(state, h_BLD.dtype), h_BLD), state)
+
+    def rows(self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+        """One step at some columns alone: [B, N, D]. With the `keys` of this very step it is exact.
+
+        Args:
+            h_BLD: current states.
+            state: the canvas after the latest commit.
+            column_BN: the columns, all different in a row.
+            keys: of all columns, from this step or an earlier one; made anew at these columns, in place.
+        """
+        h_BND, e_BND = at_columns(h_BLD, column_BN), at_columns(self._paired(state, h_BLD.dtype), column_BN)
+        z_BND = self.norm_out(self.layer.rows(self._mixed(e_BND, h_BND), state, column_BN, keys))
+        return h_BND + z_BND if self.config.residual else z_BND
+
+    def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
+        """The columns [B, L] whose input holds the embedding of a marked position's token."""
+        if self.config.pairing == "token":
+            return marked_BL
+        return self._to_frame(marked_BL[..., None].float(), state)[..., 0] > 0
+
+    def _paired(self, state: State, dtype: torch.dtype) -> Tensor:
+        """The embedding that meets each state."""
+        e_BLD = self._embed(state.tokens_BL).to(dtype)
+        return self._to_frame(e_BLD, state) if self.config.pairing == "state" else e_BLD
+
+    def _mixed(self, e_BLD: Tensor, h_BLD: Tensor) -> Tensor:
+        z_BLD: Tensor = self.mix(torch.cat([self.norm_embed(e_BLD), self.norm_hidden(h_BLD)], -1))
+        return z_BLD
 
     def save(self, folder: Path | str, **provenance: Any) -> None:
         """Writes config and weights (bf16), whole or not at all; `provenance` goes into the config file."""
@@ -104,6 +132,11 @@ class Sampler(nn.Module):
         _replace(
             {folder / WEIGHTS: lambda p: p.write_bytes(save(weights)), folder / CONFIG: lambda p: p.write_text(text)}
         )
+
+
+def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
+    """States of some columns: [B, N, D]."""
+    return h_BLD.gather(1, column_BN[..., None].expand(-1, -1, h_BLD.shape[-1]))
 
 
 class _NoNorm(nn.Identity):

@@ -61,6 +61,7 @@ class Base(ABC):
         tokenizer: any object with transformers' tokenizer interface, or None.
         compiled: whether `compile` was called; decoders then compile their row scores too.
         quantized: the kind of small weights that were asked for, or None.
+        workspace: what a decoder keeps with the base between two calls: buffers and captured graphs.
         ar_source: the autoregressive model that it was made from (see `bases.partner.load_partner`), or None.
     """
 
@@ -73,6 +74,7 @@ class Base(ABC):
     compiled: bool = False
     ar_source: str | None = None
     quantized: str | None = None
+    workspace: Any = None
 
     @abstractmethod
     def hidden(self, state: State) -> Tensor:
@@ -129,7 +131,8 @@ class Base(ABC):
         logits_RV[:, self.spec.mask_id] = -torch.inf
         logits_RV[:, self.spec.token_limit :] = -torch.inf
         if suppress_eos:
-            logits_RV[:, list(self.spec.end_ids)] = -torch.inf
+            for end in self.spec.end_ids:  # a list of ids would have to travel to the device first
+                logits_RV[:, end] = -torch.inf
         return logits_RV
 
     @property

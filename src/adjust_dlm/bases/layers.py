@@ -114,6 +114,14 @@ class Attention(nn.Module):
         q, k = _turn(q, *rotary), _turn(k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
+        return self._attend(q, k, v, mask_BHLL)
+
+    def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values alone: [B, heads, L, d] each."""
+        k, v = (proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return _turn(k.transpose(1, 2), *rotary), v.transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Tensor | None) -> Tensor:
         share = self.shape.num_attention_heads // self.shape.num_key_value_heads
         # With a mask, grouped heads would send CUDA to the slow kernel.
         grouped = share > 1 and mask_BHLL is None and q.is_cuda
@@ -275,6 +283,34 @@ class BidirectionalLayer(_WithRotary):
         """Same shape out; pads are invisible as keys."""
         mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
         out: Tensor = self.layer(z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
+        return out
+
+    def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """The keys and values that `forward` would make of z: [B, heads, L, d] each."""
+        normed_BLD = self.layer.input_layernorm(z_BLD)
+        keys: tuple[Tensor, Tensor] = self.layer.self_attn.keys(
+            normed_BLD, self.rotary(state.positions_BL, z_BLD.dtype)
+        )
+        return keys
+
+    def rows(self, z_BND: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+        """What `forward` gives at some columns, the others having left their keys and values.
+
+        Args:
+            z_BND: what stands at these columns.
+            state: the canvas.
+            column_BN: which columns, all different in a row.
+            keys: of all columns; those of `column_BN` are written into them.
+        """
+
+        def keep(*fresh: Tensor) -> tuple[Tensor, Tensor]:
+            for old, new in zip(keys, fresh, strict=True):
+                old.scatter_(2, column_BN[:, None, :, None].expand_as(new), new)
+            return keys
+
+        mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
+        rotary = self.rotary(state.positions_BL.gather(1, column_BN), z_BND.dtype)
+        out: Tensor = self.layer(z_BND, mask_B11L, rotary, keep)
         return out
 
 

@@ -13,6 +13,7 @@ import torch
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
+from adjust_dlm.decoders import fast
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
@@ -160,6 +161,8 @@ def decode(
     partner: Partner | None = None,
     rows: list[int] | None = None,
     watch: Callable[[Canvas], None] | None = None,
+    eager: bool | None = None,
+    slots: int | None = None,
     **options: Any,
 ) -> DecodeResult:
     """Decodes a batch of token prompts; each row's result is what it would be alone.
@@ -173,6 +176,9 @@ def decode(
         partner: autoregressive model, for decoders that need one (`load_partner`).
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
         watch: called with the canvas after every commit.
+        eager: True runs the reference decoders; False their fast form wherever there is one (`decoders/fast.py`); None
+            that on CUDA, and says once where there is none.
+        slots: rows of a pass in the fast form; further rows take the place of those that are done. By default all.
         options: settings that only this decoder has, such as `tau=` of `threshold`.
 
     Raises:
@@ -203,7 +209,14 @@ def decode(
     if entry.needs_partner and partner is not None:
         partner.require_start(canvas)
         helpers.append(partner)
-    entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
+    use_fast = not eager and (eager is False or base.device.type == "cuda")
+    reason = fast.why_not(base, decoder, config, sampler, watch) if use_fast else ""
+    if reason is None:
+        fast.run_fast(base, sampler, canvas, decoder=decoder, options=own[0] if own else None, slots=slots)
+    else:
+        if reason:
+            fast.log_fallback(reason)
+        entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
     if canvas.open:
         raise RuntimeError(f"decoder {decoder!r} left {int(canvas.masked_BL.sum())} masks on the canvas")
     return DecodeResult(
