@@ -182,7 +182,28 @@ class _WithRotary(nn.Module):
         return self
 
 
-class Body(_WithRotary):
+def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    out: Tensor = layer(h_BLD, mask_BHLL, rotary)
+    return out
+
+
+@functools.cache
+def _compiled_layer() -> Any:
+    """One compiled function for the layers of all bodies and for all batch sizes and lengths."""
+    return torch.compile(_call_layer, dynamic=True)
+
+
+class _WithLayers(_WithRotary):
+    """Calls its layers, or their compiled form."""
+
+    _call = staticmethod(_call_layer)
+
+    def compile_layers(self) -> None:
+        """From now on passes without kept keys run compiled: the first takes 10-30 s, other shapes none."""
+        self._call = _compiled_layer()
+
+
+class Body(_WithLayers):
     """Embedding, layers and final norm."""
 
     def __init__(self, shape: Shape) -> None:
@@ -220,7 +241,10 @@ class Body(_WithRotary):
             mask_BHLL = _causal(tokens_BL, mask_BHLL)
         rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
         for n, layer in enumerate(self.layers):
-            h_BLD = layer(h_BLD, mask_BHLL, rotary, memory and functools.partial(memory.update, n))
+            if memory is None:
+                h_BLD = self._call(layer, h_BLD, mask_BHLL, rotary)
+            else:
+                h_BLD = layer(h_BLD, mask_BHLL, rotary, functools.partial(memory.update, n))
         out: Tensor = self.norm(h_BLD)
         return out
 
@@ -269,7 +293,7 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
     return body
 
 
-class BidirectionalLayer(_WithRotary):
+class BidirectionalLayer(_WithLayers):
     """One layer of the base's own shape, with its rotary embedding: the body of g."""
 
     def __init__(self, config: Any) -> None:
@@ -282,8 +306,7 @@ class BidirectionalLayer(_WithRotary):
     def forward(self, z_BLD: Tensor, state: State) -> Tensor:
         """Same shape out; pads are invisible as keys."""
         mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
-        out: Tensor = self.layer(z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
-        return out
+        return self._call(self.layer, z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""

@@ -54,15 +54,10 @@ class TransformerBase(Base):
         self.layer_config = self.model.config
         self.width = self.model.config.hidden_size
         self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix, spec.mask_id)
-        self._body = self._forward
-
-    def _forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor, **causal: bool) -> Tensor:
-        out: Tensor = self.model(tokens_BL, real_BL, positions_BL, **causal)
-        return out
 
     def compile(self) -> None:
-        """Compiles f for fixed shapes: 30-60 s each, and torch compiles a handful at most. Keep to few shapes."""
-        self._body = torch.compile(self._forward, dynamic=False)
+        """Compiles one layer for all layers, batch sizes and lengths, when it is first called (10-30 s)."""
+        self.model.compile_layers()
         self.compiled = True
 
     @torch.no_grad()
@@ -78,7 +73,7 @@ class TransformerBase(Base):
     def _states(self, state: State, **causal: bool) -> Tensor:
         self.check_length(state)
         real_BL = state.real_BL if state.padded else None
-        return self.to_frame(self._body(state.tokens_BL, real_BL, state.positions_BL, **causal), state)
+        return self.to_frame(self.model(state.tokens_BL, real_BL, state.positions_BL, **causal), state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:

@@ -48,6 +48,7 @@ class DecodeFlags:
         quantize: int8 or fp8 weights for a checkpoint's linear layers.
         device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
         revision: commit, tag or branch of a Hub id.
+        eager: run the reference decoders where their fast form on CUDA would be taken.
         json: JSON lines on stdout instead of text.
         output: folder for result.json, samples.jsonl and run.yaml.
     """
@@ -76,6 +77,7 @@ class DecodeFlags:
     quantize: str | None = None
     device_map: str | None = None
     revision: str | None = None
+    eager: bool = False
     json: bool = False
     output: Path | None = None
 

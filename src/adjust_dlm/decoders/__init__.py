@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -41,10 +41,13 @@ __all__ = [
     "Variant",
     "build_options",
     "decode",
+    "decode_many",
     "generate",
     "read_options",
     "read_variant",
 ]
+
+_BATCHES = 8  # rows of a group of `decode_many`, in batches
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ def decode(
     own = build_options(decoder, options)
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
     entry = DECODERS[decoder]
+    require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")
     require(
         not entry.needs_sampler or sampler is not None,
         f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
@@ -205,18 +209,13 @@ def decode(
     started = time.perf_counter()
     canvas = Canvas(base, prompts, config, rows=rows)
     canvas.watch = watch
-    helpers = [sampler] if entry.needs_sampler else []
-    if entry.needs_partner and partner is not None:
-        partner.require_start(canvas)
-        helpers.append(partner)
-    use_fast = not eager and (eager is False or base.device.type == "cuda")
-    reason = fast.why_not(base, decoder, config, sampler, watch) if use_fast else ""
+    reason = fast.why_not(base, decoder, config, sampler, watch) if fast.wanted(base, eager) else "not asked for"
     if reason is None:
         fast.run_fast(base, sampler, canvas, decoder=decoder, options=own[0] if own else None, slots=slots)
     else:
-        if reason:
+        if fast.wanted(base, eager):
             fast.log_fallback(reason)
-        entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
+        _run_reference(entry, base, canvas, own, sampler=sampler, partner=partner)
     if canvas.open:
         raise RuntimeError(f"decoder {decoder!r} left {int(canvas.masked_BL.sum())} masks on the canvas")
     return DecodeResult(
@@ -232,6 +231,60 @@ def decode(
         decoder=decoder,
         seconds=time.perf_counter() - started,
     )
+
+
+def _run_reference(entry: Decoder, base: Base, canvas: Canvas, own: list[Any], *, sampler: Any, partner: Any) -> None:
+    helpers = [sampler] if entry.needs_sampler else []
+    if entry.needs_partner:
+        partner.require_start(canvas)
+        helpers.append(partner)
+    entry.run(with_prefix_cache(base, canvas.config), *helpers, canvas, *own)
+
+
+def decode_many(
+    base: Base,
+    prompts: Sequence[list[int]],
+    config: DecodeConfig,
+    *,
+    batch_size: int,
+    rows: Sequence[int] | None = None,
+    decoder: str = "adjust",
+    sampler: Any = None,
+    eager: bool | None = None,
+    **more: Any,
+) -> Iterator[tuple[list[int], DecodeResult]]:
+    """Decodes any number of prompts, those of similar length together, longest first; each row as it would be alone.
+
+    In the fast form a row's place is given to the next as soon as it is done, so answers of different lengths waste
+    nothing but the end of a group. `batch_size` decides speed and memory, never a result.
+
+    Args:
+        base: the frozen model.
+        prompts: token ids.
+        config: all settings.
+        batch_size: rows of a pass.
+        rows: global row ids, 0, 1, ... unless given.
+        decoder: see `decode`, as for everything below.
+        sampler: g.
+        eager: which form.
+        more: a partner, and the decoder's own options.
+
+    Yields:
+        Which prompts, and their rows in that order, group by group.
+
+    Raises:
+        InputError: as `decode`.
+    """
+    require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
+    rows = range(len(prompts)) if rows is None else rows
+    order = sorted(range(len(prompts)), key=lambda n: (-len(prompts[n]), n))
+    how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
+    refill = fast.wanted(base, eager) and fast.why_not(base, decoder, config, sampler, None) is None
+    group = batch_size * _BATCHES if refill else batch_size
+    for at in range(0, len(order), group):
+        mine = order[at : at + group]
+        given = [prompts[n] for n in mine]
+        yield mine, decode(base, given, config, rows=[rows[n] for n in mine], slots=batch_size, **how)
 
 
 def generate(

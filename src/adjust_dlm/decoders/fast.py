@@ -37,6 +37,11 @@ _PAYS = 32  # masks of a row that are worth new graphs
 logger = logging.getLogger(__name__)
 
 
+def wanted(base: Base, eager: bool | None) -> bool:
+    """Whether the fast form is to be taken where there is one: see `decode`."""
+    return base.device.type == "cuda" if eager is None else not eager
+
+
 def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch: Any) -> str | None:
     """Why this decode has no fast form; None where it has one."""
     if decoder not in COVERED:
@@ -94,7 +99,7 @@ def _engine(base: Base, sampler: Sampler | None) -> _Engine:
     if base.workspace is None or base.workspace.weights != weights:
         base.workspace = _Engine(base.device, weights)
     engine: _Engine = base.workspace
-    engine.meet(sampler)
+    engine.meet(sampler, compiled=base.compiled)
     return engine
 
 
@@ -124,7 +129,7 @@ class _Plan:
         new, length = config.max_new_tokens, config.block_length or config.max_new_tokens
         first = canvas.tokens_BL.shape[1] - new
         edges = [0, *range(first + length, first + new, length), first + new]
-        parts = [canvas.masked_BL[:, a:b].sum(-1) for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [canvas.masked_BL[:, a:b].sum(-1) for a, b in itertools.pairwise(edges)]
         self._left = torch.stack(parts, 1).tolist()
         self.may_end = bool(canvas.base.spec.end_ids) and not config.suppress_eos
 
@@ -157,14 +162,16 @@ class _Engine:
         self._lanes: OrderedDict[tuple[Any, ...], Lane] = OrderedDict()
         self._sampler: tuple[Any, int] = (lambda: None, 0)
 
-    def meet(self, sampler: Sampler | None) -> None:
-        """Forgets the graphs of another sampler than this one."""
+    def meet(self, sampler: Sampler | None, *, compiled: bool) -> None:
+        """Forgets the graphs of another sampler than this one; beside a compiled base, g is compiled too."""
         if sampler is None:
             return
         where = next(sampler.parameters()).data_ptr()
         if self._sampler[0]() is not sampler or self._sampler[1] != where:
             self._sampler = weakref.ref(sampler), where
             self.graphs.drop(lambda key: key[1][0] == "step")
+            if compiled:
+                sampler.layer.compile_layers()
 
     def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> Lane:
         """Buffers of a shape."""

@@ -64,7 +64,7 @@ class Lane(Canvas):
         self.masked_BL.zero_()
 
     def load(self, canvas: Canvas, rows: list[int], first: int) -> None:
-        """Copies rows of a canvas into the slots from `first` on: device to device, where the rows follow each other."""
+        """Copies rows of a canvas into the slots from `first` on; adjacent ones without waiting."""
         index = slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else rows
         slots, pad = slice(first, first + len(rows)), self.tokens_BL.shape[1] - canvas.tokens_BL.shape[1]
         for name, idle in zip(_COLUMNS, (self.base.spec.pad_id, False, False, GIVEN), strict=True):

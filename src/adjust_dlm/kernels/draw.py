@@ -1,7 +1,7 @@
 """Certainty of rows of logits and a draw from them, in two reads of each row.
 
-The plain form is `sampling` (`process`, `negative_entropy`, `margin`, `confidence`, `draw`) without top_p and top_k. One
-program reads one row; logits stay in the head's dtype and are never written back.
+The plain form is `sampling` (`process`, `negative_entropy`, `margin`, `confidence`, `draw`) without top_p and top_k.
+One program reads one row; logits stay in the head's dtype and are never written back.
 """
 
 from __future__ import annotations
