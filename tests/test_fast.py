@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from adjust_dlm.bases import layers
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders import decode, fast, static_pick
+from adjust_dlm.decoders import decode, decode_many, fast, static_pick
 from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
 from helpers import BOS, CORE, FAMILIES, MASK, RULES, count_passes, exact_base, oracle, row_of, tiny_base, tiny_sampler
@@ -242,3 +244,49 @@ def test_sparse_steps_need_candidates_and_a_sampler_that_knows_them() -> None:
                 sparse=True,
                 eager=eager,
             )
+
+
+# Many prompts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_many_prompts_come_back_whole_and_as_they_are_alone(eager: bool) -> None:
+    base, g = BASES["llada"], SAMPLERS["llada"]
+    config = DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=9)
+    rows = [[BOS, *[7] * (n % 5)] for n in range(19)]
+    seen: dict[int, Any] = {}
+    for which, result in decode_many(base, rows, config, batch_size=2, sampler=g, eager=eager):
+        assert len(which) == (min(2, 19 - len(seen)) if eager else min(16, 19 - len(seen)))
+        seen |= {n: row_of(result, b) for b, n in enumerate(which)}
+    assert sorted(seen) == list(range(19))
+    for n, row in seen.items():
+        assert row == row_of(decode(base, [rows[n]], config, sampler=g, rows=[n], eager=True), 0)
+
+
+def test_slots_and_batch_sizes_are_checked() -> None:
+    base = BASES["llada"]
+    with pytest.raises(InputError, match="slots is 0"):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="joint", slots=0)
+    with pytest.raises(InputError, match="batch_size is 0"):
+        next(decode_many(base, [[BOS]], DecodeConfig(), batch_size=0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_give_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo alone, without its code generator: one graph for one row, one for several, for f and g together."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    layers._compiled_layer.cache_clear()
+    torch._dynamo.reset()
+    base, plain = tiny_base(family), tiny_base(family)
+    base.compile()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    for rows in ([[BOS]], [[BOS, 4, 4]], PROMPTS[:2], PROMPTS[:3], PROMPTS):
+        for new in (5, 9, 14):
+            config = DecodeConfig(max_new_tokens=new, tokens_per_step=3, seed=new)
+            quick = decode(base, rows, config, sampler=tiny_sampler(base), eager=False)
+            assert torch.equal(
+                quick.tokens_BL, decode(plain, rows, config, sampler=tiny_sampler(plain), eager=True).tokens_BL
+            )
+    assert counters["unique_graphs"] - before == 2
+    layers._compiled_layer.cache_clear()

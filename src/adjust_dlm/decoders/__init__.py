@@ -253,10 +253,11 @@ def decode_many(
     eager: bool | None = None,
     **more: Any,
 ) -> Iterator[tuple[list[int], DecodeResult]]:
-    """Decodes any number of prompts, those of similar length together, longest first; each row as it would be alone.
+    """Decodes any number of prompts; each row is as it would be alone.
 
-    In the fast form a row's place is given to the next as soon as it is done, so answers of different lengths waste
-    nothing but the end of a group. `batch_size` decides speed and memory, never a result.
+    In the fast form prompts of similar length go together, longest first, and a row's place is given to the next as
+    soon as it is done: answers of different lengths waste nothing but the end of a group. The reference takes one batch
+    after another.
 
     Args:
         base: the frozen model.
@@ -277,10 +278,10 @@ def decode_many(
     """
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     rows = range(len(prompts)) if rows is None else rows
-    order = sorted(range(len(prompts)), key=lambda n: (-len(prompts[n]), n))
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
     refill = fast.wanted(base, eager) and fast.why_not(base, decoder, config, sampler, None) is None
     group = batch_size * _BATCHES if refill else batch_size
+    order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n])) if refill else list(range(len(prompts)))
     for at in range(0, len(order), group):
         mine = order[at : at + group]
         given = [prompts[n] for n in mine]
