@@ -53,6 +53,10 @@ class Graphs:
         self._graphs.move_to_end(key)
         self._graphs[key].replay()
 
+    def items(self) -> list[tuple[Any, Any]]:
+        """Keys and graphs, the one not used for longest first."""
+        return list(self._graphs.items())
+
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """Forgets the graphs whose keys are unwanted."""
         for key in [key for key in self._graphs if unwanted(key)]:
