@@ -4,7 +4,7 @@
     python recipes/fast_check.py --output fast-compiled.json --compile  # compiled layers too (10-30 s more)
     python recipes/fast_check.py --layers 2 --new 16 --rows 1,4         # a quick try, also on a CPU
 
-Weights are random, of Dream-7B's shape (or `--shape llada`); every row is full, so no text ends early. Times are medians
+Weights are random, of Dream-7B's shape (or `--shape llada`); every row is full: no text ends early. Times are medians
 of CUDA events; tokens per second count whole decodes, host included. Prints as it goes and writes one JSON object.
 """
 

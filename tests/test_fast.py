@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -15,10 +16,23 @@ from torch import Tensor
 
 from adjust_dlm.bases import layers
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders import decode, decode_many, fast, static_pick
+from adjust_dlm.decoders import decode, decode_many, fast, lane, static_pick
 from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
-from helpers import BOS, CORE, FAMILIES, MASK, RULES, count_passes, exact_base, oracle, row_of, tiny_base, tiny_sampler
+from helpers import (
+    BOS,
+    CORE,
+    FAMILIES,
+    MASK,
+    RULES,
+    count_passes,
+    exact_base,
+    left_pad,
+    oracle,
+    row_of,
+    tiny_base,
+    tiny_sampler,
+)
 from test_properties import configs, heeded, prompts
 
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS], [BOS, 3, 3, 3, MASK, MASK]]
@@ -29,14 +43,14 @@ class Replayed(Graphs):
     """Graphs without a card: what ran first under a key runs again, with the settings that it then saw."""
 
     def run(self, key: Any, function: Callable[[], None], buffers: Callable[[], list[Tensor]]) -> None:
-        lane = buffers.__self__  # type: ignore[attr-defined]
+        canvas = buffers.__self__  # type: ignore[attr-defined]
         if key not in self._graphs:
-            self._graphs[key] = function, lane.config
+            self._graphs[key] = function, canvas.config
             self.captures += 1
-        now = lane.config
-        function, lane.config = self._graphs[key]
+        now = canvas.config
+        function, canvas.config = self._graphs[key]
         function()
-        lane.config = now
+        canvas.config = now
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +125,7 @@ def test_rows_that_are_left_move_to_a_smaller_batch(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
 def test_the_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, rule: Any, temperature: float) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(static_pick, "has_kernels", lambda device: True)
+    monkeypatch.setattr(lane, "has_kernels", lambda device: True)
     base, g = tiny_base("dream"), SAMPLERS["dream"]
     for order_on, suppress, decoder in (("raw", True, "adjust"), ("processed", False, "parallel")):
         config = DecodeConfig(
@@ -121,10 +135,26 @@ def test_the_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, rule:
         both(base, PROMPTS[:2], config, decoder, sampler=tiny_sampler(base) if decoder == "adjust" else g)
 
 
+@settings(max_examples=40)
+@given(
+    family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
+    slots=st.sampled_from([None, 2]),
+)  # fmt: skip
+def test_kernels_with_whatever_settings(
+    family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None
+) -> None:
+    pytest.importorskip("triton")
+    base = copy.copy(BASES[family])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "has_kernels", lambda device: True)
+        base.workspace = None
+        both(base, given_, heeded(config, decoder), decoder, sampler=SAMPLERS[family], slots=slots)
+
+
 def test_kernels_score_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of two chunks are not kept; those of the chosen rows are computed again."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(static_pick, "has_kernels", lambda device: True)
+    monkeypatch.setattr(lane, "has_kernels", lambda device: True)
     monkeypatch.setattr(static_pick, "_FUSED_BYTES", 24 * 4 * 10)
     both(tiny_base("dream"), PROMPTS, DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=2), "parallel")
 
@@ -220,8 +250,6 @@ def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing
 def test_rows_of_a_step_are_those_of_the_whole_step(family: str, pairing: Any) -> None:
     base: TransformerBase = BASES[family]
     g = tiny_sampler(base, pairing=pairing)
-    from helpers import left_pad
-
     state = left_pad([[BOS, 5, MASK, 7, MASK], [BOS, MASK, 4], [MASK] * 5])
     h_BLD = base.hidden(state)
     column_BN = torch.tensor([[4, 1], [2, 3], [0, 2]])
@@ -290,3 +318,31 @@ def test_compiled_layers_give_the_same_tokens(family: str, monkeypatch: pytest.M
             )
     assert counters["unique_graphs"] - before == 2
     layers._compiled_layer.cache_clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_projections_are_views_that_give_the_same_states(family: str) -> None:
+    base, plain = tiny_base(family), tiny_base(family)
+    state = left_pad([[BOS, 5, MASK], [BOS]])
+    layers.join_projections(base.model)
+    attention = base.model.layers[0].self_attn
+    q, k = attention.q_proj.weight, attention.k_proj.weight
+    assert q.data_ptr() + 4 * q.numel() == k.data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(base.model.parameters(), plain.model.parameters(), strict=True))
+    torch.testing.assert_close(base.hidden(state), plain.hidden(state))
+    attention.k_proj.weight.data.zero_()  # a change of a part is a change of the whole
+    plain.model.layers[0].self_attn.k_proj.weight.data.zero_()
+    torch.testing.assert_close(base.hidden(state), plain.hidden(state))
+    base.model.double()  # parts move one by one
+    assert attention._joined is None
+    torch.testing.assert_close(base.hidden(state).float(), plain.hidden(state))
+
+
+def test_weights_that_moved_are_captured_anew() -> None:
+    base = tiny_base("dream")
+    config = DecodeConfig(max_new_tokens=5, temperature=0.0)
+    for seed in range(3):
+        both(base, PROMPTS, config, "joint")
+        other = tiny_base("dream", seed=seed + 1)
+        base.model, base.head_matrix = other.model, other.head_matrix
+        assert base.workspace.weights != fast._weights(base)

@@ -15,6 +15,7 @@ from adjust_dlm.types import DecodeConfig, OrderRule
 
 # Streams of the counter-based generator: a draw, an order and Gumbel noise never share a number.
 NOISE, DRAW, ORDER = 0, 1, 2
+STREAM = 0x632BE59BD9B4E019  # what the seed of one stream is from that of the next
 
 
 def uniform(
@@ -36,7 +37,7 @@ def uniform(
     Returns:
         float64 tensor of the broadcast shape: multiples of 2**-32.
     """
-    first = stream * 0x632BE59BD9B4E019
+    first = stream * STREAM
     if isinstance(seed, int):
         state = _mix(torch.tensor(wrapped(seed + first), device=row.device))
     else:

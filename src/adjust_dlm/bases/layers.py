@@ -87,8 +87,44 @@ class Norm(nn.Module):
         return self.weight * F.rms_norm(h_BLD.float(), self.weight.shape, None, self.eps).to(h_BLD.dtype)
 
 
-class Attention(nn.Module):
+class _Joins(nn.Module):
+    """Projections of the same states that can be laid side by side in memory, so that one product makes them all."""
+
+    _names: tuple[str, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined: tuple[Tensor, Tensor | None] | None = None
+
+    def join(self) -> None:
+        """Lays them so, each a view of its part; nothing for weights that are no plain tensors (quantized ones)."""
+        parts = [getattr(self, name) for name in self._names]
+        if self._joined is not None or any(type(part.weight.data) is not Tensor for part in parts):
+            return
+        sizes, biased = [part.out_features for part in parts], parts[0].bias is not None
+        weight = torch.cat([part.weight.data for part in parts])
+        bias = torch.cat([part.bias.data for part in parts]) if biased else None
+        for n, part in enumerate(parts):
+            part.weight.data = weight.split(sizes)[n]
+            if bias is not None:
+                part.bias.data = bias.split(sizes)[n]
+        self._joined = weight, bias
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._joined = None  # parameters move one by one
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _project(self, h_BLD: Tensor) -> list[Tensor]:
+        parts = [getattr(self, name) for name in self._names]
+        if self._joined is None:
+            return [part(h_BLD) for part in parts]
+        return list(F.linear(h_BLD, *self._joined).split([part.out_features for part in parts], -1))
+
+
+class Attention(_Joins):
     """Every position sees every real one."""
+
+    _names = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -107,9 +143,7 @@ class Attention(nn.Module):
 
         `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see.
         """
-        parts = (
-            proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        parts = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
         q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, L, d]
         q, k = _turn(q, *rotary), _turn(k, *rotary)
         if keep is not None:
@@ -138,8 +172,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
-class Mlp(nn.Module):
+class Mlp(_Joins):
     """down(silu(gate) * up)."""
+
+    _names = ("gate_proj", "up_proj")
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -150,7 +186,8 @@ class Mlp(nn.Module):
 
     def forward(self, h_BLD: Tensor) -> Tensor:
         """Same shape."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(h_BLD)) * self.up_proj(h_BLD))
+        gate, up = self._project(h_BLD)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
@@ -180,6 +217,13 @@ class _WithRotary(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.rotary.to(next(self.parameters()).device)
         return self
+
+
+def join_projections(model: nn.Module) -> None:
+    """See `_Joins.join`, for all layers; the same numbers, up to rounding, from fewer and larger products."""
+    for part in model.modules():
+        if isinstance(part, _Joins):
+            part.join()
 
 
 def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:

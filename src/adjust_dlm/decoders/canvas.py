@@ -197,13 +197,17 @@ class Canvas(State):
 
     def _close_finished(self) -> None:
         """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
-        spec = self.base.spec
         end_BL = (self.tokens_BL[..., None] == self._ends_E).any(-1)
         ended_BL = (end_BL & (self.order_BL >= 0)).long().cumsum(-1) > 0
         finished_B = ended_BL.any(-1) & ~(self.masked_BL & ~ended_BL).any(-1)
         filler_BL = finished_B[:, None] & self.masked_BL
-        self.tokens_BL.masked_fill_(filler_BL, spec.end_ids[0] if spec.end_ids else spec.pad_id)
+        self.tokens_BL.masked_fill_(filler_BL, self._filler)
         self.masked_BL &= ~filler_BL
+
+    @property
+    def _filler(self) -> int:
+        spec = self.base.spec
+        return spec.end_ids[0] if spec.end_ids else spec.pad_id
 
     def _reference_schedules(self) -> Tensor:
         """[B, steps] commits per round of the family's published loop, block after block."""

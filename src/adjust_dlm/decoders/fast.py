@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
-from adjust_dlm.decoders.canvas import Canvas, columns_of
+from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.decoders.lane import Lane
 from adjust_dlm.decoders.static_pick import pick
@@ -94,13 +95,21 @@ def captures(base: Base) -> int:
 
 def _engine(base: Base, sampler: Sampler | None) -> _Engine:
     """What is kept with the base; made anew once weights lie elsewhere."""
-    assert isinstance(base, TransformerBase)
-    weights = (base.compiled, base.dtype, base.head_matrix.data_ptr(), next(base.model.parameters()).data_ptr())
-    if base.workspace is None or base.workspace.weights != weights:
-        base.workspace = _Engine(base.device, weights)
+    if base.workspace is None or base.workspace.weights != _weights(base):
+        assert isinstance(base, TransformerBase)
+        if base.device.type == "cuda":
+            join_projections(base.model)
+        base.workspace = _Engine(base.device, _weights(base))
     engine: _Engine = base.workspace
     engine.meet(sampler, compiled=base.compiled)
     return engine
+
+
+def _weights(base: Base) -> tuple[Any, ...]:
+    """What graphs hold on to."""
+    assert isinstance(base, TransformerBase)
+    body = tuple(parameter.data_ptr() for parameter in base.model.parameters())
+    return base.compiled, base.dtype, base.head_matrix.data_ptr(), body
 
 
 @dataclass
@@ -160,13 +169,15 @@ class _Engine:
     def __init__(self, device: torch.device, weights: tuple[Any, ...]) -> None:
         self.weights, self.graphs = weights, Graphs(device)
         self._lanes: OrderedDict[tuple[Any, ...], Lane] = OrderedDict()
-        self._sampler: tuple[Any, int] = (lambda: None, 0)
+        self._sampler: tuple[Any, tuple[int, ...]] = (lambda: None, ())
 
     def meet(self, sampler: Sampler | None, *, compiled: bool) -> None:
         """Forgets the graphs of another sampler than this one; beside a compiled base, g is compiled too."""
         if sampler is None:
             return
-        where = next(sampler.parameters()).data_ptr()
+        if sampler.mix.weight.is_cuda:
+            join_projections(sampler)
+        where = tuple(parameter.data_ptr() for parameter in sampler.parameters())
         if self._sampler[0]() is not sampler or self._sampler[1] != where:
             self._sampler = weakref.ref(sampler), where
             self.graphs.drop(lambda key: key[1][0] == "step")
@@ -260,7 +271,7 @@ class _Work:
         self._run(("base", again), lambda: self._base_pass(again))
         if self.plan.decoder == "parallel":
             if count:
-                self._run(("pick", width, count), lambda: pick(self.base, lane, width, count))
+                self._run(("pick", width, count, False), lambda: pick(self.base, lane, width, count))
             return
         for k in range(count):
             if k:
@@ -268,7 +279,7 @@ class _Work:
             first = k == 0 and lane.config.candidates > 0
             if k == 1 and lane.config.candidates:
                 width = min(width, lane.config.candidates + 1)
-            self._run(("pick", width, first), functools.partial(pick, self.base, lane, width, 1, first=first))
+            self._run(("pick", width, 1, first), functools.partial(pick, self.base, lane, width, 1, first=first))
 
     def _base_pass(self, keep: bool) -> None:
         lane = self.lane
@@ -301,7 +312,7 @@ class _Work:
 
     def _last(self, width: int, again: bool) -> None:
         sampler, lane = self._begin_step(again), self.lane
-        column_BN, _ = columns_of(lane.open_BL & lane.busy_B[:, None], width)
+        column_BN, _ = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
         new_BND = sampler.rows(lane.h_BLD, lane, column_BN, sampler.keys(lane.h_BLD, lane))
         lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
 

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, Picks
+from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import wrapped
+from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
 _COUNTS = ("rows_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton is at hand: it comes with torch for CUDA."""
+    return device.type == "cuda"
 
 
 class Lane(Canvas):
@@ -25,6 +30,7 @@ class Lane(Canvas):
     Attributes:
         h_BLD, start_BLD: states now, and those of the round's base pass.
         keys: keys and values of g's layer, where a decoder keeps some.
+        kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
         bad: whether a NaN was seen.
         report_N: which slots are open (B), and `bad` (1), after the latest commit.
@@ -33,6 +39,7 @@ class Lane(Canvas):
     def __init__(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> None:
         """All slots idle. `padded=False` promises rows of exactly this length in all of them."""
         self.base, self.config, self.padded, self.watch = base, config, padded, None
+        self.kernels = has_kernels(base.device)
         shape, device = (slots, length), base.device
         self.tokens_BL = torch.full(shape, base.spec.pad_id, device=device)
         self.real_BL = torch.ones(shape, dtype=torch.bool, device=device)
@@ -47,6 +54,10 @@ class Lane(Canvas):
         self.schedule_BL = torch.zeros_like(self.tokens_BL)
         self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
+        self._first_B = torch.zeros_like(self.rows_B)  # first real column
+        self._offsets = torch.tensor(
+            [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
+        )
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         self.h_BLD = torch.zeros(*shape, base.width, dtype=base.dtype, device=device)
         self.start_BLD = torch.zeros_like(self.h_BLD)
@@ -74,6 +85,7 @@ class Lane(Canvas):
         for name in _COUNTS:
             getattr(self, name)[slots] = getattr(canvas, name)[index]
         self._round_B[slots] = 0
+        self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
         schedule = canvas.schedule
         if isinstance(schedule, int):
             self.schedule_BL[slots] = schedule
@@ -99,7 +111,7 @@ class Lane(Canvas):
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
         index = torch.tensor(slots, device=self.seed.device)
-        for name in (*_COLUMNS, *_COUNTS, "_round_B", "schedule_BL"):
+        for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
             getattr(self, name)[: len(slots)] = getattr(other, name)[index]
         self.bad.copy_(other.bad)
 
@@ -139,6 +151,14 @@ class Lane(Canvas):
 
     def commit(self, picks: Picks) -> None:
         """As `Canvas.commit`, for picks whose positions are all different in a row, valid or not."""
+        if self.kernels:
+            from adjust_dlm.kernels.commit import commit
+
+            commit(
+                self.tokens_BL, self.order_BL, self.masked_BL, self.commits_B, self.quota_B, self._ends_E,
+                picks.position_BN, picks.token_BN, picks.valid_BN, self.report_N, self.bad, self._filler,
+            )  # fmt: skip
+            return
         rank_BN = picks.valid_BN.cumsum(-1) - 1
         take_BN = picks.valid_BN & (rank_BN < self.quota_B[:, None])
         at_BN = picks.position_BN
@@ -153,6 +173,23 @@ class Lane(Canvas):
         self._close_finished()
         self.report_N.copy_(torch.cat([self.open_B, self.bad[None]]))
 
+    def columns_of(self, marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `canvas.columns_of`."""
+        if self.kernels:
+            from adjust_dlm.kernels.commit import first_columns
+
+            return first_columns(marked_BL, count)
+        return columns_of(marked_BL, count)
+
+    def uniforms(self, position: Tensor, row: Tensor, stream: int = DRAW) -> Tensor:
+        """See `Canvas.uniforms`."""
+        if self.kernels:
+            from adjust_dlm.kernels.commit import uniforms
+
+            offset = self._offsets[stream]
+            flat = uniforms(self.seed, offset, self.rows_B, self.commits_B, self._first_B, row, position)
+            return flat.view(position.shape)
+        return super().uniforms(position, row, stream)
+
     def _keys(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        _, *keys = super()._keys(position, row)
-        return self.seed, keys[0], keys[1], keys[2]
+        return self.seed, self.rows_B[row], self.commits_B[row], position - self._first_B[row]

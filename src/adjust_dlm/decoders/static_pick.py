@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Picks, columns_of, rows_at_once
+from adjust_dlm.decoders.canvas import Picks, rows_at_once
 from adjust_dlm.decoders.lane import Lane
 from adjust_dlm.sampling import ORDER, draw, process, score_rows
 from adjust_dlm.types import OrderRule
@@ -24,7 +24,7 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
         count: commits of a row at most.
         first: narrow the round to its candidates.
     """
-    column_BN, open_BN = columns_of(lane.open_BL & lane.busy_B[:, None], width)
+    column_BN, open_BN = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
     row_BN = torch.arange(len(column_BN), device=column_BN.device)[:, None].expand_as(column_BN)
     rule = lane.config.order or base.spec.order
     rows = Fused(base, lane, rule) if fused(base, lane) else Plain(base, lane, rule)
@@ -38,7 +38,10 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
     if first:
         nothing_BL = torch.full(lane.tokens_BL.shape, -torch.inf, device=score_BN.device)
         lane.narrow(nothing_BL.scatter(1, column_BN, score_BN))
-    best_BC = score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    if count == 1:
+        best_BC = score_BN.argmax(-1, keepdim=True)  # the first of equals
+    else:
+        best_BC = score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     position_BC, row_BC = column_BN.gather(1, best_BC), row_BN[:, : best_BC.shape[1]]
     index_R = (row_BC * column_BN.shape[1] + best_BC).flatten()
     u_R = lane.uniforms(position_BC, row_BC).flatten()
@@ -53,12 +56,7 @@ def fused(base: Base, lane: Lane) -> bool:
     config = lane.config
     filters = config.top_p < 1 or 0 < config.top_k < base.spec.vocab_size
     draws_all = (config.order or base.spec.order) == "confidence" and config.temperature > 0
-    return has_kernels(base.device) and not filters and not draws_all
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is at hand: it comes with torch for CUDA."""
-    return device.type == "cuda"
+    return lane.kernels and not filters and not draws_all
 
 
 class Plain:
