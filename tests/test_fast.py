@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adjust_dlm.bases import layers
+from adjust_dlm.bases import layers, load_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode, decode_many, fast, lane, static_pick
 from adjust_dlm.decoders.graphs import Graphs
@@ -33,6 +34,7 @@ from helpers import (
     tiny_base,
     tiny_sampler,
 )
+from test_checkpoint import write
 from test_properties import configs, heeded, prompts
 
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS], [BOS, 3, 3, 3, MASK, MASK]]
@@ -72,7 +74,7 @@ def both(base: Any, given_: list[list[int]], config: DecodeConfig, decoder: str,
     return quick
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
     slots=st.sampled_from([None, 1, 2]), restart=st.sampled_from([None, 1, 2]), sparse=st.booleans(),
@@ -135,7 +137,7 @@ def test_the_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, rule:
         both(base, PROMPTS[:2], config, decoder, sampler=tiny_sampler(base) if decoder == "adjust" else g)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
     slots=st.sampled_from([None, 2]),
@@ -346,3 +348,13 @@ def test_weights_that_moved_are_captured_anew() -> None:
         other = tiny_base("dream", seed=seed + 1)
         base.model, base.head_matrix = other.model, other.head_matrix
         assert base.workspace.weights != fast._weights(base)
+
+
+def test_quantized_layers_have_a_fast_form(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    base = load_base(str(write(tmp_path, "dream")), quantize="int8")
+    assert isinstance(base, TransformerBase)
+    config = DecodeConfig(max_new_tokens=6, tokens_per_step=2)
+    both(base, [[2, 5], [2, 5, 7]], config, "adjust", sampler=tiny_sampler(base))
+    layers.join_projections(base.model)  # they stay as they are
+    assert base.model.layers[0].self_attn._joined is None

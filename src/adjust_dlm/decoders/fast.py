@@ -8,6 +8,7 @@ round late, and their slots are given to rows that wait.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -85,7 +86,8 @@ def run_fast(
     """
     options = options or AdjustOptions()
     options.check(sampler, canvas.config.candidates)
-    _engine(base, sampler).fill(base, sampler, canvas, _Plan(decoder, canvas, options), slots)
+    with torch.cuda.device(base.device) if base.device.type == "cuda" else contextlib.nullcontext():
+        _engine(base, sampler).fill(base, sampler, canvas, _Plan(decoder, canvas, options), slots)
 
 
 def captures(base: Base) -> int:
@@ -108,8 +110,12 @@ def _engine(base: Base, sampler: Sampler | None) -> _Engine:
 def _weights(base: Base) -> tuple[Any, ...]:
     """What graphs hold on to."""
     assert isinstance(base, TransformerBase)
-    body = tuple(parameter.data_ptr() for parameter in base.model.parameters())
-    return base.compiled, base.dtype, base.head_matrix.data_ptr(), body
+    return base.compiled, base.dtype, base.head_matrix.data_ptr(), _places(base.model)
+
+
+def _places(model: torch.nn.Module) -> tuple[int, ...]:
+    """Where the weights lie; quantized ones have no address of their own."""
+    return tuple(p.data_ptr() if type(p.data) is Tensor else id(p) for p in model.parameters())
 
 
 @dataclass
@@ -177,7 +183,7 @@ class _Engine:
             return
         if sampler.mix.weight.is_cuda:
             join_projections(sampler)
-        where = tuple(parameter.data_ptr() for parameter in sampler.parameters())
+        where = _places(sampler)
         if self._sampler[0]() is not sampler or self._sampler[1] != where:
             self._sampler = weakref.ref(sampler), where
             self.graphs.drop(lambda key: key[1][0] == "step")
