@@ -48,6 +48,7 @@ class DecodeFlags:
         quantize: int8 or fp8 weights for a checkpoint's linear layers.
         device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
         revision: commit, tag or branch of a Hub id.
+        compile: compile the layers, once for all lengths (10-30 s at the first pass).
         eager: run the reference decoders where their fast form on CUDA would be taken.
         json: JSON lines on stdout instead of text.
         output: folder for result.json, samples.jsonl and run.yaml.
@@ -77,6 +78,7 @@ class DecodeFlags:
     quantize: str | None = None
     device_map: str | None = None
     revision: str | None = None
+    compile: bool = False
     eager: bool = False
     json: bool = False
     output: Path | None = None
@@ -106,7 +108,10 @@ def load_for(flags: DecodeFlags) -> Base:
 
     given = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
     options = {key: value for key, value in given.items() if value is not None}
-    return load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype), **options)
+    base = load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype), **options)
+    if flags.compile:
+        base.compile()
+    return base
 
 
 def load_sampler_for(flags: DecodeFlags, base: Base) -> Any:

@@ -253,6 +253,11 @@ def _compiled_score_rows() -> Callable[..., Tensor]:
     return torch.compile(score_rows, dynamic=True)
 
 
+def row_scorer(base: Base) -> Callable[..., Tensor]:
+    """`score_rows`, compiled beside a compiled base."""
+    return _compiled_score_rows() if base.compiled else score_rows
+
+
 def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
 
@@ -320,7 +325,7 @@ def _logit_scores(
     config = canvas.config
     on_processed = (config.order_on or base.spec.order_on) == "processed"
     chunk = rows_at_once(base)
-    score = _compiled_score_rows() if base.compiled else score_rows
+    score = row_scorer(base)
     parts, logits_RV = [h_BLD.new_empty(0, dtype=torch.float32)], None
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = None  # one chunk at a time

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Picks, rows_at_once
+from adjust_dlm.decoders.canvas import Picks, row_scorer, rows_at_once
 from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.sampling import ORDER, draw, process, score_rows
+from adjust_dlm.sampling import ORDER, draw, process
 from adjust_dlm.types import OrderRule
 
 _FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
@@ -70,11 +70,12 @@ class Plain:
     def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         """Certainty of each row: fp32 [R]."""
         chunk, parts, logits_RV = rows_at_once(self.base), [], torch.empty(0)
+        score = row_scorer(self.base)
         for row, column in zip(row_R.split(chunk), column_R.split(chunk), strict=True):
             logits_RV = torch.empty(0)  # one chunk at a time
             logits_RV = self._logits(row, column)
             u_R = self.lane.uniforms(column, row)
-            parts.append(score_rows(logits_RV, u_R, self.rule, on_processed=self.on_processed, config=self.config))
+            parts.append(score(logits_RV, u_R, self.rule, on_processed=self.on_processed, config=self.config))
         self._kept_RV = logits_RV if len(parts) == 1 else None
         return torch.cat(parts)
 
