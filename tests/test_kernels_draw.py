@@ -78,3 +78,37 @@ def test_nan_is_seen() -> None:
     stats = row_stats(raw_RV, forbidden_V, 1.0)
     assert stats.total.isnan().tolist() == [False, False, False, True, False, False]
     assert bool(stats.entropy.isnan()[3])
+
+
+FILTERS = [(0.9, 0), (0.3, 0), (0.999, 5), (1.0, 1), (1.0, 7), (0.5, 30), (1e-6, 0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("top_p", "top_k"), FILTERS)
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+def test_filters_are_those_of_the_plain_form(dtype: torch.dtype, top_p: float, top_k: int, temperature: float) -> None:
+    """Statistics and draws; row 0 is all ties, of which the filters keep the lowest ids."""
+    raw_RV, forbidden_V, seen_RV = rows(300, dtype, seed=3)
+    config = DecodeConfig(temperature=temperature, top_p=top_p, top_k=top_k)
+    processed_RV = process(seen_RV, config)
+    stats = row_stats(raw_RV, forbidden_V, temperature, top_p=top_p, top_k=top_k)
+    torch.testing.assert_close(stats.entropy, negative_entropy(processed_RV), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(stats.margin, margin(processed_RV), rtol=2e-6, atol=2e-6)
+    best_R = processed_RV.argmax(-1)
+    torch.testing.assert_close(stats.confidence, confidence(processed_RV, best_R), rtol=2e-6, atol=2e-6)
+    u_N = torch.tensor([0.0, 0.1, 0.25, 0.51, 0.87, 0.999], dtype=torch.float64, device=DEVICE)
+    row_N = torch.arange(6, device=DEVICE).repeat_interleave(len(u_N))
+    u_N = u_N.repeat(6)
+    got_N = draw_rows(raw_RV, forbidden_V, row_N, stats.at(row_N), u_N, temperature)
+    assert torch.equal(got_N, draw(processed_RV[row_N], u_N, temperature))
+
+
+def test_filters_over_several_blocks() -> None:
+    raw_RV, forbidden_V, seen_RV = rows(9001, torch.bfloat16, seed=4)
+    processed_RV = process(seen_RV, DecodeConfig(top_p=0.8))
+    stats = row_stats(raw_RV, forbidden_V, 1.0, top_p=0.8)
+    torch.testing.assert_close(stats.entropy, negative_entropy(processed_RV), rtol=2e-6, atol=2e-6)
+    row_N = torch.arange(6, device=DEVICE)
+    u_N = torch.full((6,), 0.77, dtype=torch.float64, device=DEVICE)
+    got_N = draw_rows(raw_RV, forbidden_V, row_N, stats, u_N, 1.0)
+    assert torch.equal(got_N, draw(processed_RV, u_N, 1.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,11 +54,9 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
 
 
 def fused(base: Base, lane: Lane) -> bool:
-    """Whether the kernels do what these settings ask for: they know no filters, and draw for chosen rows only."""
-    config = lane.config
-    filters = config.top_p < 1 or 0 < config.top_k < base.spec.vocab_size
-    draws_all = (config.order or base.spec.order) == "confidence" and config.temperature > 0
-    return lane.kernels and not filters and not draws_all
+    """Whether the kernels do what these settings ask for: they draw for chosen rows only."""
+    draws_all = (lane.config.order or base.spec.order) == "confidence" and lane.config.temperature > 0
+    return lane.kernels and not draws_all
 
 
 class Plain:
@@ -90,7 +90,7 @@ class Plain:
 
 
 class Fused(Plain):
-    """The same from the head's own logits, with two kernels (`kernels.draw`)."""
+    """The same from the head's own logits, with the kernels of `kernels.draw`."""
 
     def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         """See `Plain.scores`."""
@@ -101,7 +101,7 @@ class Fused(Plain):
         for row, column in zip(row_R.split(chunk), column_R.split(chunk), strict=True):
             logits_RV = torch.empty(0)
             logits_RV = self._logits(row, column)
-            parts.append(row_stats(logits_RV, forbidden_V, self._temperature(scored=True)))
+            parts.append(row_stats(logits_RV, forbidden_V, **self._processing(scored=True)))
         stats = parts[0] if len(parts) == 1 else Stats(*map(torch.cat, zip(*parts, strict=True)))
         self._kept_RV = logits_RV if len(parts) == 1 else None
         self._stats = stats
@@ -111,24 +111,26 @@ class Fused(Plain):
         """See `Plain.draw`."""
         from adjust_dlm.kernels.draw import draw_rows, row_stats
 
-        forbidden_V, temperature = self.lane.forbidden(), self._temperature(scored=False)
+        forbidden_V, processing = self.lane.forbidden(), self._processing(scored=False)
         logits_RV = self._kept_RV
         if logits_RV is None:
             logits_RV, index_R = self._logits(row_R, column_R), torch.arange(len(row_R), device=row_R.device)
-        if self._kept_RV is not None and temperature == self._temperature(scored=True):
+        if self._kept_RV is not None and processing == self._processing(scored=True):
             stats = self._stats.at(index_R)
         else:
             chosen_RV = logits_RV if self._kept_RV is None else logits_RV[index_R]
-            stats = row_stats(chosen_RV, forbidden_V, temperature)
+            stats = row_stats(chosen_RV, forbidden_V, **processing)
         bad = stats.total.isnan().any()
         if self.config.temperature == 0:
             return stats.token, bad
-        return draw_rows(logits_RV, forbidden_V, index_R, stats, u_R, temperature), bad
+        return draw_rows(logits_RV, forbidden_V, index_R, stats, u_R, processing["temperature"]), bad
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         return self.base.head(self.lane.h_BLD[row_R, column_R])
 
-    def _temperature(self, *, scored: bool) -> float:
-        """At T = 0 and for raw scores logits count as they are."""
-        as_is = self.config.temperature == 0 or (scored and not self.on_processed)
-        return 1.0 if as_is else self.config.temperature
+    def _processing(self, *, scored: bool) -> dict[str, Any]:
+        """For raw scores logits count as they are; T = 0 leaves their scale alone."""
+        config = self.config
+        if scored and not self.on_processed:
+            return {"temperature": 1.0}
+        return {"temperature": config.temperature or 1.0, "top_p": config.top_p, "top_k": config.top_k}

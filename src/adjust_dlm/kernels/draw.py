@@ -1,7 +1,9 @@
-"""Certainty of rows of logits and a draw from them, in two reads of each row.
+"""Certainty of rows of logits and a draw from them: two reads of each row, some fifteen more under top_p or top_k.
 
-The plain form is `sampling` (`process`, `negative_entropy`, `margin`, `confidence`, `draw`) without top_p and top_k.
-One program reads one row; logits stay in the head's dtype and are never written back.
+The plain form is `sampling` (`process`, `negative_entropy`, `margin`, `confidence`, `draw`). One program has one row,
+which stays in the cache between its reads; logits keep the head's dtype and are never written back. What the filters
+keep is a prefix of the tokens by falling probability, then rising id: e = exp((logit - top) / T) above `cut`, and the
+first `ties` of those equal to it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_KINDS = (torch.float32, torch.float64, torch.float32, torch.float32, torch.long)
 _BLOCK, _WARPS = 8192, 16  # one program has a row to itself: large blocks, so that it waits for memory less often
 
 
@@ -25,6 +28,8 @@ class Stats(NamedTuple):
         entropy: minus the entropy of the softmax.
         margin: p1 - p2 of the two likeliest tokens.
         token: the likeliest token, the lowest of several: int64.
+        cut: e of the last token that the filters keep; -1 without filters.
+        ties: how many tokens of that e they keep: int32.
     """
 
     top: Tensor
@@ -32,6 +37,8 @@ class Stats(NamedTuple):
     entropy: Tensor
     margin: Tensor
     token: Tensor
+    cut: Tensor
+    ties: Tensor
 
     @property
     def confidence(self) -> Tensor:
@@ -45,7 +52,7 @@ class Stats(NamedTuple):
 
 @triton.jit
 def _stats_kernel(  # type: ignore[no-untyped-def]
-    logits, forbidden, top, total, entropy, margin, token, width, stride, temperature, BLOCK: tl.constexpr
+    logits, forbidden, top, total, entropy, margin, token, cut, ties, width, stride, temperature, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -80,33 +87,125 @@ def _stats_kernel(  # type: ignore[no-untyped-def]
     tl.store(entropy + row, tl.sum(weighted, 0) / mass - tl.log(mass))
     tl.store(margin + row, (1.0 - tl.exp((runner - best) / temperature)) / mass)
     tl.store(token + row, chosen.to(tl.int64))
+    tl.store(cut + row, -1.0)
+    tl.store(ties + row, 0)
 
 
-def row_stats(logits_RV: Tensor, forbidden_V: Tensor, temperature: float) -> Stats:
-    """Statistics of every row.
+@triton.jit
+def _load_e(logits, forbidden, row, column, width, stride, best, temperature):  # type: ignore[no-untyped-def]
+    banned = tl.load(forbidden + column, column < width, other=1)
+    x = tl.load(logits + row * stride + column, column < width, other=0.0).to(tl.float32)
+    below = tl.where(banned != 0, float("-inf"), (x - best) / temperature)
+    return tl.exp(below), below
+
+
+@triton.jit
+def _cut_kernel(  # type: ignore[no-untyped-def]
+    logits, forbidden, top, total, entropy, margin, cut, ties, width, stride, temperature, top_p, top_k,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    best = tl.load(top + row)
+    goal = (tl.load(total + row) * top_p).to(tl.float32)  # infinite without top_p
+    low = tl.full([], 0, tl.int32)  # fp32 numbers >= 0 order like their bits; e <= 1
+    high = tl.full([], 0x3F800001, tl.int32)
+    while high - low > 1:  # the largest e from which on there is enough mass, or enough tokens
+        step = tl.maximum((high - low) // 4, 1)
+        first = (low + step).to(tl.float32, bitcast=True)
+        second = (low + 2 * step).to(tl.float32, bitcast=True)
+        third = (low + 3 * step).to(tl.float32, bitcast=True)
+        mass1 = tl.zeros((BLOCK,), tl.float32)
+        mass2 = mass1
+        mass3 = mass1
+        count1 = tl.zeros((BLOCK,), tl.int32)
+        count2 = count1
+        count3 = count1
+        for start in range(0, width, BLOCK):
+            e, _ = _load_e(logits, forbidden, row, start + lane, width, stride, best, temperature)
+            mass1 += tl.where(e >= first, e, 0.0)
+            mass2 += tl.where(e >= second, e, 0.0)
+            mass3 += tl.where(e >= third, e, 0.0)
+            count1 += (e >= first).to(tl.int32)
+            count2 += (e >= second).to(tl.int32)
+            count3 += (e >= third).to(tl.int32)
+        enough1 = (tl.sum(mass1, 0) >= goal) | (tl.sum(count1, 0) >= top_k)
+        enough2 = (tl.sum(mass2, 0) >= goal) | (tl.sum(count2, 0) >= top_k)
+        enough3 = (tl.sum(mass3, 0) >= goal) | (tl.sum(count3, 0) >= top_k)
+        base = low
+        low = tl.where(
+            enough3, base + 3 * step, tl.where(enough2, base + 2 * step, tl.where(enough1, base + step, base))
+        )
+        high = tl.where(enough3, high, tl.minimum(high, low + step))
+    edge = low.to(tl.float32, bitcast=True)
+    above = tl.zeros((BLOCK,), tl.float64)
+    bigger = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, width, BLOCK):
+        e, _ = _load_e(logits, forbidden, row, start + lane, width, stride, best, temperature)
+        above += tl.where(e > edge, e, 0.0).to(tl.float64)
+        bigger += (e > edge).to(tl.int32)
+    over = tl.sum(bigger, 0)
+    missing = (goal - tl.sum(above, 0).to(tl.float32)) / tl.maximum(edge, 1e-38)
+    kept = tl.minimum(tl.ceil(tl.minimum(missing, 1e9)).to(tl.int32), top_k - over)
+    kept = tl.where(edge > 0, kept, 0)  # tokens without mass are never drawn
+    sums = tl.zeros((BLOCK,), tl.float64)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    seen = tl.full([], 0, tl.int32)
+    for start in range(0, width, BLOCK):
+        e, below = _load_e(logits, forbidden, row, start + lane, width, stride, best, temperature)
+        tie = (e == edge).to(tl.int32)
+        stays = (e > edge) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= kept))
+        seen += tl.sum(tie, 0)
+        sums += tl.where(stays, e, 0.0).to(tl.float64)
+        weighted += tl.where(stays, e * tl.maximum(below, -1e4), 0.0)
+    total_mass = tl.sum(sums, 0)
+    mass = total_mass.to(tl.float32)
+    whole = tl.load(total + row).to(tl.float32)
+    alone = over + kept <= 1
+    tl.store(margin + row, tl.where(alone, 1.0, tl.load(margin + row) * whole / mass))
+    tl.store(total + row, total_mass)
+    tl.store(entropy + row, tl.sum(weighted, 0) / mass - tl.log(mass))
+    tl.store(cut + row, edge)
+    tl.store(ties + row, kept)
+
+
+def row_stats(
+    logits_RV: Tensor, forbidden_V: Tensor, temperature: float, *, top_p: float = 1.0, top_k: int = 0
+) -> Stats:
+    """Statistics of every row, after the filters if there are any.
 
     Args:
         logits_RV: of the head, any floating dtype, contiguous rows; nothing forbidden yet.
         forbidden_V: uint8, 1 for tokens that must not be drawn.
         temperature: above 0.
+        top_p: as in `DecodeConfig`.
+        top_k: as in `DecodeConfig`.
     """
     rows, width = logits_RV.shape
-    kinds = (torch.float32, torch.float64, torch.float32, torch.float32, torch.long)
+    kinds = (*_KINDS, torch.float32, torch.int32)
     stats = Stats(*(torch.empty(rows, dtype=kind, device=logits_RV.device) for kind in kinds))
     _stats_kernel[(rows,)](
         logits_RV, forbidden_V, *stats, width, logits_RV.stride(0), _in_range(temperature), **_shape(width)
     )
+    if top_p < 1 or 0 < top_k < width:
+        _cut_kernel[(rows,)](
+            logits_RV, forbidden_V, stats.top, stats.total, stats.entropy, stats.margin, stats.cut, stats.ties, width,
+            logits_RV.stride(0), _in_range(temperature), top_p if top_p < 1 else 1e30, top_k or width, **_shape(width),
+        )  # fmt: skip
     return stats
 
 
 @triton.jit
 def _draw_kernel(  # type: ignore[no-untyped-def]
-    logits, forbidden, row_of, top, total, uniform, token, width, stride, temperature, BLOCK: tl.constexpr
+    logits, forbidden, row_of, top, total, cut, ties, uniform, token, width, stride, temperature, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0)
     row = tl.load(row_of + program)
     best = tl.load(top + program)
     goal = tl.load(uniform + program) * tl.load(total + program)
+    edge = tl.load(cut + program)
+    kept = tl.load(ties + program)
+    seen = tl.full([], 0, tl.int32)
     lane = tl.arange(0, BLOCK)
     below = tl.full([], 0.0, tl.float64)  # mass of all blocks before
     start = tl.full([], 0, tl.int32)
@@ -114,9 +213,10 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     last = tl.full([], 0, tl.int32)  # the last token with any mass, for a goal that rounding put behind it
     while (start < width) & (drawn < 0):
         column = start + lane
-        banned = tl.load(forbidden + column, column < width, other=1)
-        x = tl.load(logits + row * stride + column, column < width, other=0.0).to(tl.float32)
-        e = tl.where(banned != 0, 0.0, tl.exp((x - best) / temperature))
+        e, _ = _load_e(logits, forbidden, row, column, width, stride, best, temperature)
+        tie = (e == edge).to(tl.int32)
+        e = tl.where((e > edge) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= kept)), e, 0.0)
+        seen += tl.sum(tie, 0)
         last = tl.maximum(last, tl.max(tl.where(e > 0, column, 0), 0))
         mass = tl.sum(e.to(tl.float64), 0)
         if below + mass > goal:
@@ -143,8 +243,8 @@ def draw_rows(
     """
     token_N, width = torch.empty_like(row_N), logits_RV.shape[1]
     _draw_kernel[(len(row_N),)](
-        logits_RV, forbidden_V, row_N, stats.top, stats.total, u_N, token_N, width, logits_RV.stride(0),
-        _in_range(temperature), **_shape(width),
+        logits_RV, forbidden_V, row_N, stats.top, stats.total, stats.cut, stats.ties, u_N, token_N, width,
+        logits_RV.stride(0), _in_range(temperature), **_shape(width),
     )  # fmt: skip
     return token_N
 
