@@ -252,6 +252,7 @@ class _Run:
     def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
         prompts = [self.source.ids(row) for row in rows]
         idle = self._fillers(prompts) if self.config.compile else []
+        follow = show is not None and self.base.device.type == "cpu"  # a watched canvas has no fast form on a card
 
         def watch(canvas: Canvas) -> None:
             assert show is not None
@@ -263,9 +264,11 @@ class _Run:
             settings,
             decoder="joint",
             rows=rows + rows[:1] * len(idle),
-            watch=watch if show else None,
+            watch=watch if follow else None,
         )
         self.rows_done += len(rows)
+        if show is not None and not follow:
+            show(self.rows_done)
         self.base_calls += int(result.base_calls_B[: len(rows)].sum())
         self.tokens += int((result.order_BL[: len(rows)] >= 0).sum())
         return [result.trajectory(b) for b in range(len(rows))]
