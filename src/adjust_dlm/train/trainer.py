@@ -17,14 +17,14 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.store import open_stores
-from adjust_dlm.losses import Delta, RowWeights, kl_and_delta
+from adjust_dlm.losses import Delta, KernelName, RowWeights, kl_and_delta, pick_delta, row_shares
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.train import distributed
-from adjust_dlm.train.batches import random_slices, to_device
+from adjust_dlm.train.batches import lots, random_slices, to_device
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
 from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.optim import build_optimizers, learning_rate
-from adjust_dlm.train.unroll import Step, unroll, unrolled_kl
+from adjust_dlm.train.unroll import Step, observe, unroll_frames, unrolled_kl
 from adjust_dlm.types import Trajectory, require
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,10 @@ class TrainConfig:
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
         pairing: see `SamplerConfig.pairing`.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
-        compile: compile the base's body and the KL kernel (CUDA).
+        rows: at most that many masked rows of a state go through the head, the nearest by rank and a draw of the others
+            that stands for the rest (the same loss on average); none takes all.
+        kernel: of the KL: "triton" (fused, CUDA), "torch", or "auto", the former where it can be had.
+        compile: compile the base's body, g and torch's KL kernel (CUDA).
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
     """
@@ -86,6 +89,8 @@ class TrainConfig:
     suppress_eos: bool = False
     pairing: Literal["state", "token"] = "state"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    rows: int | None = None
+    kernel: KernelName = "auto"
     compile: bool = False
     max_seconds: float | None = None
     resume: Literal["auto", "never"] = "auto"
@@ -104,6 +109,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup", "heldout", "seed"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
         require(
             self.slice_states > self.rollout,
             f"slice_states is {self.slice_states}; it must exceed rollout ({self.rollout})",
@@ -153,7 +159,9 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """What must stay the same between start and resume."""
         fixed = {
-            k: v for k, v in asdict(self.config).items() if k not in ("output", "compile", "trajectories", "resume")
+            k: v
+            for k, v in asdict(self.config).items()
+            if k not in ("output", "compile", "kernel", "trajectories", "resume")
         }
         return {
             **fixed, "dtype": str(self.base.dtype).removeprefix("torch."), "base_fingerprint": self.base.fingerprint,
@@ -212,11 +220,11 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         )
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, data_digest=data.digest())
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
+    run.delta = pick_delta(config.kernel, base.device, compiled=config.compile)
     if config.compile:
         base.compile()
         run.pad_to = max(len(x.tokens_L) for x in data)
         run.step_g = torch.compile(sampler, dynamic=False)
-        run.delta = torch.compile(kl_and_delta, dynamic=True)
     return run
 
 
@@ -287,12 +295,12 @@ def _micro_loss(run: Run, micro: int) -> Tensor:
         depths = [released_depth(key, config.rollout)]  # type: ignore[assignment]
     g = run.sampler if run.step_g is None else run.step_g
     with _autocast(run):
-        states = unroll(run.base, g, to_device(slices, run.device), rollout=config.rollout)
-        parts = [
-            unrolled_kl(run.base, states, k, weights=config.weights, suppress_eos=config.suppress_eos, delta=run.delta)
-            for k in depths
-        ]
-    return torch.stack(parts).mean()
+        frames = observe(run.base, to_device(slices, run.device))
+        share_BL = None if config.rows is None else row_shares(frames.rank_BL, config.rows, lots(frames.rank_BL, key))
+        return unrolled_kl(
+            run.base, unroll_frames(g, frames, rollout=config.rollout), depths, weights=config.weights,
+            suppress_eos=config.suppress_eos, delta=run.delta, share_BL=share_BL,
+        )  # fmt: skip
 
 
 def released_depth(key: tuple[int, ...], rollout: int) -> int:

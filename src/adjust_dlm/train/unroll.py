@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.losses import Delta, RowWeights, kl_and_delta, row_weights, weighted_kl
+from adjust_dlm.losses import Delta, RowWeights, Student, kl_and_delta, row_weights, weighted_kl
 from adjust_dlm.types import MASKED, State
 
 _NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
@@ -57,20 +58,59 @@ class Slices:
 
 
 @dataclass
-class Unrolled:
-    """States of Algorithm 2 for all windows of some slices: row s*N + n is window s of trajectory n.
+class Frames:
+    """S consecutive states of N texts and what the base says about them, state-major: row s * N + n is state s of n.
 
     Attributes:
-        stale_BLD: h_0 = f(x) of each window.
-        student: h^_1 .. h^_rollout.
-        teacher: f(x_1) .. f(x_rollout), same rows.
-        rank: per depth, [B, L] commits until revealed (see `Slices.rank`).
+        x: the canvases.
+        h_BLD: f(x).
+        rank_BL: commits until a position is revealed; negative where it is not masked or the state does not count.
+        text_SN: which text a state belongs to; -1 is filler. A window stays within one text.
     """
 
-    stale_BLD: Tensor
+    x: State
+    h_BLD: Tensor
+    rank_BL: Tensor
+    text_SN: Tensor
+
+
+def observe(base: Base, slices: Slices) -> Frames:
+    """Algorithm 2, lines 3-7: the states of stored trajectories, and one base pass for each."""
+    x = slices.states(base.spec.mask_id)
+    t_SN = slices.start_N + torch.arange(slices.length, device=slices.start_N.device)[:, None]
+    return Frames(x, base.hidden(x), slices.rank().flatten(0, 1), torch.where(t_SN >= 0, 0, -1))
+
+
+@dataclass
+class Unrolled:
+    """What Algorithm 2 compares, for all windows of some frames: row w * N + n is window w of text n.
+
+    Attributes:
+        frames: f of every state; h_0 of the windows among them.
+        windows: S - rollout.
+        student: h^_1 .. h^_rollout, each [windows * N, L, D].
+        rank: per depth, [windows * N, L] commits until revealed; negative where nothing is to be compared.
+    """
+
+    frames: Frames
+    windows: int
     student: list[Tensor]
-    teacher: list[Tensor]
     rank: list[Tensor]
+
+    def rows(self, k: int) -> slice:
+        """Rows of the frames that hold x_k of every window."""
+        n = self.frames.text_SN.shape[1]
+        return slice(k * n, (k + self.windows) * n)
+
+    @property
+    def stale_BLD(self) -> Tensor:
+        """h_0 = f(x) of each window."""
+        return self.frames.h_BLD[self.rows(0)]
+
+    @property
+    def teacher(self) -> list[Tensor]:
+        """f(x_1) .. f(x_rollout) of each window."""
+        return [self.frames.h_BLD[self.rows(k)] for k in range(1, len(self.student) + 1)]
 
 
 def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Unrolled:
@@ -82,48 +122,56 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Un
         slices: consecutive states of stored trajectories.
         rollout: K - 1, the number of unrolled g steps.
     """
-    x, n = slices.states(base.spec.mask_id), len(slices.start_N)
-    windows = slices.length - rollout
-    rank_BL = slices.rank().flatten(0, 1)
-    begun_B1 = (slices.start_N + torch.arange(windows, device=slices.start_N.device)[:, None] >= 0).flatten()[:, None]
-    h_BLD = base.hidden(x)  # lines 5-7: f of every state, h_0 = f(x) of every window among them
-    out = Unrolled(h_BLD[: windows * n], [], [], [])
+    return unroll_frames(sampler, observe(base, slices), rollout=rollout)
+
+
+def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
+    """Algorithm 2, lines 8-10."""
+    x, text_SN = frames.x, frames.text_SN
+    out = Unrolled(frames, len(text_SN) - rollout, [], [])
     h_k = out.stale_BLD
     for k in range(1, rollout + 1):  # line 8
-        rows = slice(k * n, (k + windows) * n)
+        rows = out.rows(k)
         x_k = State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
         h_k = sampler(h_k, x_k)  # line 9
         out.student.append(h_k)
-        out.teacher.append(h_BLD[rows])
-        out.rank.append(torch.where(begun_B1, rank_BL[rows], -_NEVER))
+        begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
+        out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[rows], -_NEVER))
     return out
 
 
 def unrolled_kl(
-    base: Base, run: Unrolled, k: int, *, weights: RowWeights = "next", suppress_eos: bool = False,
-    stale: bool = False, delta: Delta = kl_and_delta,
+    base: Base, run: Unrolled, depths: int | Sequence[int], *, weights: RowWeights = "next",
+    suppress_eos: bool = False, stale: bool = False, delta: Delta = kl_and_delta, share_BL: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Line 11 at depth k: mean over states of the weighted KL(W h_k || W h^_k) on rows masked in x_k.
+    """Line 11: mean over depths, and over states, of the weighted KL(W h_k || W h^_k) on rows masked in x_k.
+
+    A state is the teacher of up to `rollout` depths; its logits are computed once for all of them.
 
     Args:
         base: f and W.
         run: from `unroll`.
-        k: 1..rollout.
+        depths: of 1..rollout.
         weights: row weights, 1 in total per state; a state without masked rows does not count.
         suppress_eos: must say what decoding will say.
         stale: measure h_0 in place of h^_k (what parallel decoding would use).
-        delta: `kl_and_delta` or its compiled twin.
+        delta: `kl_and_delta` or a twin of it (see `losses.pick_delta`).
+        share_BL: factors on the row weights of all states (`losses.row_shares`); rows of factor 0 are left out.
     """
-    rank_BL = run.rank[k - 1]
-    masked_BL = rank_BL >= 0
-    weight_BL = row_weights(rank_BL, masked_BL, weights) / masked_BL.any(-1).sum().clamp_min(1)
-    rows = masked_BL.nonzero(as_tuple=True)
-    student_BLD = run.stale_BLD if stale else run.student[k - 1]
-    return weighted_kl(
-        run.teacher[k - 1][rows],
-        student_BLD[rows],
-        weight_BL[rows],
-        lambda h_RD: base.logits(h_RD, suppress_eos=suppress_eos),
-        base.head_matrix,
-        delta=delta,
-    )
+    depths = (depths,) if isinstance(depths, int) else depths
+    weight_KBL = torch.zeros(len(depths), *run.frames.rank_BL.shape, device=run.frames.rank_BL.device)
+    for weight_BL, k in zip(weight_KBL, depths, strict=True):
+        masked_BL = run.rank[k - 1] >= 0
+        states = masked_BL.any(-1).sum().clamp_min(1) * len(depths)
+        weight_BL[run.rows(k)] = row_weights(run.rank[k - 1], masked_BL, weights) / states
+    if share_BL is not None:
+        weight_KBL *= share_BL
+    row_R, at_R = (weight_KBL > 0).any(0).nonzero(as_tuple=True)  # sorted: those of a depth are neighbours
+    edges = torch.tensor([[run.rows(k).start, run.rows(k).stop] for k in depths], device=row_R.device)
+    students = []
+    for i, (k, (first, last)) in enumerate(zip(depths, torch.searchsorted(row_R, edges).tolist(), strict=True)):
+        row, at = row_R[first:last], at_R[first:last]
+        h_BLD = run.stale_BLD if stale else run.student[k - 1]
+        students.append(Student(h_BLD[row - run.rows(k).start, at], weight_KBL[i, row, at], first))
+    head = functools.partial(base.plain_logits, suppress_eos=suppress_eos)
+    return weighted_kl(run.frames.h_BLD[row_R, at_R], students, head, base.head_matrix, delta=delta)
