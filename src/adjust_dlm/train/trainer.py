@@ -23,8 +23,9 @@ from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import lots, random_slices, to_device
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
 from adjust_dlm.train.metrics import held_out
+from adjust_dlm.train.one_pass import Pool, PoolConfig, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
-from adjust_dlm.train.unroll import Step, observe, unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import Slices, Step, observe, unroll_frames, unrolled_kl
 from adjust_dlm.types import Trajectory, require
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class TrainConfig:
     Attributes:
         base: name or folder of the frozen base.
         trajectories: folders written by `adjust trajectories`.
+        one_pass: decode the trajectories while training on them (see `pool`); folders then serve held-out metrics only.
+        pool: what `one_pass` decodes.
         output: folder for the sampler, checkpoints and metrics.
         preset: "default", or "paper": AdamW 5e-5 constant after 250 warm-up steps, uniform rows, batch 32.
         rollout: unrolled g steps (K - 1 of training).
@@ -48,7 +51,7 @@ class TrainConfig:
         decay: share of the run, at its end, over which the rate falls linearly to 0.
         steps: optimiser steps.
         slice_states: consecutive states per slice; slice_states - rollout windows share their base passes.
-        slices: slices per micro-batch.
+        slices: slices per micro-batch; with `one_pass`, rows of the pool.
         accumulate: micro-batches per step and rank.
         clip: gradient norm limit.
         heldout: trajectories kept apart for metrics.
@@ -68,6 +71,8 @@ class TrainConfig:
 
     base: str = "smol"
     trajectories: tuple[str, ...] = ()
+    one_pass: bool = False
+    pool: PoolConfig = field(default_factory=PoolConfig)
     output: str = "runs/sampler"
     preset: Literal["default", "paper"] = "default"
     rollout: int = 3
@@ -144,6 +149,7 @@ class Run:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     step_g: Step | None = None
     data_digest: str = ""
+    pool: Pool | None = None
 
     @functools.cached_property
     def training_rows(self) -> list[int]:
@@ -202,30 +208,36 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
 def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> Run:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
-    require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`")
-    data = open_stores([Path(p) for p in config.trajectories])
-    require(
-        data.fingerprint == base.fingerprint,
-        f"the trajectories come from a base with fingerprint {data.fingerprint[:16]}; "
-        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
-    )
-    require(
-        len(data) > config.heldout,
-        f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
-    )
+    pool = None
+    if config.one_pass:
+        data, digest, pool = start_pool(config, base, rank, world)
+    else:
+        data, digest = _stored(config, base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         sampler = Sampler(
             base, SamplerConfig.paper() if config.preset == "paper" else SamplerConfig(pairing=config.pairing)
         )
-    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, data_digest=data.digest())
+    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, data_digest=digest, pool=pool)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile)
     if config.compile:
         base.compile()
-        run.pad_to = max(len(x.tokens_L) for x in data)
+        run.pad_to = max(len(x.tokens_L) for x in data) if pool is None else pool.width
         run.step_g = torch.compile(sampler, dynamic=False)
     return run
+
+
+def _stored(config: TrainConfig, base: Base) -> tuple[Sequence[Trajectory], str]:
+    """The trajectories of a run and their digest."""
+    require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`, or --one-pass")
+    data = open_stores([Path(p) for p in config.trajectories])
+    data.check_base(base)
+    require(
+        len(data) > config.heldout,
+        f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
+    )
+    return data, data.digest()
 
 
 def _unfinished(run: Run) -> bool:
@@ -248,8 +260,10 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
             last = _held_out(run)
             metrics.write(run.step, **losses, seconds=run.elapsed, **last)
             log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
-        if run.rank == 0 and (run.step % config.checkpoint_every == 0 or leaving):
-            save_checkpoint(folder, _payload(run))
+        if run.step % config.checkpoint_every == 0 or leaving:
+            payload = _payload(run)  # on every rank: their pools are gathered
+            if run.rank == 0:
+                save_checkpoint(folder, payload)
         if stopping:
             break
     return last
@@ -286,21 +300,26 @@ def _step(run: Run) -> dict[str, float]:
 def _micro_loss(run: Run, micro: int) -> Tensor:
     config = run.config
     key = (config.seed, run.step, micro)
-    slices = random_slices(
-        run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
-        key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
-    )  # fmt: skip
+    ready = None if run.pool is None else run.pool.frames()  # decoding: not under autocast
     depths = range(1, config.rollout + 1)
     if config.loss == "released":
         depths = [released_depth(key, config.rollout)]  # type: ignore[assignment]
     g = run.sampler if run.step_g is None else run.step_g
     with _autocast(run):
-        frames = observe(run.base, to_device(slices, run.device))
+        frames = ready or observe(run.base, to_device(_slices(run, key), run.device))
         share_BL = None if config.rows is None else row_shares(frames.rank_BL, config.rows, lots(frames.rank_BL, key))
         return unrolled_kl(
             run.base, unroll_frames(g, frames, rollout=config.rollout), depths, weights=config.weights,
             suppress_eos=config.suppress_eos, delta=run.delta, share_BL=share_BL,
         )  # fmt: skip
+
+
+def _slices(run: Run, key: tuple[int, ...]) -> Slices:
+    config = run.config
+    return random_slices(
+        run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
+        key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
+    )  # fmt: skip
 
 
 def released_depth(key: tuple[int, ...], rollout: int) -> int:
@@ -321,11 +340,14 @@ def _payload(run: Run) -> dict[str, Any]:
     return {
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
         "optimizers": [o.state_dict() for o in run.optimizers],
+        "pools": None if run.pool is None else distributed.from_all_ranks([run.pool.state()]),
     }  # fmt: skip
 
 
 def _restore(run: Run, saved: dict[str, Any]) -> None:
     run.step, run.elapsed = saved["step"], saved["elapsed"]
     run.sampler.load_state_dict(saved["sampler"])
+    if run.pool is not None:
+        run.pool.load(saved["pools"][run.rank])
     for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(state)

@@ -13,7 +13,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, RowWeights, Student, kl_and_delta, row_weights, weighted_kl
 from adjust_dlm.types import MASKED, State
 
-_NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
+NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
 Step = Callable[[Tensor, State], Tensor]
 
 
@@ -44,9 +44,9 @@ class Slices:
         """
         t_SN1 = (self.start_N + torch.arange(self.length, device=self.start_N.device)[:, None])[..., None]
         never_NL = self.order_NL == MASKED
-        rank_SNL = torch.where(never_NL, _NEVER, self.order_NL) - t_SN1
+        rank_SNL = torch.where(never_NL, NEVER, self.order_NL) - t_SN1
         goes_on_SN1 = ((rank_SNL >= 0) & ~never_NL).any(-1, keepdim=True)
-        return torch.where(goes_on_SN1 | ~never_NL, rank_SNL, -_NEVER)
+        return torch.where(goes_on_SN1 | ~never_NL, rank_SNL, -NEVER)
 
     def states(self, mask_id: int) -> State:
         """The canvases before commits start .. start+S-1, as one batch of S*N rows (state-major)."""
@@ -136,7 +136,7 @@ def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolle
         h_k = sampler(h_k, x_k)  # line 9
         out.student.append(h_k)
         begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
-        out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[rows], -_NEVER))
+        out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[rows], -NEVER))
     return out
 
 
