@@ -170,7 +170,6 @@ class Pool:
         source.check_fits(base, config.max_new_tokens)
         self.base, self.source, self.finished = base, source, finished
         self.length, self.rollout, self.groups = length, rollout, config.rows // slices
-        self.wait = lookahead(weights)
         self.lanes = [
             Lane(
                 base, kind, source, config.rows // len(kinds),
@@ -179,6 +178,7 @@ class Pool:
             for lane, kind in enumerate(kinds)
         ]  # fmt: skip
         self.width = max(source.lengths) + config.max_new_tokens
+        self.wait = min(lookahead(weights), self.width)
         self.moments: list[Moment] = []
         self.passes = self.group = 0
 
@@ -188,7 +188,7 @@ class Pool:
             if self.group == 0:
                 del self.moments[: self.length - self.rollout if self.moments else 0]
                 while len(self.moments) < self.length + self.wait:
-                    self._advance()
+                    self.advance()
             places = slice(self.group, None, self.groups)  # spread over phases and temperatures
             self.group = (self.group + 1) % self.groups
             windows = self.moments[: self.length - self.rollout]
@@ -196,7 +196,7 @@ class Pool:
                 return self._frames(places)
 
     @torch.no_grad()
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """One base pass over the pool, and a commit in every open row."""
         for lane in self.lanes:
             lane.refill(self.passes, self.finished)
