@@ -21,22 +21,28 @@ def _kl_and_delta(teacher, student, weight, kl, teacher_stride, student_stride, 
     teacher += row * teacher_stride
     student += row * student_stride
     # Finite, so that a block without any allowed token gives 0 and not inf - inf.
-    max_t, max_s = -1.0e30, -1.0e30
-    sum_t, sum_s, gap = 0.0, 0.0, 0.0
+    max_t = -1.0e30
+    max_s = -1.0e30
+    sum_t = 0.0
+    sum_s = 0.0
+    gap = 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < vocabulary
         t = tl.load(teacher + at, mask=inside, other=-float("inf")).to(tl.float32)
         s = tl.load(student + at, mask=inside, other=-float("inf")).to(tl.float32)
-        new_t, new_s = tl.maximum(max_t, tl.max(t, 0)), tl.maximum(max_s, tl.max(s, 0))
+        new_t = tl.maximum(max_t, tl.max(t, 0))
+        new_s = tl.maximum(max_s, tl.max(s, 0))
         e_t = tl.exp(t - new_t)
         scale = tl.exp(max_t - new_t)
         away = tl.where(e_t > 0, t, 0.0) - tl.where(e_t > 0, s, 0.0)  # no inf - inf where both forbid
         gap = gap * scale + tl.sum(e_t * away, 0)
         sum_t = sum_t * scale + tl.sum(e_t, 0)
         sum_s = sum_s * tl.exp(max_s - new_s) + tl.sum(tl.exp(s - new_s), 0)
-        max_t, max_s = new_t, new_s
-    log_t, log_s = max_t + tl.log(sum_t), max_s + tl.log(sum_s)
+        max_t = new_t
+        max_s = new_s
+    log_t = max_t + tl.log(sum_t)
+    log_s = max_s + tl.log(sum_s)
     tl.store(kl + row, gap / sum_t - log_t + log_s)
     w = tl.load(weight + row).to(tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -65,7 +71,8 @@ def kl_and_delta(teacher_RV: Tensor, student_RV: Tensor, weight_R: Tensor) -> tu
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(vocabulary))
         strides = teacher_RV.stride(0), student_RV.stride(0)
-        _kl_and_delta[(rows,)](
-            teacher_RV, student_RV, weight_R.contiguous(), kl_R, *strides, vocabulary, BLOCK=block, num_warps=_WARPS
-        )
+        with torch.cuda.device_of(student_RV):
+            _kl_and_delta[(rows,)](
+                teacher_RV, student_RV, weight_R.contiguous(), kl_R, *strides, vocabulary, BLOCK=block, num_warps=_WARPS
+            )
     return kl_R, student_RV

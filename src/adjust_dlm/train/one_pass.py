@@ -180,18 +180,19 @@ class Pool:
         self.width = max(source.lengths) + config.max_new_tokens
         self.wait = min(lookahead(weights), self.width)
         self.moments: list[Moment] = []
-        self.passes = self.group = 0
+        self.passes = self.group = self.spent = 0
 
     def frames(self) -> Frames:
         """The next micro-batch in which at least one window counts: S states of M rows."""
         while True:
             if self.group == 0:
-                del self.moments[: self.length - self.rollout if self.moments else 0]
+                del self.moments[: self.spent]
                 while len(self.moments) < self.length + self.wait:
                     self.advance()
+                self.spent = self.length - self.rollout
             places = slice(self.group, None, self.groups)  # spread over phases and temperatures
             self.group = (self.group + 1) % self.groups
-            windows = self.moments[: self.length - self.rollout]
+            windows = self.moments[: self.spent]
             if bool((torch.stack([m.row_N[places] for m in windows]) != _IDLE).any()):
                 return self._frames(places)
 
@@ -237,7 +238,8 @@ class Pool:
         canvas = ("tokens_BL", "real_BL", "masked_BL", "order_BL", "rows_B", "commits_B")
         moment = ("row_N", "tokens_NL", "masked_NL", "real_NL", "revealed_NL")
         return {
-            "passes": self.passes, "group": self.group, "taken": [lane.taken for lane in self.lanes],
+            "passes": self.passes, "group": self.group, "spent": self.spent,
+            "taken": [lane.taken for lane in self.lanes],
             "lanes": [{name: getattr(lane.canvas, name).cpu() for name in canvas} for lane in self.lanes],
             "moments": [{name: getattr(m, name).cpu() for name in moment} for m in self.moments],
         }  # fmt: skip
@@ -245,7 +247,7 @@ class Pool:
     def load(self, saved: dict[str, Any]) -> None:
         """Goes on from a `state` of a pool with the same settings that has not moved yet."""
         device = self.base.device
-        self.passes, self.group = saved["passes"], saved["group"]
+        self.passes, self.group, self.spent = saved["passes"], saved["group"], saved["spent"]
         for lane, taken, canvas in zip(self.lanes, saved["taken"], saved["lanes"], strict=True):
             for _ in range(taken):
                 lane.next_row()
