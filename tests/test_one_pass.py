@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.exact import load_exact
+from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
@@ -71,23 +72,24 @@ def test_rows_are_those_of_adjust_trajectories(temperature: tuple[float, ...], e
     """Prompts of four lengths in four places: tokens and order of row r do not depend on who decodes beside it."""
     base = ending_base() if ends else endless_base()
     config = settings(temperature=temperature)
-    done: dict[int, Trajectory] = {}
-    pool = pool_of(base, config, MIXED, finished=lambda x: done.setdefault(x.row, x))
-    for _ in range(24):
+    common: dict[str, Any] = {
+        "max_new_tokens": 8, "temperature": temperature, "seed": 3, "batch_size": 4, "shard_rows": 8, "first_row": 5,
+    }  # fmt: skip
+    keeper = Keeper(TrajectoriesConfig(output=str(tmp_path / "kept"), **common), base, MIXED)
+    pool = pool_of(base, config, MIXED, keeper=keeper, first=5)
+    for _ in range(30):
         pool.frames()
-    make_trajectories(
-        TrajectoriesConfig(
-            output=str(tmp_path), num=max(done) + 1, max_new_tokens=8, temperature=temperature, seed=3, batch_size=4,
-            shard_rows=8,
-        ),
-        base, source=MIXED,
-    )  # fmt: skip
-    made = TrajectoryStore(tmp_path)
-    assert len(done) >= 12 and set(range(8)) <= done.keys()
-    assert any((x.order_L == -2).any() for x in done.values()) == ends
-    for row, x in done.items():
-        assert x.seed == 3
-        assert torch.equal(x.tokens_L, made[row].tokens_L) and torch.equal(x.order_L, made[row].order_L)
+    kept = TrajectoryStore(tmp_path / "kept")
+    assert len(kept) >= 16 and keeper.waiting
+    assert any((x.order_L == -2).any() for x in kept) == ends
+    made = TrajectoriesConfig(output=str(tmp_path / "made"), num=len(kept), **common)
+    make_trajectories(made, base, source=MIXED)
+    shards = sorted(path.name for path in (tmp_path / "made").glob("*.parquet"))
+    assert [p.name for p in sorted((tmp_path / "kept").glob("*.parquet"))] == shards
+    for name in shards:
+        assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
+    with pytest.raises(InputError, match=r"cannot continue .*kept: seed was 3 and is now 4"):
+        Keeper(TrajectoriesConfig(output=str(tmp_path / "kept"), **{**common, "seed": 4}), base, MIXED)
 
 
 @pytest.mark.parametrize("weights", ["next", "uniform"])
@@ -174,16 +176,23 @@ def test_ranks_share_the_rows_of_every_temperature() -> None:
     assert got == [[[10, 14, 18], [11, 15, 19]], [[12, 16, 20], [13, 17, 21]]]
 
 
-def test_a_restored_pool_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_restored_pool_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Frames to the last bit; of the rows it keeps, none is lost between a checkpoint and a shard."""
     base = ending_base()
-    whole, again = (pool_of(base, settings(), MIXED) for _ in "ab")
-    for _ in range(7):
+    kept = TrajectoriesConfig(output=str(tmp_path), max_new_tokens=8, seed=3, batch_size=4, shard_rows=4)
+    whole, again = (pool_of(base, settings(), MIXED, keeper=Keeper(kept, base, MIXED)) for _ in "ab")
+    for _ in range(13):
         whole.frames()
+    assert whole.keeper is not None and whole.keeper.waiting and len(TrajectoryStore(tmp_path)) >= 4
     again.load(whole.state())
-    for _ in range(7):
+    for _ in range(13):
         a, b = whole.frames(), again.frames()
         assert torch.equal(a.text_SN, b.text_SN) and torch.equal(a.rank_BL, b.rank_BL)
         assert torch.equal(a.h_BLD, b.h_BLD) and torch.equal(a.x.tokens_BL, b.x.tokens_BL)
+    assert again.keeper is not None and again.keeper.state()["start"] == whole.keeper.start == len(
+        TrajectoryStore(tmp_path)
+    )
+    assert whole.keeper.start >= 12
 
 
 # the trainer

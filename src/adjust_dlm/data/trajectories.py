@@ -168,6 +168,29 @@ def _versions() -> dict[str, str]:
     return {"adjust-dlm": __version__, **others}
 
 
+def manifest_of(
+    config: TrajectoriesConfig, base: Base, source: PromptSource, lengths: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """What a folder is made of; nothing in it depends on time, place or world size."""
+    spec = base.spec
+    return {
+        "format": store.FORMAT,
+        "base": spec.name,
+        "base_fingerprint": base.fingerprint,
+        "mask_id": spec.mask_id,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "seed": config.seed,
+        "temperatures": list(config.temperature),
+        "decode": asdict(config.decode_configs(base)[0]),
+        "prompts": source.facts(),
+        "first_row": config.first_row,
+        "rows": config.num,
+        "shard_rows": config.shard_rows,
+        "lengths": lengths,
+        "versions": _versions(),
+    }
+
+
 Show = Callable[[float], None]
 
 
@@ -211,24 +234,8 @@ class _Run:
         store.write_manifest(self.folder, self.manifest())
 
     def manifest(self, lengths: dict[str, float] | None = None) -> dict[str, Any]:
-        """What the folder is made of; nothing in it depends on time, place or world size."""
-        config, spec = self.config, self.base.spec
-        return {
-            "format": store.FORMAT,
-            "base": spec.name,
-            "base_fingerprint": self.base.fingerprint,
-            "mask_id": spec.mask_id,
-            "dtype": str(self.base.dtype).removeprefix("torch."),
-            "seed": config.seed,
-            "temperatures": list(config.temperature),
-            "decode": asdict(self.decode_configs[0]),
-            "prompts": self.source.facts(),
-            "first_row": config.first_row,
-            "rows": config.num,
-            "shard_rows": config.shard_rows,
-            "lengths": lengths,
-            "versions": _versions(),
-        }
+        """What the folder is made of."""
+        return manifest_of(self.config, self.base, self.source, lengths)
 
     def make_shard(self, rows: store.Range, show: Show | None) -> None:
         """Decodes a shard in batches and writes it."""

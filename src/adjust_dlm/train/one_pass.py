@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, temperature_index
@@ -46,6 +47,8 @@ class PoolConfig:
         top_k: keep the k likeliest tokens; 0 keeps all.
         order: rule that picks the next position; none takes the base's own.
         order_on: score the processed or the raw distribution; none takes the base's own.
+        keep: folder for the trajectories that are decoded, in shards of 512 as `adjust trajectories` would write them
+            (one process only).
     """
 
     rows: int = 64
@@ -57,13 +60,14 @@ class PoolConfig:
     top_k: int = 0
     order: OrderRule | None = None
     order_on: OrderOn | None = None
+    keep: str | None = None
 
-    def trajectories(self, *, seed: int, suppress_eos: bool) -> TrajectoriesConfig:
+    def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
         return TrajectoriesConfig(
-            output="", prompts=self.prompts, chat=self.chat, max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, order=self.order,
-            order_on=self.order_on, suppress_eos=suppress_eos, seed=seed,
+            output=self.keep or "", first_row=first, prompts=self.prompts, chat=self.chat,
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            order=self.order, order_on=self.order_on, suppress_eos=suppress_eos, seed=seed,
         )  # fmt: skip
 
 
@@ -112,16 +116,16 @@ class Lane:
         self.source, self.rows, self.taken = source, rows, 0
         self.begins = [place * settings.max_new_tokens // places for place in range(places)]
 
-    def refill(self, now: int, finished: Callable[[Trajectory], None] | None) -> None:
+    def refill(self, now: int, keeper: Callable[[Trajectory], None] | None) -> None:
         """Fresh rows for places whose text is finished, or whose first moment is this one."""
         canvas = self.canvas
         for b in (~canvas.open_B).nonzero()[:, 0].tolist():
             if now < self.begins[b]:
                 continue
-            if finished is not None and int(canvas.rows_B[b]) != _IDLE:
+            if keeper is not None and int(canvas.rows_B[b]) != _IDLE:
                 real_L = canvas.real_BL[b]
                 tokens_L, order_L = (part[b][real_L].cpu() for part in (canvas.tokens_BL, canvas.order_BL))
-                finished(Trajectory(tokens_L, order_L, row=int(canvas.rows_B[b]), seed=canvas.config.seed))
+                keeper(Trajectory(tokens_L, order_L, row=int(canvas.rows_B[b]), seed=canvas.config.seed))
             row = self.next_row()
             canvas.restart(b, self.source.ids(row), row)
 
@@ -154,13 +158,13 @@ class Pool:
         rollout: unrolled steps; a slice holds S - rollout windows.
         slices: M, a divisor of the pool's rows.
         weights: row weights that the windows will have; they say how long a state has to wait.
-        finished: called with every trajectory that is complete.
+        keeper: takes every trajectory that is complete.
     """
 
     def __init__(
         self, base: Base, config: PoolConfig, source: PromptSource, *, length: int, rollout: int, slices: int,
         seed: int = 0, suppress_eos: bool = False, first: int = 0, rank: int = 0, world: int = 1,
-        weights: RowWeights = "next", finished: Callable[[Trajectory], None] | None = None,
+        weights: RowWeights = "next", keeper: Keeper | None = None,
     ) -> None:  # fmt: skip
         kinds = config.trajectories(seed=seed, suppress_eos=suppress_eos).decode_configs(base)
         require(
@@ -168,7 +172,7 @@ class Pool:
             f"pool.rows is {config.rows}; it must be a multiple of {slices} (slices) and {len(kinds)} (temperatures)",
         )
         source.check_fits(base, config.max_new_tokens)
-        self.base, self.source, self.finished = base, source, finished
+        self.base, self.source, self.keeper = base, source, keeper
         self.length, self.rollout, self.groups = length, rollout, config.rows // slices
         self.lanes = [
             Lane(
@@ -200,7 +204,7 @@ class Pool:
     def advance(self) -> None:
         """One base pass over the pool, and a commit in every open row."""
         for lane in self.lanes:
-            lane.refill(self.passes, self.finished)
+            lane.refill(self.passes, self.keeper)
         canvases = [lane.canvas for lane in self.lanes]
         row_N, tokens_NL, masked_NL, real_NL = (
             torch.cat([getattr(canvas, name) for canvas in canvases])
@@ -242,6 +246,7 @@ class Pool:
             "taken": [lane.taken for lane in self.lanes],
             "lanes": [{name: getattr(lane.canvas, name).cpu() for name in canvas} for lane in self.lanes],
             "moments": [{name: getattr(m, name).cpu() for name in moment} for m in self.moments],
+            "kept": None if self.keeper is None else self.keeper.state(),
         }  # fmt: skip
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -253,6 +258,8 @@ class Pool:
                 lane.next_row()
             for name, value in canvas.items():
                 getattr(lane.canvas, name).copy_(value)
+        if self.keeper is not None and saved["kept"] is not None:
+            self.keeper.load(saved["kept"])
         for part in saved["moments"]:
             known = {name: value.to(device) for name, value in part.items()}
             moment = Moment(**known, h_NLD=torch.empty(0))
@@ -295,10 +302,12 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     else:
         data, first = held_out_rows(base, made, source, config.heldout), config.heldout
         digest = ""
+    require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
+    kept = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
     return data, f"{digest} {source.facts()['sha256']}", Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
-        weights=config.weights,
+        weights=config.weights, keeper=None if pool.keep is None else Keeper(kept, base, source),
     )  # fmt: skip
 
 
