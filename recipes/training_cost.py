@@ -4,8 +4,11 @@
     python recipes/training_cost.py llada --output llada.json     # LLaDA-8B's
 
 Forms: `plain` (one window a slice, as the paper), `sliced` (consecutive states share base passes), `one-pass` (decoded
-and trained on in one loop). A form is measured in parts, each the median over its runs after a warm-up: a training step
-of equally many windows, and a pass of the pool with its commit, which is also what data for the other two forms costs.
+and trained on in one loop). A form is measured in parts, each the median over its runs after a warm-up: a micro-batch
+(equally many windows in all forms), the optimiser's step (shared by `--batch` windows), and a pass of the pool with its
+commit, which is also what data for the other two forms costs. Arithmetic is that of the model's matrices and attention,
+a backward pass through g counted as two forward ones, the optimiser not at all.
+
 Every line is printed and the file is written as soon as a form is done, and a form that takes longer than its limit is
 left out, so a run that is cut short keeps what it has. Random weights and tokens cost what real ones cost.
 """
@@ -205,8 +208,8 @@ def running_pool(bench: Bench) -> Pool:
     return pool
 
 
-def training_step(bench: Bench, form: Form, frames: Callable[[], Frames]) -> Callable[[], None]:
-    """Everything behind the data: unroll, loss, gradients, optimiser."""
+def training_parts(bench: Bench, form: Form, frames: Callable[[], Frames]) -> list[Callable[[], None]]:
+    """A micro-batch with its gradients, and the optimiser's step."""
     options, base = bench.options, bench.base
     delta = pick_delta(form.kernel, base.device, compiled=form.compiled)
     optimizers = build_optimizers(bench.sampler, options.optimizer, 1e-6)
@@ -216,19 +219,21 @@ def training_step(bench: Bench, form: Form, frames: Callable[[], Frames]) -> Cal
         bench.grad_rows += len(weight_R)
         return delta(teacher_RV, student_RV, weight_R)
 
-    def step() -> None:
+    def micro_batch() -> None:
         with torch.autocast("cuda", torch.bfloat16) if half else contextlib.nullcontext():
             seen = frames()
             share_BL = None if form.rows is None else row_shares(seen.rank_BL, form.rows, lots(seen.rank_BL, (0, 0, 0)))
             run = unroll_frames(bench.step_g, seen, rollout=options.rollout)
             loss = unrolled_kl(base, run, range(1, options.rollout + 1), delta=counted, share_BL=share_BL)
         loss.backward()
+
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(bench.sampler.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    return step
+    return [micro_batch, update]
 
 
 def measure(bench: Bench, form: Form, decode_seconds: float | None) -> dict[str, Any]:
@@ -246,33 +251,36 @@ def measure(bench: Bench, form: Form, decode_seconds: float | None) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
     if form.compiled:
         bench.compile()
-    states, pool, kept = 0.0, None, None
+    states, kept = 0.0, None
     if form.name == "one-pass":
         pool = running_pool(bench)
         decode_seconds = pass_seconds(bench, pool, clock)
         kept = waiting_states(bench)
-        step = training_step(bench, form, pool.frames)
+        parts = training_parts(bench, form, pool.frames)
     else:
         length = options.states if form.name == "sliced" else options.rollout + 1
         count = bench.windows // (length - options.rollout)
         states = count * length / bench.windows
-        step = training_step(bench, form, lambda: slices_of(bench, length, count))
-    warm = 1
-    clock(step)
+        parts = training_parts(bench, form, lambda: slices_of(bench, length, count))
+    for part in parts:  # compiles, and makes the optimiser's state
+        part()
     bench.head_rows = bench.grad_rows = 0
-    seconds = clock.median(step, warm=warm, runs=options.runs)
-    rows, back = (n / (warm + options.runs) / bench.windows for n in (bench.head_rows, bench.grad_rows))
+    timed = [[clock(part) for part in parts] for _ in range(1 + options.runs)]
+    micro, update = (statistics.median(seconds) for seconds in zip(*timed[1:], strict=True))
+    rows, back = (n / len(timed) / bench.windows for n in (bench.head_rows, bench.grad_rows))
     assert decode_seconds is not None
     # Of T states of a trajectory T - 1 begin a window.
     data = decode_seconds * options.new_tokens / (options.new_tokens - 1)
     flops = states * base_flops(base, bench.length) + 3 * options.rollout * sampler_flops(base, bench.length)
     flops += 2 * base.width * base.spec.vocab_size * (rows + back)
     data_flops = base_flops(base, bench.length) + base.width * base.spec.vocab_size * options.new_tokens
-    window = seconds / bench.windows + data
+    training = micro / bench.windows + update / options.batch
+    window = training + data
     return {
         "form": form.name, "compiled": form.compiled, "rows": form.rows, "kernel": form.kernel,
-        "windows_per_second": 1 / window, "windows_per_second_without_data": bench.windows / seconds,
-        "step_seconds": seconds, "decode_ms_per_state": 1000 * decode_seconds, "head_rows_per_window": rows,
+        "windows_per_second": 1 / window, "windows_per_second_without_data": 1 / training,
+        "micro_batch_seconds": micro, "update_seconds": update, "decode_ms_per_state": 1000 * decode_seconds,
+        "head_rows_per_window": rows,
         "training_tflop_per_window": flops / 1e12, "data_tflop_per_window": data_flops / 1e12,
         "tflops": (flops + data_flops) / window / 1e12,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
@@ -341,9 +349,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, default=32, help="the limit on masked rows a state that is tried")
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
-    parser.add_argument("--runs", type=int, default=4, help="timed steps of each form")
+    parser.add_argument("--batch", type=int, default=256, help="windows of an optimiser step")
+    parser.add_argument("--runs", type=int, default=4, help="timed micro-batches of each form")
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
-    parser.add_argument("--form-seconds", type=float, default=75, help="for one form, compiling included")
+    parser.add_argument("--form-seconds", type=float, default=100, help="for one form, compiling included")
     parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args(argv)
     if options.runs + 2 > options.states:
