@@ -310,6 +310,8 @@ def limit(seconds: float) -> Iterator[None]:
     def late(*_: Any) -> None:
         raise TimeoutError
 
+    if seconds <= 0:
+        raise TimeoutError
     old = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -376,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for form in forms(options):
         left = options.seconds - (time.monotonic() - started)
         try:
-            with limit(max(0.1, min(left, options.form_seconds))):
+            with limit(min(left, options.form_seconds)):
                 if form.name != "one-pass" and form.compiled not in decode_seconds:
                     if form.compiled:
                         bench.compile()

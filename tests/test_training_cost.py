@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+
+from adjust_dlm.bases.layers import BidirectionalLayer, Body
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"states": 5, "slices": 2, "rollout": 2, "new-tokens": 8, "rows": 3, "runs": 2}
-FLAGS = ["--no-compile", *(f"--{name}={value}" for name, value in SIZES.items())]
+FLAGS = [f"--{name}={value}" for name, value in SIZES.items()]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +36,17 @@ def run(recipe: ModuleType, output: Path, *flags: str) -> dict[str, Any]:
     return dict(json.loads(output.read_text()))
 
 
+def watched(forward: Any, shapes: set[Any], name: str) -> Any:
+    def seen(self: Any, x: Any, *rest: Any) -> Any:
+        shapes.add((name, *x.shape[:2]))
+        return forward(self, x, *rest)
+
+    return seen
+
+
 def test_arithmetic_and_hours_of_every_form(recipe: ModuleType, tmp_path: Path) -> None:
     """L = 9, D = 32, V = 96: a layer does 2 L (D 96 + 3 D 64) + 4 L L D, g also 4 L D D, the head 2 D V a row."""
-    result = run(recipe, tmp_path / "cost.json")
+    result = run(recipe, tmp_path / "cost.json", "--no-compile")
     assert result["left_out"] == [] and result["gemm_tflops"] > 0
     layer = 2 * 9 * (32 * 96 + 3 * 32 * 64) + 4 * 9 * 9 * 32
     g = layer + 4 * 9 * 32 * 32
@@ -63,11 +76,21 @@ def test_arithmetic_and_hours_of_every_form(recipe: ModuleType, tmp_path: Path) 
     assert few["head_rows_per_window"] < all_rows["head_rows_per_window"]
 
 
+def test_compiled_forms_share_two_shapes(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the base for decoding and for slices, one of g: a 7B model would take minutes for each more."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    shapes: set[tuple[int, ...]] = set()
+    monkeypatch.setattr(Body, "forward", watched(Body.forward, shapes, "f"))
+    monkeypatch.setattr(BidirectionalLayer, "forward", watched(BidirectionalLayer.forward, shapes, "g"))
+    result = run(recipe, tmp_path / "cost.json", "--forms", "one-pass", "sliced")
+    compiled = [(form["form"], form["rows"]) for form in result["forms"] if form["compiled"]]
+    assert compiled == [("one-pass", None), ("one-pass", 3), ("sliced", None), ("sliced", 3)]
+    assert shapes == {("f", 10, 9), ("g", 6, 9)}
+
+
 def test_the_pool_stands_at_all_moments_of_a_text(recipe: ModuleType) -> None:
     """Ten places over eight commits; the next passes go on from there."""
     import argparse
-
-    import torch
 
     from adjust_dlm.sampler import Sampler
 
@@ -82,7 +105,9 @@ def test_the_pool_stands_at_all_moments_of_a_text(recipe: ModuleType) -> None:
 
 
 def test_what_takes_too_long_is_left_out(recipe: ModuleType, tmp_path: Path) -> None:
-    result = run(recipe, tmp_path / "cost.json", "--forms", "sliced", "--form-seconds", "0.001")
-    assert result["forms"] == []
+    result = run(recipe, tmp_path / "cost.json", "--forms", "sliced", "--no-compile", "--seconds", "0")
+    assert result["forms"] == [] and result["left_out"] == [["sliced", False, None, "TimeoutError"]]
+    with pytest.raises(TimeoutError), recipe.limit(0.05):
+        time.sleep(10)
     with pytest.raises(SystemExit):
         run(recipe, tmp_path / "cost.json", "--runs", "4")
