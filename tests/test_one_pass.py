@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +283,24 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path, monkeypatch: pytest.
     assert min(first) == 64
     with pytest.raises(InputError, match="64 trajectories; 65 are to be held out"):
         train(run_settings(tmp_path / "c", heldout=65, trajectories=(str(tmp_path / "t"),)), exact)
+
+
+@pytest.mark.slow
+def test_two_processes_decode_different_rows_and_save_both_pools(tmp_path: Path) -> None:
+    flags = {
+        "base": "exact", "pool.rows": 16, "pool.max-new-tokens": 4, "slice-states": 4, "slices": 8, "heldout": 16,
+        "steps": 6, "eval-every": 6, "checkpoint-every": 3, "output": tmp_path,
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "adjust_dlm.cli",
+        "train", "--one-pass", *(f"--{name}={value}" for name, value in flags.items()),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    pools = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["pools"]
+    rows = [set(torch.cat([m["row_N"] for m in pool["moments"]]).tolist()) - {-1} for pool in pools]
+    assert len(rows) == 2 and all(len(mine) > 16 for mine in rows)
+    assert [{row % 2 for row in mine} for mine in rows] == [{0}, {1}]
 
 
 def test_a_pool_that_cannot_be_cut_is_refused() -> None:

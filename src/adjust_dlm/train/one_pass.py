@@ -76,7 +76,7 @@ def lookahead(weights: RowWeights) -> int:
 
     `next` weights fall as exp(-rank/3): rows that are revealed later than that have none of it.
     """
-    return math.ceil(16.7 * NEXT_DECAY) if weights == "next" else 0  # exp(-16.7) < 2**-24
+    return 0 if weights == "uniform" else math.ceil(16.7 * NEXT_DECAY)  # exp(-16.7) < 2**-24
 
 
 @dataclass

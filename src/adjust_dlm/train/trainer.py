@@ -51,7 +51,7 @@ class TrainConfig:
         decay: share of the run, at its end, over which the rate falls linearly to 0.
         steps: optimiser steps.
         slice_states: consecutive states per slice; slice_states - rollout windows share their base passes.
-        slices: slices per micro-batch; with `one_pass`, rows of the pool.
+        slices: slices per micro-batch; with `one_pass`, rows of the pool that make one.
         accumulate: micro-batches per step and rank.
         clip: gradient norm limit.
         heldout: trajectories kept apart for metrics.
