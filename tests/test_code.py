@@ -289,8 +289,8 @@ def test_stored_replies_to_mbpp(sanitized: bool, tmp_path: Path) -> None:
 
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "lm_eval" / "scores.json").read_text(encoding="utf-8"))
-# The harness cuts at five words only (those in a string, too), runs a prompt that is written again behind itself, and takes
-# a program that ends by itself for one that passed.
+# The harness cuts at five words only (those in a string, too), runs a prompt that is written again behind itself, and
+# takes a program that ends by itself for one that passed.
 OTHERWISE = {
     "humaneval": {
         "prose behind it", "assert behind it", "import behind it", "decorator behind it", "fence behind it",
