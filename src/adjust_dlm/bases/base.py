@@ -100,8 +100,8 @@ class Base(ABC):
         raise InputError(f"base {self.spec.name!r} has no causal pass")
 
     def head(self, h_RD: Tensor) -> Tensor:
-        """W h: logits [R, V] in the base's dtype, nothing forbidden yet."""
-        return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix)
+        """W h: logits [R, V] in the base's dtype, nothing forbidden yet; columns behind the first D are not read."""
+        return nn.functional.linear(h_RD[:, : self.width].to(self.head_matrix.dtype), self.head_matrix)
 
     @abstractmethod
     def embed(self, tokens_BL: Tensor) -> Tensor:
