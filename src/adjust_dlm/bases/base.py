@@ -115,6 +115,10 @@ class Base(ABC):
         """Compiles f where the base knows how; a base without a compiled form raises."""
         raise InputError(f"base {self.spec.name!r} has no compiled form; run without --compile")
 
+    def eager(self) -> Base:
+        """Itself, or a twin on the same weights that is not compiled: for shapes too rare to compile for."""
+        return self
+
     def partner(self) -> Partner | None:
         """An autoregressive partner that is part of the base itself; None where it is a model of its own."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -64,6 +65,14 @@ class TransformerBase(Base):
         """Compiles f for fixed shapes: 30-60 s each, and torch compiles a handful at most. Keep to few shapes."""
         self._body = torch.compile(self._forward, dynamic=False)
         self.compiled = True
+
+    def eager(self) -> Base:
+        """See `Base.eager`."""
+        if not self.compiled:
+            return self
+        twin = copy.copy(self)
+        twin._body, twin.compiled = twin._forward, False
+        return twin
 
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:

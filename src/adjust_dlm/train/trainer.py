@@ -69,6 +69,7 @@ class TrainConfig:
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         compile: compile the base's body and the KL kernel (CUDA).
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
+        untimed: first steps that `max_seconds` and the reported seconds leave out: those in which kernels are compiled.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
     """
 
@@ -106,6 +107,7 @@ class TrainConfig:
     anchor: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool = False
+    untimed: int = 0
     max_seconds: float | None = None
     resume: Literal["auto", "never"] = "auto"
 
@@ -121,7 +123,7 @@ class TrainConfig:
                 object.__setattr__(self, name, value)
         for name in ("rollout", "steps", "slices", "accumulate", "eval_every", "checkpoint_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("warmup", "heldout", "seed"):
+        for name in ("warmup", "heldout", "seed", "untimed"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(0 <= self.ema < 1, f"ema is {self.ema}; it must lie in 0..1, below 1")
         check_objective(self)
@@ -244,11 +246,18 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
         run.averaged.load_state_dict(sampler.state_dict())
     if config.compile:
-        base.compile()
+        if not base.compiled:
+            base.compile()
         run.pad_to = max(len(x.tokens_L) for x in data)
         run.step_g = torch.compile(sampler, dynamic=False)
-        run.delta = torch.compile(kl_and_delta, dynamic=True)
+        run.delta = compiled_delta()
     return run
+
+
+@functools.cache
+def compiled_delta() -> Delta:
+    """`kl_and_delta` as one kernel, made once for all runs of a process."""
+    return torch.compile(kl_and_delta, dynamic=True)
 
 
 def _unfinished(run: Run) -> bool:
@@ -264,6 +273,8 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
     while _unfinished(run):
         losses = _step(run)
         run.step += 1
+        if run.step <= config.untimed:
+            started, before = time.monotonic(), 0.0
         run.elapsed = float(distributed.mean(torch.tensor(before + time.monotonic() - started, device=run.device)))
         stopping = distributed.any_rank(stop.requested, run.device)
         leaving = stopping or not _unfinished(run)
@@ -279,7 +290,8 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 
 
 def _held_out(run: Run) -> dict[str, float]:
-    return held_out(run.base, run.best_g, run.data, run.rows(True), run.config, _autocast(run), run.pad_to)
+    base = run.base.eager()  # its batches have a shape of their own
+    return held_out(base, run.best_g, run.data, run.rows(True), run.config, _autocast(run), run.pad_to)
 
 
 def _step(run: Run) -> dict[str, float]:
