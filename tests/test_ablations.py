@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adjust_dlm.bases.dream import DreamBase
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.eval import table
 from adjust_dlm.eval.nll import nll_gap_closed, score_nll
-from adjust_dlm.sampler import load_sampler
+from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, END, VOCAB, tiny_base, words
 
@@ -124,11 +125,25 @@ def test_a_budget_by_the_clock_leaves_the_first_steps_out(
     assert recipe.main(command(tmp_path, *common, "--only", "a", "--stop-after", "0"), base).count("| a |") == 1
 
 
+def parameters(config: SamplerConfig) -> int:
+    """Of a g on the default model's shape; nothing is allocated."""
+    shape = Shape.of({
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    })  # fmt: skip
+    base: Any = SimpleNamespace(
+        fingerprint="", embed=None, to_frame=None, width=576, layer_config=shape, with_features=lambda _: None
+    )
+    with torch.device("meta"):
+        return sum(p.numel() for p in Sampler(base, config).parameters())
+
+
 def test_every_built_in_variant_is_a_valid_setting(recipe: ModuleType, tmp_path: Path) -> None:
     args = recipe.arguments(command(tmp_path, "--steps", "10"))
     made = {name: recipe.training(args, name, changes) for name, changes in recipe.VARIANTS.items()}
     assert len(made) >= 14
     assert len({config.output for config in made.values()}) == len(made)
+    assert max(parameters(config.sampler_config()) for config in made.values()) <= 0.06 * 134_515_008
     with pytest.raises(InputError, match="unknown setting wings"):
         recipe.training(args, "bad", {"wings": 2})
     with pytest.raises(InputError, match="unknown variant nobody"):

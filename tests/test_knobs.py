@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -20,11 +21,11 @@ from adjust_dlm.decoders import decode
 from adjust_dlm.losses import row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler
 from adjust_dlm.sampling import negative_entropy
-from adjust_dlm.train.batches import pack
+from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.ema import follow
 from adjust_dlm.train.objective import depth_shares, drawn_rollout
 from adjust_dlm.train.on_policy import unroll_on_policy
-from adjust_dlm.train.trainer import TrainConfig, train
+from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
 from helpers import MASK, TableBase, assert_law, left_pad, oracle, target, tiny_base, tiny_sampler
@@ -100,7 +101,7 @@ def test_a_g_with_knobs_comes_back_and_an_older_file_loads(tmp_path: Path) -> No
     )
     tiny_sampler(base).save(tmp_path / "old")
     facts = json.loads((tmp_path / "old" / CONFIG).read_text())
-    for name in ("layers", "mlp", "anchor"):
+    for name in ("layers", "mlp", "anchor", "features"):
         del facts["config"][name]
     (tmp_path / "old" / CONFIG).write_text(json.dumps(facts))
     assert load_sampler(tmp_path / "old", base).config == SamplerConfig(output_norm_init=1.0)
@@ -408,7 +409,105 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
     assert config.sampler_config() == SamplerConfig()
     assert dataclasses.asdict(SamplerConfig()) == {
         "norms": True, "residual": True, "output_norm_init": 0.1, "pairing": "state", "layers": 1, "mlp": 1.0,
-        "anchor": False,
+        "anchor": False, "features": (),
     }  # fmt: skip
     assert (config.next_decay, config.next_share, config.on_policy, config.ema, config.rollouts) == (3.0, 0.9, 0, 0, ())
     assert TrainConfig(preset="paper").sampler_config() == SamplerConfig.paper()
+    with pytest.raises(InputError, match="preset paper sets layers to 1; 2 was asked for"):
+        TrainConfig(preset="paper", layers=2)
+
+
+# Features --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["dream", "llada"])
+def test_features_are_states_of_earlier_layers_in_the_frame(family: str) -> None:
+    """Layer 2 of 3, from the layers called one by one; padded rows; the states themselves do not change."""
+    base, state = tiny_base(family, num_hidden_layers=3), left_pad(ROWS)
+    body = base.model
+    h_BLD, rotary = body.embed_tokens(state.tokens_BL), body.rotary(state.positions_BL, torch.float32)
+    for layer in body.layers[:2]:
+        h_BLD = layer(h_BLD, state.real_BL[:, None, None, :], rotary)
+    twin = base.with_features((2,))
+    got = twin.hidden(state)
+    assert torch.equal(got, torch.cat([base.hidden(state), base.to_frame(h_BLD, state)], -1))
+    assert torch.equal(twin.logits(got[0]), base.logits(base.hidden(state)[0]))
+    assert base.with_features(()) is base and twin.fingerprint == base.fingerprint
+
+
+def test_g_sees_features_and_anchor_at_every_step(tmp_path: Path) -> None:
+    base, state = tiny_base("dream", num_hidden_layers=3), left_pad(ROWS)
+    g = tiny_sampler(base, features=(1, 2), anchor=True)
+    wide = g.on(base).hidden(state)
+    h_0, f_1, f_2 = wide.split(32, -1)
+    e_BLD = g.norm_embed(base.to_frame(base.embed(state.tokens_BL), state))
+
+    def step(h_BLD: Tensor) -> Tensor:
+        features = [g.norm_features[0](f_1), g.norm_features[1](f_2), g.norm_anchor(h_0)]
+        z_BLD = g.mix(torch.cat([e_BLD, g.norm_hidden(h_BLD), *features], -1))
+        return h_BLD + g.norm_out(g.layer(z_BLD, state))
+
+    two = g(g(wide, state), state)
+    assert torch.equal(two, torch.cat([step(step(h_0)), f_1, f_2, h_0], -1))
+    g.save(tmp_path)
+    assert load_sampler(tmp_path, base).config == g.config
+    assert sum(p.numel() for p in g.parameters()) == sum(p.numel() for p in Sampler(base).parameters()) + 3 * 33 * 32
+
+
+@pytest.mark.parametrize("cache", [None, 3])
+@pytest.mark.parametrize("decoder", ["adjust", "adaptive", "cascade", "verified"])
+def test_decoders_give_g_its_features(decoder: str, cache: int | None) -> None:
+    """With no weight on the features, the texts are those of the same g without them."""
+    base = tiny_base("dream", num_hidden_layers=3)
+    plain, seeing = tiny_sampler(base), tiny_sampler(base, features=(2,))
+    weights = plain.state_dict()
+    weights["mix.weight"] = torch.cat([weights["mix.weight"], torch.zeros(32, 32)], 1)
+    seeing.load_state_dict(weights, strict=False)
+    config = DecodeConfig(
+        max_new_tokens=10, tokens_per_step=3 if decoder == "adjust" else 1, seed=3,
+        cache_period=None if decoder == "verified" else cache,
+    )  # fmt: skip
+    one, other = (decode(base, [[2, 5], [7]], config, decoder=decoder, sampler=g) for g in (plain, seeing))
+    assert torch.equal(one.tokens_BL, other.tokens_BL)
+    assert torch.equal(one.order_BL, other.order_BL)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_with_features_trains_and_its_g_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """The first loss is that of the unroll on a base with features; the caller's base stays as it is."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    base = tiny_base("dream", num_hidden_layers=3)
+    source = TrajectoriesConfig(base="dream", num=16, output=str(tmp_path / "t"), max_new_tokens=8, suppress_eos=True)
+    make_trajectories(source, base=base)
+    config = settings(
+        tmp_path / "t", tmp_path / "run", features=(1, 2), on_policy=0.5, steps=2, eval_every=1, heldout=4,
+        compile=compiled,
+    )  # fmt: skip
+    train(config, base)
+    assert base.keep == () and not base.compiled
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        g = Sampler(base, config.sampler_config())
+    store = open_stores([tmp_path / "t"])
+    rows = Run(config, base, g, store, 0, 1, CPU).rows(False)
+    slices = random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, 0), pad_id=base.spec.pad_id)
+    run = unroll_on_policy(g.on(base), g, slices, rollout=3, share=0.5, key=(0, 0, 0))
+    loss = sum(unrolled_kl(base, run, k).item() for k in (1, 2, 3)) / 3
+    assert lines[0]["loss"] == pytest.approx(loss, rel=1e-4)
+    trained = load_sampler(tmp_path / "run" / "sampler", base)
+    result = decode(base, [[2]], DecodeConfig(tokens_per_step=2, max_new_tokens=8), sampler=trained)
+    assert (result.base_calls_B.tolist(), result.sampler_calls_B.tolist()) == ([4], [4])
+
+
+def test_features_that_a_base_does_not_have_are_refused(exact: ExactBase) -> None:
+    base = tiny_base("dream", num_hidden_layers=3)
+    for layers in ((0,), (3,), (2, 1), (1, 1)):
+        with pytest.raises(InputError, match=r"has layers 1\.\.2 below its last, ascending"):
+            Sampler(base, SamplerConfig(features=layers))
+    with pytest.raises(InputError, match="gives no states of earlier layers"):
+        Sampler(exact, SamplerConfig(features=(1,)))
+    with pytest.raises(InputError, match=r"a layer of features is 1\.5"):
+        SamplerConfig(features=(1.5,))  # type: ignore[arg-type]

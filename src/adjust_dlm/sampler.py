@@ -40,6 +40,7 @@ class SamplerConfig:
         layers: decoder layers, one after another.
         mlp: width of their MLPs, as a multiple of the base's own.
         anchor: every step of a round also sees h_0, the base's own states: z = layers(Linear([e; u; RMSNorm(h_0)])).
+        features: layers of the base, from 1, whose states each step also sees, in the same way.
     """
 
     norms: bool = True
@@ -49,6 +50,7 @@ class SamplerConfig:
     layers: int = 1
     mlp: float = 1.0
     anchor: bool = False
+    features: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.pairing in ("state", "token"), f"pairing is {self.pairing!r}; it must be state or token")
@@ -57,6 +59,9 @@ class SamplerConfig:
         wide = is_number(self.mlp) and 0 < self.mlp < math.inf
         require(wide, f"mlp is {self.mlp!r}; it is a multiple of the base's MLP width, above 0")
         require(isinstance(self.anchor, bool), f"anchor is {self.anchor!r}; it must be true or false")
+        object.__setattr__(self, "features", tuple(self.features))  # a list in a file
+        for layer in self.features:
+            require_whole("a layer of features", layer)
 
     def shape(self, base: Shape) -> Shape:
         """One layer of g, from the shape of one layer of the base."""
@@ -84,13 +89,15 @@ class Sampler(nn.Module):
         self._embed, self._to_frame = base.embed, base.to_frame
         width = base.width
         self.width = width
-        self.mix = nn.Linear((3 if self.config.anchor else 2) * width, width)
+        base.with_features(self.config.features)  # refuses what it does not have
+        self.mix = nn.Linear((2 + len(self.config.features) + self.config.anchor) * width, width)
         shape = self.config.shape(Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)
         self.more = nn.ModuleList(BidirectionalLayer(shape) for _ in range(self.config.layers - 1))
         norm = nn.RMSNorm if self.config.norms else _NoNorm
         eps = shape.rms_norm_eps
         self.norm_embed, self.norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
+        self.norm_features = nn.ModuleList(norm(width, eps=eps) for _ in self.config.features)
         if self.config.anchor:
             self.norm_anchor = norm(width, eps=eps)
         self.norm_out = norm(width, eps=eps)
@@ -101,27 +108,34 @@ class Sampler(nn.Module):
         """One step of the recursion h_{k+1} = g(h_k, x + the token just committed).
 
         Args:
-            h_BLD: current states in the scoring frame: the base's, or what g itself returned.
+            h_BLD: current states in the scoring frame: those of `self.on(base)`, or what g itself returned.
             state: the canvas after the latest commit.
 
         Returns:
-            The next states, same shape and frame. With an anchor h_0 stands behind them, [B, L, 2D], and is carried
-            along through the round; `Base.head` reads the first D columns.
+            The next states, same shape and frame. Behind their D columns stand the features and, with an anchor, h_0,
+            which are carried along through the round; `Base.head` reads the first D columns.
         """
-        # The base's own states are their own anchor.
-        h_BLD, anchor_BLD = h_BLD[..., : self.width], h_BLD[..., -self.width :]
+        count = len(self.config.features)
+        h_BLD, *rest = h_BLD.split(self.width, -1)
+        if self.config.anchor and len(rest) == count:
+            rest.append(h_BLD)  # the base's own states are their own anchor
         e_BLD = self._embed(state.tokens_BL).to(h_BLD.dtype)
         if self.config.pairing == "state":
             e_BLD = self._to_frame(e_BLD, state)
         parts = [self.norm_embed(e_BLD), self.norm_hidden(h_BLD)]
+        parts += [norm(f_BLD) for norm, f_BLD in zip(self.norm_features, rest, strict=False)]
         if self.config.anchor:
-            parts.append(self.norm_anchor(anchor_BLD))
+            parts.append(self.norm_anchor(rest[-1]))
         z_BLD = self.layer(self.mix(torch.cat(parts, -1)), state)
         for layer in self.more:
             z_BLD = layer(z_BLD, state)
         z_BLD = self.norm_out(z_BLD)
         h_BLD = h_BLD + z_BLD if self.config.residual else z_BLD
-        return torch.cat([h_BLD, anchor_BLD], -1) if self.config.anchor else h_BLD
+        return torch.cat([h_BLD, *rest], -1) if rest else h_BLD
+
+    def on(self, base: Base) -> Base:
+        """The base, giving the features that g wants."""
+        return base.with_features(self.config.features)
 
     def save(self, folder: Path | str, **provenance: Any) -> None:
         """Writes config and weights (bf16), whole or not at all; `provenance` goes into the config file."""

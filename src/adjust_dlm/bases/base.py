@@ -115,6 +115,15 @@ class Base(ABC):
         """Compiles f where the base knows how; a base without a compiled form raises."""
         raise InputError(f"base {self.spec.name!r} has no compiled form; run without --compile")
 
+    def with_features(self, layers: tuple[int, ...]) -> Base:
+        """A twin whose states carry those of earlier layers behind the D columns, in the same frame; itself for none.
+
+        Raises:
+            InputError: the base has no such layer.
+        """
+        require(not layers, f"base {self.spec.name!r} gives no states of earlier layers; leave features empty")
+        return self
+
     def eager(self) -> Base:
         """Itself, or a twin on the same weights that is not compiled: for shapes too rare to compile for."""
         return self

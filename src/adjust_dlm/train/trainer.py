@@ -65,7 +65,7 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
-        pairing, layers, mlp, anchor: see `SamplerConfig`.
+        pairing, layers, mlp, anchor, features: see `SamplerConfig`.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         compile: compile the base's body and the KL kernel (CUDA).
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
@@ -105,6 +105,7 @@ class TrainConfig:
     layers: int = 1
     mlp: float = 1.0
     anchor: bool = False
+    features: tuple[int, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool = False
     untimed: int = 0
@@ -137,12 +138,13 @@ class TrainConfig:
         """What g is built from."""
         if self.preset == "paper":
             return SamplerConfig.paper()
-        return SamplerConfig(pairing=self.pairing, layers=self.layers, mlp=self.mlp, anchor=self.anchor)
+        names = ("pairing", "layers", "mlp", "anchor", "features")
+        return SamplerConfig(**{name: getattr(self, name) for name in names})
 
 
 PAPER: dict[str, Any] = {
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
-    "slice_states": 4, "slices": 32, "pairing": "token",
+    "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
 }  # fmt: skip
 
 
@@ -226,6 +228,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
 def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> Run:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
+    base = base.with_features(config.features)
     require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`")
     data = open_stores([Path(p) for p in config.trajectories])
     require(

@@ -131,7 +131,7 @@ def unrolled_kl(
     rows = masked_BL.nonzero(as_tuple=True)
     student_BLD = run.stale_BLD if stale else run.student[k - 1]
     return weighted_kl(
-        run.teacher[k - 1][rows],
+        run.teacher[k - 1][..., : base.width][rows],
         student_BLD[..., : base.width][rows],
         weight_BL[rows],
         lambda h_RD: base.logits(h_RD, suppress_eos=suppress_eos),
