@@ -89,7 +89,8 @@ class Sampler(nn.Module):
         self._embed, self._to_frame = base.embed, base.to_frame
         width = base.width
         self.width = width
-        base.with_features(self.config.features)  # refuses what it does not have
+        if self.config.features:
+            base.with_features(self.config.features)  # refuses what it does not have
         self.mix = nn.Linear((2 + len(self.config.features) + self.config.anchor) * width, width)
         shape = self.config.shape(Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)

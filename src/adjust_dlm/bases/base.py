@@ -101,7 +101,7 @@ class Base(ABC):
 
     def head(self, h_RD: Tensor) -> Tensor:
         """W h: logits [R, V] in the base's dtype, nothing forbidden yet; columns behind the first D are not read."""
-        return nn.functional.linear(h_RD[:, : self.width].to(self.head_matrix.dtype), self.head_matrix)
+        return nn.functional.linear(h_RD[..., : self.width].to(self.head_matrix.dtype), self.head_matrix)
 
     @abstractmethod
     def embed(self, tokens_BL: Tensor) -> Tensor:
