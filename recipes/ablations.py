@@ -7,8 +7,9 @@ One process a GPU: `CUDA_VISIBLE_DEVICES=0 ... --share 0/2` and `CUDA_VISIBLE_DE
 variant is one line of `ABL/results-*.jsonl`, written as soon as it is scored; the same command goes on where it was
 stopped and leaves finished variants out. Texts of joint and parallel decoding are made once (by share 0) and kept in
 ABL/texts, or in `--references DIR`, an output folder of this recipe or of `adjust eval table` without --compile.
-The table of all variants is printed at the end. `--only a b` picks variants, `--variants FILE` reads others (YAML:
-name -> settings of `adjust train`).
+The table of all variants is printed at the end. Compiled kernels serve every variant of the same shapes: more slices,
+on-policy states and each choice of features cost a compilation of the base of their own, before the clock starts.
+`--only a b` picks variants, `--variants FILE` reads others (YAML: name -> settings of `adjust train`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ RICH = {"layers": 2, "mlp": 0.875, "features": [10, 20]}
 VARIANTS: dict[str, Line] = {
     "default": {},
     "two-layers-features": RICH,
-    "everything": {**RICH, "rollouts": [1, 3, 7], "on_policy": 0.25, "ema": 0.99},
+    "rich-mixed-ema": {**RICH, "rollouts": [1, 3, 7], "ema": 0.99},
     "on-policy": {"on_policy": 0.5},
     "mixed-rollouts": {"rollouts": [1, 3, 7]},
     "features": {"features": [10, 20]},
@@ -65,7 +66,7 @@ VARIANTS: dict[str, Line] = {
     "deep-weights": {"depth_weights": [1, 1.5, 2]},
     # For the record: what the defaults replaced, and less likely changes.
     "late-features": {"features": [24, 28]},
-    "rollout-7": {"rollout": 7, "slice_states": 15, "slices": 5, "detach_every": 3},
+    "rollout-7": {"rollout": 7, "detach_every": 3},
     "far-rows": {"next_decay": 6.0},
     "last-depth": {"loss": "last"},
     "adamw": {"optimizer": "adamw", "lr": 1e-3},
