@@ -24,8 +24,9 @@ from adjust_dlm.losses import kl_rows, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.metrics import held_out
+from adjust_dlm.train.objective import released_depth
 from adjust_dlm.train.optim import learning_rate
-from adjust_dlm.train.trainer import Run, TrainConfig, released_depth, train
+from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
 

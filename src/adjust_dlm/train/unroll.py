@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.losses import Delta, RowWeights, kl_and_delta, row_weights, weighted_kl
+from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, RowWeights, kl_and_delta, row_weights, weighted_kl
 from adjust_dlm.types import MASKED, State
 
 _NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
@@ -27,6 +27,7 @@ class Slices:
         start_N: t of each slice's first state; states before 0 or past the end are filler and do not count.
         length: S.
         padded: False promises that `real_NL` is all True.
+        temperature_N: of the decodes that made them; None is 1.
     """
 
     tokens_NL: Tensor
@@ -35,6 +36,7 @@ class Slices:
     start_N: Tensor
     length: int
     padded: bool = True
+    temperature_N: Tensor | None = None
 
     def rank(self) -> Tensor:
         """[S, N, L] commits from each state until a position is revealed; negative once it is.
@@ -73,7 +75,7 @@ class Unrolled:
     rank: list[Tensor]
 
 
-def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Unrolled:
+def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
     """Algorithm 2, lines 3-10: the S - rollout windows of a slice share its S base passes.
 
     Args:
@@ -81,6 +83,7 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Un
         sampler: g, or any function of states and canvas.
         slices: consecutive states of stored trajectories.
         rollout: K - 1, the number of unrolled g steps.
+        detach_every: g steps through which a gradient flows back; 0 is all.
     """
     x, n = slices.states(base.spec.mask_id), len(slices.start_N)
     windows = slices.length - rollout
@@ -92,16 +95,21 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Un
     for k in range(1, rollout + 1):  # line 8
         rows = slice(k * n, (k + windows) * n)
         x_k = State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
-        h_k = sampler(h_k, x_k)  # line 9
+        h_k = sampler(cut(h_k, k, detach_every), x_k)  # line 9
         out.student.append(h_k)
         out.teacher.append(h_BLD[rows])
         out.rank.append(torch.where(begun_B1, rank_BL[rows], -_NEVER))
     return out
 
 
+def cut(h_BLD: Tensor, k: int, every: int) -> Tensor:
+    """What g step k starts from: without its history after each `every` steps."""
+    return h_BLD.detach() if every and (k - 1) % every == 0 else h_BLD
+
+
 def unrolled_kl(
-    base: Base, run: Unrolled, k: int, *, weights: RowWeights = "next", suppress_eos: bool = False,
-    stale: bool = False, delta: Delta = kl_and_delta,
+    base: Base, run: Unrolled, k: int, *, weights: RowWeights = "next", next_decay: float = NEXT_DECAY,
+    next_share: float = NEXT_SHARE, suppress_eos: bool = False, stale: bool = False, delta: Delta = kl_and_delta,
 ) -> Tensor:  # fmt: skip
     """Line 11 at depth k: mean over states of the weighted KL(W h_k || W h^_k) on rows masked in x_k.
 
@@ -110,18 +118,21 @@ def unrolled_kl(
         run: from `unroll`.
         k: 1..rollout.
         weights: row weights, 1 in total per state; a state without masked rows does not count.
+        next_decay: of "next", see `row_weights`.
+        next_share: likewise.
         suppress_eos: must say what decoding will say.
         stale: measure h_0 in place of h^_k (what parallel decoding would use).
         delta: `kl_and_delta` or its compiled twin.
     """
     rank_BL = run.rank[k - 1]
     masked_BL = rank_BL >= 0
-    weight_BL = row_weights(rank_BL, masked_BL, weights) / masked_BL.any(-1).sum().clamp_min(1)
+    weight_BL = row_weights(rank_BL, masked_BL, weights, decay=next_decay, share=next_share)
+    weight_BL = weight_BL / masked_BL.any(-1).sum().clamp_min(1)
     rows = masked_BL.nonzero(as_tuple=True)
     student_BLD = run.stale_BLD if stale else run.student[k - 1]
     return weighted_kl(
-        run.teacher[k - 1][rows],
-        student_BLD[rows],
+        run.teacher[k - 1][..., : base.width][rows],
+        student_BLD[..., : base.width][rows],
         weight_BL[rows],
         lambda h_RD: base.logits(h_RD, suppress_eos=suppress_eos),
         base.head_matrix,
