@@ -113,7 +113,7 @@ def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.Mon
     partner = CausalPartner(ar, base.spec, name="tiny")
     flags = FrontierConfig(
         output=str(tmp_path / "out"), n=12, temperatures=(1.0,), max_new_tokens=8, batch_size=5, buckets=3,
-        device="cpu",         variants=("adjust:tokens_per_step=4", "threshold:tau=0.5", "apd:mixture=0.9"),
+        device="cpu",         variants=("adjust:tokens_per_step=4", "threshold:tau=0.5", "apd:mixture=0.9", "verified"),
         list_variants=("parallel:tokens_per_step=4",), list_n=3, list_max_new_tokens=6,
     )  # fmt: skip
     helpers = {"sampler": sampler, "partner": partner}
@@ -129,6 +129,9 @@ def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.Mon
     assert adjusted["n"] == 12 and alone.base_calls_B.tolist() == [2] * 12
     assert rows["text T=1", "joint"]["speedup"] == 1
     assert rows["text T=1", "apd:mixture=0.9"]["partner_calls"] > 0
+    assert adjusted["rounds"] == 2 and rows["text T=1", "joint"]["rounds"] == 8
+    exact = rows["text T=1", "verified"]
+    assert exact["nll"] == rows["text T=1", "joint"]["nll"] and exact["rounds"] < 8 < exact["base_calls"]
     assert rows["lists T=0", "joint"]["accuracy"] == 0
     written = list(csv.DictReader((tmp_path / "out" / "frontier.csv").open()))
     assert [(r["task"], r["variant"]) for r in written] == list(rows)

@@ -23,9 +23,9 @@ from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
-from adjust_dlm.losses import RowWeights
+from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.train.batches import pack
+from adjust_dlm.train.batches import lots, pack
 from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
@@ -306,3 +306,30 @@ def test_two_processes_decode_different_rows_and_save_both_pools(tmp_path: Path)
 def test_a_pool_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(InputError, match=r"pool\.rows is 6; it must be a multiple of 4 \(slices\) and 1 \(temperat"):
         pool_of(endless_base(), settings(rows=6), slices=4)
+
+
+def test_knobs_that_one_pass_training_has_not_are_refused(tmp_path: Path) -> None:
+    for name, value in (("rollouts", (1, 2)), ("on_policy", 0.5)):
+        with pytest.raises(InputError, match=f"one_pass decodes what it trains on, once; leave {name} out"):
+            run_settings(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_features_and_a_limit_on_rows_go_with_it(tmp_path: Path, rows: int | None) -> None:
+    """A middle layer, cut gradients, depth weights, a decay: the first loss is the objective on the same frames."""
+    base = endless_base(num_hidden_layers=3)
+    pool = PoolConfig(rows=8, max_new_tokens=8)
+    config = run_settings(
+        tmp_path, pool=pool, features=(1,), rows=rows, steps=2, eval_every=1, accumulate=1, heldout=4, detach_every=1,
+        next_decay=2.0, depth_weights=(1.0, 2.0, 1.0),
+    )  # fmt: skip
+    train(config, base)
+    loss = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        g = Sampler(base.with_features((1,)), config.sampler_config())
+    own = Pool(base.with_features((1,)), pool, ONE, length=4, rollout=3, slices=8, first=4, decay=2.0)
+    run = unroll_frames(g, own.frames(), rollout=3)
+    share = None if rows is None else row_shares(run.rank_BL, rows, lots(run.rank_BL, (0, 0, 0)))
+    parts = [unrolled_kl(base, run, k, next_decay=2.0, share_BL=share).item() for k in (1, 2, 3)]
+    assert loss == pytest.approx((parts[0] + 2 * parts[1] + parts[2]) / 4, rel=1e-4)

@@ -466,7 +466,7 @@ def test_a_run_counts_by_task_and_averages_tasks(base: Base, tmp_path: Path, mon
             prompt = text.rpartition("user:")[2].partition("<|im_end|>")[0]
             known = {p.prompt: p for t in ("copy", "sudoku") for p in (make_problem(t, n, seed=6) for n in range(2))}
             reply = known[prompt].facts["example"].replace('"', "") if prompt in known else "[]"
-            out.append(generation.Generated(row, base.tokenizer.encode(reply), 4, 0, 0, 0.5))
+            out.append(generation.Generated(row, base.tokenizer.encode(reply), 4, 4, 0, 0, 0.5))
         return out
 
     monkeypatch.setattr("adjust_dlm.eval.downstream.generate_rows", replies)

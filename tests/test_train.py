@@ -25,8 +25,9 @@ from adjust_dlm.losses import Student, kl_rows, row_shares, row_weights, weighte
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.metrics import held_out
+from adjust_dlm.train.objective import released_depth
 from adjust_dlm.train.optim import learning_rate
-from adjust_dlm.train.trainer import Run, TrainConfig, released_depth, train
+from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
 
@@ -209,7 +210,7 @@ def test_a_limit_on_rows_is_unbiased_in_loss_and_gradient() -> None:
     x = decode(base, [[47, 1]], DecodeConfig(max_new_tokens=5), decoder="joint").trajectory(0)
     sampler = Sampler(base)
     run = unroll(base, sampler, pack([x], [0], 2, 0), rollout=1)
-    rank = run.frames.rank_BL
+    rank = run.rank_BL
 
     def both(**changes: object) -> list[Tensor]:
         loss = unrolled_kl(base, run, 1, **changes)  # type: ignore[arg-type]

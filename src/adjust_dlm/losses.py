@@ -7,6 +7,7 @@ because the head is frozen. Students of several depths share the teacher's logit
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
@@ -35,20 +36,24 @@ def kl_rows(teacher_RV: Tensor, student_RV: Tensor) -> Tensor:
     return (log_p.exp() * gap_RV).sum(-1)
 
 
-def row_weights(rank_BL: Tensor, masked_BL: Tensor, kind: RowWeights) -> Tensor:
+def row_weights(
+    rank_BL: Tensor, masked_BL: Tensor, kind: RowWeights, *, decay: float = NEXT_DECAY, share: float = NEXT_SHARE
+) -> Tensor:
     """Weights over the masked rows of each state, summing to 1 per state (0 where nothing is masked).
 
     Args:
         rank_BL: how many commits from now the trajectory reveals the position (0 = next).
         masked_BL: rows that count.
         kind: "uniform" (the paper) or "next": most of the weight on the rows revealed next.
+        decay: of "next": exp(-rank / decay).
+        share: of "next": weight on that part; the rest is uniform.
     """
     uniform_BL = masked_BL / masked_BL.sum(-1, keepdim=True).clamp_min(1)
     if kind == "uniform":
         return uniform_BL
-    near_BL = torch.where(masked_BL, torch.exp(-rank_BL.clamp_min(0) / NEXT_DECAY), 0)
+    near_BL = torch.where(masked_BL, torch.exp(-rank_BL.clamp_min(0) / decay), 0)
     total_B1 = near_BL.sum(-1, keepdim=True)
-    mixed_BL = NEXT_SHARE * near_BL / total_B1.clamp_min(1e-30) + (1 - NEXT_SHARE) * uniform_BL
+    mixed_BL = share * near_BL / total_B1.clamp_min(1e-30) + (1 - share) * uniform_BL
     return torch.where(total_B1 > 0, mixed_BL, uniform_BL)
 
 
@@ -99,7 +104,13 @@ def pick_delta(kernel: KernelName, device: torch.device, *, compiled: bool = Fal
         log.info("KL by the fused Triton kernel")
         return kl.kl_and_delta
     log.info("KL by torch%s", ", compiled" if compiled else "")
-    return torch.compile(kl_and_delta, dynamic=True) if compiled else kl_and_delta
+    return _compiled() if compiled else kl_and_delta
+
+
+@functools.cache
+def _compiled() -> Delta:
+    """One for all runs of a process."""
+    return torch.compile(kl_and_delta, dynamic=True)
 
 
 @dataclass

@@ -103,7 +103,7 @@ class BertBase(Base):
 
     def head(self, h_RD: Tensor) -> Tensor:
         """W h + b."""
-        return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix, self.bias_V)
+        return nn.functional.linear(h_RD[..., : self.width].to(self.head_matrix.dtype), self.head_matrix, self.bias_V)
 
     def forbid(self, logits_RV: Tensor, *, suppress_eos: bool = False) -> Tensor:
         """See `Base.forbid`; here special tokens are forbidden too, which `token_limit` cannot say: they come first."""

@@ -100,8 +100,8 @@ class Base(ABC):
         raise InputError(f"base {self.spec.name!r} has no causal pass")
 
     def head(self, h_RD: Tensor) -> Tensor:
-        """W h: logits [R, V] in the base's dtype, nothing forbidden yet."""
-        return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix)
+        """W h: logits [R, V] in the base's dtype, nothing forbidden yet; columns behind the first D are not read."""
+        return nn.functional.linear(h_RD[..., : self.width].to(self.head_matrix.dtype), self.head_matrix)
 
     @abstractmethod
     def embed(self, tokens_BL: Tensor) -> Tensor:
@@ -114,6 +114,19 @@ class Base(ABC):
     def compile(self) -> None:
         """Compiles f where the base knows how; a base without a compiled form raises."""
         raise InputError(f"base {self.spec.name!r} has no compiled form; run without --compile")
+
+    def with_features(self, layers: tuple[int, ...]) -> Base:
+        """A twin whose states carry those of earlier layers behind the D columns, in the same frame; itself for none.
+
+        Raises:
+            InputError: the base has no such layer.
+        """
+        require(not layers, f"base {self.spec.name!r} gives no states of earlier layers; leave features empty")
+        return self
+
+    def eager(self) -> Base:
+        """Itself, or a twin on the same weights that is not compiled: for shapes too rare to compile for."""
+        return self
 
     def partner(self) -> Partner | None:
         """An autoregressive partner that is part of the base itself; None where it is a model of its own."""

@@ -194,6 +194,7 @@ class Body(_WithRotary):
         memory: Memory | None = None,
         *,
         causal: bool = False,
+        keep: tuple[int, ...] = (),
     ) -> Tensor:
         """Post-final-norm states [B, L, D], row i at position i.
 
@@ -204,6 +205,7 @@ class Body(_WithRotary):
             memory: keys and values of columns that stay as they were; only those from `memory.first` on are computed
                 and returned.
             causal: row i sees positions up to i; not with a memory.
+            keep: numbers of layers, from 1, whose states follow behind the D columns: [B, L, (1 + len(keep)) D].
         """
         first = 0 if memory is None else memory.first
         h_BLD = self.embed_tokens(tokens_BL[:, first:])
@@ -211,10 +213,13 @@ class Body(_WithRotary):
         if causal:
             mask_BHLL = _causal(tokens_BL, mask_BHLL)
         rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
+        kept: list[Tensor] = []
         for n, layer in enumerate(self.layers):
             h_BLD = layer(h_BLD, mask_BHLL, rotary, memory and functools.partial(memory.update, n))
+            if n + 1 in keep:
+                kept.append(h_BLD)
         out: Tensor = self.norm(h_BLD)
-        return out
+        return torch.cat([out, *kept], -1) if kept else out
 
 
 def _causal(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:

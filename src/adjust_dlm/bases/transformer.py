@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
-from adjust_dlm.types import State
+from adjust_dlm.types import State, require
 
 _SHAPE_FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -27,6 +28,7 @@ class TransformerBase(Base):
     """f = model, W = head weight; `next_frame` says that state i-1 scores token i (Dream)."""
 
     model: Any
+    keep: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -57,13 +59,35 @@ class TransformerBase(Base):
         self._body = self._forward
 
     def _forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor, **causal: bool) -> Tensor:
-        out: Tensor = self.model(tokens_BL, real_BL, positions_BL, **causal)
+        kept = {"keep": self.keep} if self.keep else {}
+        out: Tensor = self.model(tokens_BL, real_BL, positions_BL, **causal, **kept)
         return out
 
     def compile(self) -> None:
         """Compiles f for fixed shapes: 30-60 s each, and torch compiles a handful at most. Keep to few shapes."""
         self._body = torch.compile(self._forward, dynamic=False)
         self.compiled = True
+
+    def with_features(self, layers: tuple[int, ...]) -> Base:
+        """See `Base.with_features`."""
+        if layers == self.keep:
+            return self
+        most = self.layer_config.num_hidden_layers - 1
+        good = all(1 <= n <= most for n in layers) and list(layers) == sorted(set(layers))
+        require(good, f"features are {layers}; base {self.spec.name!r} has layers 1..{most} below its last, ascending")
+        twin = copy.copy(self)
+        twin.keep, twin._body = layers, twin._forward
+        if self.compiled:
+            twin.compile()
+        return twin
+
+    def eager(self) -> Base:
+        """See `Base.eager`."""
+        if not self.compiled:
+            return self
+        twin = copy.copy(self)
+        twin._body, twin.compiled = twin._forward, False
+        return twin
 
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
@@ -87,7 +111,8 @@ class TransformerBase(Base):
         keys, old_BLD = (Memory(), None) if memory is None else memory
         keys.plan(stale_BL)
         real_BL = state.real_BL if state.padded else None
-        new_BND = self.model(state.tokens_BL, real_BL, state.positions_BL, keys)
+        kept = {"keep": self.keep} if self.keep else {}
+        new_BND = self.model(state.tokens_BL, real_BL, state.positions_BL, keys, **kept)
         states_BLD = new_BND if old_BLD is None else keys.merge(old_BLD, new_BND)
         return self.to_frame(states_BLD, state), (keys, states_BLD)
 

@@ -24,7 +24,7 @@ NAMES = {
     "adaptive": "ADJUST adaptive", "cascade": "ADJUST cascade", "threshold": "Threshold", "factor": "Factor",
     "entropy_bound": "Entropy bound", "klass": "KLASS", "soft_order": "Soft order",
 }  # fmt: skip
-COSTS = ("tokens_per_pass", "tokens_per_second", "base_calls", "sampler_calls", "partner_calls", "seconds")
+COSTS = ("tokens_per_pass", "tokens_per_second", "rounds", "base_calls", "sampler_calls", "partner_calls", "seconds")
 TEXT_SETTINGS = ("top_p", "max_new_tokens", "n", "judge", "buckets", "suppress_eos", "seed")
 # What two rows of a task may differ in and still be compared; every other setting must be equal.
 FREE = {

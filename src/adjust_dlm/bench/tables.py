@@ -13,7 +13,7 @@ from adjust_dlm.bench.records import COSTS, Block, Measured, Result, Row, label_
 TEXT = ("nll", "mauve")
 TITLES = {
     "nll": "NLL", "mauve": "MAUVE", "tokens_per_pass": "tokens/pass", "tokens_per_second": "tokens/s",
-    "base_calls": "base passes", "sampler_calls": "g passes", "partner_calls": "AR passes",
+    "rounds": "rounds", "base_calls": "base passes", "sampler_calls": "g passes", "partner_calls": "AR passes",
 }  # fmt: skip
 Cell = Measured | str | int | float | None
 

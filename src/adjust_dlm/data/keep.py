@@ -59,10 +59,10 @@ class Keeper:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what waits for its shard."""
-        rows = [(x.row, x.seed, x.tokens_L, x.order_L) for x in self.waiting.values()]
+        rows = [(x.tokens_L, x.order_L, x.row, x.seed, x.temperature) for x in self.waiting.values()]
         return {"start": self.start, "waiting": rows}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Goes on from a `state`."""
         self.start = saved["start"]
-        self.waiting = {row: Trajectory(tokens, order, row, seed) for row, seed, tokens, order in saved["waiting"]}
+        self.waiting = {fields[2]: Trajectory(*fields) for fields in saved["waiting"]}

@@ -26,6 +26,7 @@ from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
+from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require
 
@@ -106,11 +107,6 @@ class TrajectoriesConfig:
             )
             for temperature in self.temperature
         ]
-
-
-def temperature_index(row: int, prompts: int, temperatures: int) -> int:
-    """Which temperature a row gets: every prompt meets each one in turn, whatever the two counts."""
-    return (row % prompts + row // prompts) % temperatures
 
 
 def make_trajectories(

@@ -45,6 +45,7 @@ TEXT = (
     "klass:tau=0.5,epsilon_kl=0.05",
     *_sweep("edlm:", "tokens_per_step", 2, 4, 8),
     *_sweep("apd:lookahead=32", "mixture", 0.5, 0.8),
+    "verified",
     "dcd:tokens_per_step=16",
 )
 LISTS = (
@@ -68,6 +69,7 @@ LISTS = (
         for variant in _sweep(f"cascade:block_length=16,tau_g={sure}", "tau", 0.99, 0.95, 0.9)
     ),
     *_sweep("cascade:block_length=16,calls=1,tau_g=0.99", "tau", 0.99, 0.9),
+    *_sweep("verified:block_length=16", "depth", 4, 8),
     "klass:block_length=16",
     "apd:lookahead=16,mixture=0.8",
 )
@@ -76,9 +78,9 @@ FORM = (
     "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
 )  # fmt: skip
 COLUMNS = (
-    "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "base_calls",
-    "sampler_calls", "partner_calls", "nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "repeated", "accuracy",
-    "accuracy_ci95",
+    "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "rounds",
+    "base_calls", "sampler_calls", "partner_calls", "nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "repeated",
+    "accuracy", "accuracy_ci95",
 )  # fmt: skip
 Row = dict[str, Any]
 
@@ -270,12 +272,15 @@ def markdown(rows: Sequence[Row], best: Sequence[Row]) -> str:
         value, half = row[column], row.get(f"{column}_ci95")
         return "" if value is None else f"{value:.3f}" + ("" if half is None else f" +- {half:.3f}")
 
-    names = ("tokens/pass", "speed-up", "g passes", "AR passes", "NLL", "MAUVE", "distinct-2", "accuracy")
-    columns = ("tokens_per_pass", "speedup", "sampler_calls", "partner_calls", "nll", "mauve", "distinct_2", "accuracy")
-    head = ["task", "decoder", "n", *names]
+    names = {
+        "tokens_per_pass": "tokens/pass", "speedup": "speed-up", "rounds": "rounds", "sampler_calls": "g passes",
+        "partner_calls": "AR passes", "nll": "NLL", "mauve": "MAUVE", "distinct_2": "distinct-2",
+        "accuracy": "accuracy",
+    }  # fmt: skip
+    head = ["task", "decoder", "n", *names.values()]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
-        cells = [row["task"], f"`{row['variant']}`", str(row["n"]), *(cell(row, column) for column in columns)]
+        cells = [row["task"], f"`{row['variant']}`", str(row["n"]), *(cell(row, column) for column in names)]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| task | measure | tokens/pass | best with g | best without training | best with an AR model |"]
     lines += ["|" + "---|" * 6]

@@ -31,12 +31,14 @@ class Generated:
     Attributes:
         row: its row id.
         tokens: new tokens before the first end token: what is text, and what counts as throughput.
+        rounds: base passes it waited for; fewer than `base_calls` where one looks at several canvases (`verified`).
         base_calls, sampler_calls, partner_calls: passes it needed.
         seconds: its share of the wall time of its batch.
     """
 
     row: int
     tokens: list[int]
+    rounds: int
     base_calls: int
     sampler_calls: int
     partner_calls: int
@@ -86,11 +88,12 @@ def generate_rows(
         rows = [first_row + n for n in batch]
         result = decode(base, [prompts[n] for n in batch], config, decoder=name, rows=rows, **helpers, **options)
         tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()
-        calls = torch.stack([result.base_calls_B, result.sampler_calls_B, result.partner_calls_B], 1).tolist()
+        counted = (result.rounds_B, result.base_calls_B, result.sampler_calls_B, result.partner_calls_B)
+        calls = torch.stack(counted, 1).tolist()
         share = result.seconds / len(rows)
         fresh = [
-            Generated(row, cut_at_end(ids, base.spec.end_ids), f, g, ar, share)
-            for row, ids, (f, g, ar) in zip(rows, tokens, calls, strict=True)
+            Generated(row, cut_at_end(ids, base.spec.end_ids), waited, f, g, ar, share)
+            for row, ids, (waited, f, g, ar) in zip(rows, tokens, calls, strict=True)
         ]
         made += fresh
         if kept is not None:
@@ -129,12 +132,12 @@ class _Kept:
 
 
 def _parsed(line: str) -> Generated | None:
-    """A kept row; None for the torn last line of a run that was killed."""
+    """A kept row; None for the torn last line of a run that was killed, and for one of an older version."""
     try:
         value = json.loads(line)
-    except ValueError:
+        return Generated(**{name: value[name] for name in Generated.__dataclass_fields__})
+    except (ValueError, KeyError):
         return None
-    return Generated(**{name: value[name] for name in Generated.__dataclass_fields__})
 
 
 class Sources(Protocol):
@@ -186,7 +189,7 @@ def to_line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-CALLS = ("base_calls", "sampler_calls", "partner_calls", "seconds")
+CALLS = ("rounds", "base_calls", "sampler_calls", "partner_calls", "seconds")
 COSTS = (*CALLS, "tokens_per_pass", "tokens_per_second")
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource, open_prompts
-from adjust_dlm.data.store import open_stores
-from adjust_dlm.data.trajectories import TrajectoriesConfig, temperature_index
+from adjust_dlm.data.store import open_stores, temperature_index
+from adjust_dlm.data.trajectories import TrajectoriesConfig
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.decoders.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
@@ -71,12 +71,12 @@ class PoolConfig:
         )  # fmt: skip
 
 
-def lookahead(weights: RowWeights) -> int:
+def lookahead(weights: RowWeights, decay: float = NEXT_DECAY) -> int:
     """Commits to know behind a state before its row weights are fixed, to the last bit of fp32.
 
-    `next` weights fall as exp(-rank/3): rows that are revealed later than that have none of it.
+    `next` weights fall as exp(-rank / decay): rows that are revealed later than that have none of it.
     """
-    return 0 if weights == "uniform" else math.ceil(16.7 * NEXT_DECAY)  # exp(-16.7) < 2**-24
+    return 0 if weights == "uniform" else math.ceil(16.7 * decay)  # exp(-16.7) < 2**-24
 
 
 @dataclass
@@ -125,7 +125,8 @@ class Lane:
             if keeper is not None and int(canvas.rows_B[b]) != _IDLE:
                 real_L = canvas.real_BL[b]
                 tokens_L, order_L = (part[b][real_L].cpu() for part in (canvas.tokens_BL, canvas.order_BL))
-                keeper(Trajectory(tokens_L, order_L, row=int(canvas.rows_B[b]), seed=canvas.config.seed))
+                row, settings = int(canvas.rows_B[b]), canvas.config
+                keeper(Trajectory(tokens_L, order_L, row, settings.seed, settings.temperature))
             row = self.next_row()
             canvas.restart(b, self.source.ids(row), row)
 
@@ -157,14 +158,14 @@ class Pool:
         length: S.
         rollout: unrolled steps; a slice holds S - rollout windows.
         slices: M, a divisor of the pool's rows.
-        weights: row weights that the windows will have; they say how long a state has to wait.
+        weights, decay: row weights that the windows will have; they say how long a state has to wait.
         keeper: takes every trajectory that is complete.
     """
 
     def __init__(
         self, base: Base, config: PoolConfig, source: PromptSource, *, length: int, rollout: int, slices: int,
         seed: int = 0, suppress_eos: bool = False, first: int = 0, rank: int = 0, world: int = 1,
-        weights: RowWeights = "next", keeper: Keeper | None = None,
+        weights: RowWeights = "next", decay: float = NEXT_DECAY, keeper: Keeper | None = None,
     ) -> None:  # fmt: skip
         kinds = config.trajectories(seed=seed, suppress_eos=suppress_eos).decode_configs(base)
         require(
@@ -182,7 +183,7 @@ class Pool:
             for lane, kind in enumerate(kinds)
         ]  # fmt: skip
         self.width = max(source.lengths) + config.max_new_tokens
-        self.wait = min(lookahead(weights), self.width)
+        self.wait = min(lookahead(weights, decay), self.width)
         self.moments: list[Moment] = []
         self.passes = self.group = self.spent = 0
 
@@ -307,7 +308,8 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     return data, f"{digest} {source.facts()['sha256']}", Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
-        weights=config.weights, keeper=None if pool.keep is None else Keeper(kept, base, source),
+        weights=config.weights, decay=config.next_decay,
+        keeper=None if pool.keep is None else Keeper(kept, base, source),
     )  # fmt: skip
 
 

@@ -17,15 +17,17 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.store import open_stores
-from adjust_dlm.losses import Delta, KernelName, RowWeights, kl_and_delta, pick_delta, row_shares
+from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, KernelName, RowWeights, kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.train import distributed
-from adjust_dlm.train.batches import lots, random_slices, to_device
+from adjust_dlm.train.batches import random_slices, to_device
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
+from adjust_dlm.train.ema import follow
 from adjust_dlm.train.metrics import held_out
+from adjust_dlm.train.objective import batch_loss, check_objective, drawn_rollout
 from adjust_dlm.train.one_pass import Pool, PoolConfig, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
-from adjust_dlm.train.unroll import Slices, Step, observe, unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Slices, Step
 from adjust_dlm.types import Trajectory, require
 
 log = logging.getLogger(__name__)
@@ -43,8 +45,15 @@ class TrainConfig:
         output: folder for the sampler, checkpoints and metrics.
         preset: "default", or "paper": AdamW 5e-5 constant after 250 warm-up steps, uniform rows, batch 32.
         rollout: unrolled g steps (K - 1 of training).
-        loss: "sum" over depths, or "released": the last step of a random unroll.
+        rollouts: lengths of which each micro-batch draws one, in place of `rollout` (which metrics keep).
+        detach_every: g steps through which a gradient flows back; 0 is all.
+        loss: "sum" over depths, "last" depth alone, or "released": the last step of a random unroll.
+        depth_weights: of "sum": share of each depth, scaled to their sum; none is equal shares.
+        on_policy: share of the slices whose windows follow g itself (`train/on_policy.py`).
         weights: "next" or "uniform" row weights.
+        next_decay: of "next": weights fall as exp(-rank / next_decay).
+        next_share: of "next": weight on that part; the rest is spread over all masked rows.
+        ema: weight of the past in a running mean of g's weights, which is then what is measured and saved; 0 is off.
         optimizer: "muon" (matrices; AdamW for the rest) or "adamw".
         lr: peak rate of Muon, or of AdamW.
         warmup: steps of linear warm-up.
@@ -59,13 +68,14 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
-        pairing: see `SamplerConfig.pairing`.
+        pairing, layers, mlp, anchor, features: see `SamplerConfig`.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         rows: at most that many masked rows of a state go through the head, the nearest by rank and a draw of the others
             that stands for the rest (the same loss on average); none takes all.
         kernel: of the KL: "triton" (fused, CUDA), "torch", or "auto", the former where it can be had.
         compile: compile the base's body, g and torch's KL kernel (CUDA).
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
+        untimed: first steps that `max_seconds` and the reported seconds leave out: those in which kernels are compiled.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
     """
 
@@ -76,8 +86,15 @@ class TrainConfig:
     output: str = "runs/sampler"
     preset: Literal["default", "paper"] = "default"
     rollout: int = 3
-    loss: Literal["sum", "released"] = "sum"
+    rollouts: tuple[int, ...] = ()
+    detach_every: int = 0
+    loss: Literal["sum", "last", "released"] = "sum"
+    depth_weights: tuple[float, ...] = ()
+    on_policy: float = 0.0
     weights: RowWeights = "next"
+    next_decay: float = NEXT_DECAY
+    next_share: float = NEXT_SHARE
+    ema: float = 0.0
     optimizer: Literal["muon", "adamw"] = "muon"
     lr: float = 2e-3
     warmup: int = 50
@@ -93,10 +110,15 @@ class TrainConfig:
     seed: int = 0
     suppress_eos: bool = False
     pairing: Literal["state", "token"] = "state"
+    layers: int = 1
+    mlp: float = 1.0
+    anchor: bool = False
+    features: tuple[int, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     rows: int | None = None
     kernel: KernelName = "auto"
     compile: bool = False
+    untimed: int = 0
     max_seconds: float | None = None
     resume: Literal["auto", "never"] = "auto"
 
@@ -112,22 +134,28 @@ class TrainConfig:
                 object.__setattr__(self, name, value)
         for name in ("rollout", "steps", "slices", "accumulate", "eval_every", "checkpoint_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("warmup", "heldout", "seed"):
+        for name in ("warmup", "heldout", "seed", "untimed"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
-        require(
-            self.slice_states > self.rollout,
-            f"slice_states is {self.slice_states}; it must exceed rollout ({self.rollout})",
-        )
+        require(0 <= self.ema < 1, f"ema is {self.ema}; it must lie in 0..1, below 1")
+        check_objective(self)
+        self.sampler_config()
         require(math.isfinite(self.lr) and self.lr > 0, f"lr is {self.lr}; it must be a positive number")
         require(0 <= self.decay <= 1, f"decay is {self.decay}; it is a share of the run, 0..1")
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
 
+    def sampler_config(self) -> SamplerConfig:
+        """What g is built from."""
+        if self.preset == "paper":
+            return SamplerConfig.paper()
+        names = ("pairing", "layers", "mlp", "anchor", "features")
+        return SamplerConfig(**{name: getattr(self, name) for name in names})
+
 
 PAPER: dict[str, Any] = {
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
-    "slice_states": 4, "slices": 32, "pairing": "token",
+    "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
 }  # fmt: skip
 
 
@@ -148,8 +176,14 @@ class Run:
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     step_g: Step | None = None
+    averaged: Sampler | None = None
     data_digest: str = ""
     pool: Pool | None = None
+
+    @property
+    def best_g(self) -> Sampler:
+        """What is measured and saved: the running mean, if there is one."""
+        return self.averaged or self.sampler
 
     @functools.cached_property
     def training_rows(self) -> list[int]:
@@ -196,7 +230,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     with StopSignal() as stop:
         last = _loop(run, folder, metrics, stop)
     if rank == 0 and not _unfinished(run):
-        run.sampler.save(folder / "sampler", training=run.settings(), heldout=last)
+        run.best_g.save(folder / "sampler", training=run.settings(), heldout=last)
     distributed.barrier()
     windows = run.step * world * config.accumulate * config.slices * (config.slice_states - config.rollout)
     return {
@@ -208,6 +242,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
 def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> Run:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
+    base = base.with_features(config.features)
     pool = None
     if config.one_pass:
         data, digest, pool = start_pool(config, base, rank, world)
@@ -215,14 +250,16 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         data, digest = _stored(config, base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        sampler = Sampler(
-            base, SamplerConfig.paper() if config.preset == "paper" else SamplerConfig(pairing=config.pairing)
-        )
+        sampler = Sampler(base, config.sampler_config())
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, data_digest=digest, pool=pool)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile)
+    if config.ema:
+        run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
+        run.averaged.load_state_dict(sampler.state_dict())
     if config.compile:
-        base.compile()
+        if not base.compiled:
+            base.compile()
         run.pad_to = max(len(x.tokens_L) for x in data) if pool is None else pool.width
         run.step_g = torch.compile(sampler, dynamic=False)
     return run
@@ -253,6 +290,8 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
     while _unfinished(run):
         losses = _step(run)
         run.step += 1
+        if run.step <= config.untimed:
+            started, before = time.monotonic(), 0.0
         run.elapsed = float(distributed.mean(torch.tensor(before + time.monotonic() - started, device=run.device)))
         stopping = distributed.any_rank(stop.requested, run.device)
         leaving = stopping or not _unfinished(run)
@@ -270,7 +309,8 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 
 
 def _held_out(run: Run) -> dict[str, float]:
-    return held_out(run.base, run.sampler, run.data, run.rows(True), run.config, _autocast(run), run.pad_to)
+    base = run.base.eager()  # its batches have a shape of their own
+    return held_out(base, run.best_g, run.data, run.rows(True), run.config, _autocast(run), run.pad_to)
 
 
 def _step(run: Run) -> dict[str, float]:
@@ -294,40 +334,27 @@ def _step(run: Run) -> dict[str, float]:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * scale
         optimizer.step()
+    if run.averaged is not None:
+        follow(run.averaged, run.sampler, decay=config.ema, step=run.step)
     return {"loss": value, "grad_norm": float(norm), "lr": config.lr * scale}
 
 
 def _micro_loss(run: Run, micro: int) -> Tensor:
     config = run.config
     key = (config.seed, run.step, micro)
-    ready = None if run.pool is None else run.pool.frames()  # decoding: not under autocast
-    depths = range(1, config.rollout + 1)
-    if config.loss == "released":
-        depths = [released_depth(key, config.rollout)]  # type: ignore[assignment]
+    rollout = drawn_rollout(config.rollout, config.rollouts, key)
     g = run.sampler if run.step_g is None else run.step_g
-    with _autocast(run):
-        frames = ready or observe(run.base, to_device(_slices(run, key), run.device))
-        share_BL = None if config.rows is None else row_shares(frames.rank_BL, config.rows, lots(frames.rank_BL, key))
-        return unrolled_kl(
-            run.base, unroll_frames(g, frames, rollout=config.rollout), depths, weights=config.weights,
-            suppress_eos=config.suppress_eos, delta=run.delta, share_BL=share_BL,
+    seen: Slices | Frames
+    if run.pool is not None:
+        seen = run.pool.frames()  # decoding: not under autocast
+    else:
+        slices = random_slices(
+            run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=rollout,
+            key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
         )  # fmt: skip
-
-
-def _slices(run: Run, key: tuple[int, ...]) -> Slices:
-    config = run.config
-    return random_slices(
-        run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
-        key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
-    )  # fmt: skip
-
-
-def released_depth(key: tuple[int, ...], rollout: int) -> int:
-    """The public release's unroll length: 1..rollout with weights softmax(1, 1/2, 1/4, ...)."""
-    import numpy as np
-
-    weights = np.exp(0.5 ** np.arange(rollout))
-    return int(np.random.default_rng((*key, 7)).choice(rollout, p=weights / weights.sum())) + 1
+        seen = to_device(slices, run.device)
+    with _autocast(run):
+        return batch_loss(run.base, g, seen, config, rollout=rollout, key=key, delta=run.delta)
 
 
 def _autocast(run: Run) -> Any:
@@ -341,6 +368,7 @@ def _payload(run: Run) -> dict[str, Any]:
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
         "optimizers": [o.state_dict() for o in run.optimizers],
         "pools": None if run.pool is None else distributed.from_all_ranks([run.pool.state()]),
+        "averaged": None if run.averaged is None else run.averaged.state_dict(),
     }  # fmt: skip
 
 
@@ -349,5 +377,7 @@ def _restore(run: Run, saved: dict[str, Any]) -> None:
     run.sampler.load_state_dict(saved["sampler"])
     if run.pool is not None:
         run.pool.load(saved["pools"][run.rank])
+    if run.averaged is not None:
+        run.averaged.load_state_dict(saved["averaged"])
     for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(state)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.losses import Delta, RowWeights, Student, kl_and_delta, row_weights, weighted_kl
+from adjust_dlm.losses import (
+    NEXT_DECAY,
+    NEXT_SHARE,
+    Delta,
+    RowWeights,
+    Student,
+    kl_and_delta,
+    row_weights,
+    weighted_kl,
+)  # fmt: skip
 from adjust_dlm.types import MASKED, State
 
 NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
 Step = Callable[[Tensor, State], Tensor]
+Depths = int | Sequence[int] | Mapping[int, float]
 
 
 @dataclass
@@ -28,6 +38,7 @@ class Slices:
         start_N: t of each slice's first state; states before 0 or past the end are filler and do not count.
         length: S.
         padded: False promises that `real_NL` is all True.
+        temperature_N: of the decodes that made them; None is 1.
     """
 
     tokens_NL: Tensor
@@ -36,6 +47,7 @@ class Slices:
     start_N: Tensor
     length: int
     padded: bool = True
+    temperature_N: Tensor | None = None
 
     def rank(self) -> Tensor:
         """[S, N, L] commits from each state until a position is revealed; negative once it is.
@@ -83,37 +95,40 @@ def observe(base: Base, slices: Slices) -> Frames:
 
 @dataclass
 class Unrolled:
-    """What Algorithm 2 compares, for all windows of some frames: row w * N + n is window w of text n.
+    """What Algorithm 2 compares, for all windows of n texts: row w * n + i is window w of text i.
 
     Attributes:
-        frames: f of every state; h_0 of the windows among them.
+        h_BLD: f of every state, h_0 of the windows among them; [S * n, L, D or more].
+        rank_BL: of every state, see `Frames`.
+        n: texts.
         windows: S - rollout.
-        student: h^_1 .. h^_rollout, each [windows * N, L, D].
-        rank: per depth, [windows * N, L] commits until revealed; negative where nothing is to be compared.
+        student: h^_1 .. h^_rollout, each [windows * n, L, D or more].
+        rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared.
     """
 
-    frames: Frames
+    h_BLD: Tensor
+    rank_BL: Tensor
+    n: int
     windows: int
     student: list[Tensor]
     rank: list[Tensor]
 
     def rows(self, k: int) -> slice:
-        """Rows of the frames that hold x_k of every window."""
-        n = self.frames.text_SN.shape[1]
-        return slice(k * n, (k + self.windows) * n)
+        """Rows of the states that hold x_k of every window."""
+        return slice(k * self.n, (k + self.windows) * self.n)
 
     @property
     def stale_BLD(self) -> Tensor:
         """h_0 = f(x) of each window."""
-        return self.frames.h_BLD[self.rows(0)]
+        return self.h_BLD[self.rows(0)]
 
     @property
     def teacher(self) -> list[Tensor]:
         """f(x_1) .. f(x_rollout) of each window."""
-        return [self.frames.h_BLD[self.rows(k)] for k in range(1, len(self.student) + 1)]
+        return [self.h_BLD[self.rows(k)] for k in range(1, len(self.student) + 1)]
 
 
-def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Unrolled:
+def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
     """Algorithm 2, lines 3-10: the S - rollout windows of a slice share its S base passes.
 
     Args:
@@ -121,28 +136,35 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Un
         sampler: g, or any function of states and canvas.
         slices: consecutive states of stored trajectories.
         rollout: K - 1, the number of unrolled g steps.
+        detach_every: g steps through which a gradient flows back; 0 is all.
     """
-    return unroll_frames(sampler, observe(base, slices), rollout=rollout)
+    return unroll_frames(sampler, observe(base, slices), rollout=rollout, detach_every=detach_every)
 
 
-def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
+def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
     """Algorithm 2, lines 8-10."""
     x, text_SN = frames.x, frames.text_SN
-    out = Unrolled(frames, len(text_SN) - rollout, [], [])
+    out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
     h_k = out.stale_BLD
     for k in range(1, rollout + 1):  # line 8
         rows = out.rows(k)
         x_k = State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
-        h_k = sampler(h_k, x_k)  # line 9
+        h_k = sampler(cut(h_k, k, detach_every), x_k)  # line 9
         out.student.append(h_k)
         begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
         out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[rows], -NEVER))
     return out
 
 
+def cut(h_BLD: Tensor, k: int, every: int) -> Tensor:
+    """What g step k starts from: without its history after each `every` steps."""
+    return h_BLD.detach() if every and (k - 1) % every == 0 else h_BLD
+
+
 def unrolled_kl(
-    base: Base, run: Unrolled, depths: int | Sequence[int], *, weights: RowWeights = "next",
-    suppress_eos: bool = False, stale: bool = False, delta: Delta = kl_and_delta, share_BL: Tensor | None = None,
+    base: Base, run: Unrolled, depths: Depths, *, weights: RowWeights = "next", next_decay: float = NEXT_DECAY,
+    next_share: float = NEXT_SHARE, suppress_eos: bool = False, stale: bool = False, delta: Delta = kl_and_delta,
+    share_BL: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Line 11: mean over depths, and over states, of the weighted KL(W h_k || W h^_k) on rows masked in x_k.
 
@@ -151,27 +173,30 @@ def unrolled_kl(
     Args:
         base: f and W.
         run: from `unroll`.
-        depths: of 1..rollout.
+        depths: of 1..rollout, equally weighted unless their shares of the loss are given.
         weights: row weights, 1 in total per state; a state without masked rows does not count.
+        next_decay: of "next", see `row_weights`.
+        next_share: likewise.
         suppress_eos: must say what decoding will say.
         stale: measure h_0 in place of h^_k (what parallel decoding would use).
         delta: `kl_and_delta` or a twin of it (see `losses.pick_delta`).
         share_BL: factors on the row weights of all states (`losses.row_shares`); rows of factor 0 are left out.
     """
     depths = (depths,) if isinstance(depths, int) else depths
-    weight_KBL = torch.zeros(len(depths), *run.frames.rank_BL.shape, device=run.frames.rank_BL.device)
-    for weight_BL, k in zip(weight_KBL, depths, strict=True):
+    shares = dict(depths) if isinstance(depths, Mapping) else dict.fromkeys(depths, 1 / len(depths))
+    weight_KBL = torch.zeros(len(shares), *run.rank_BL.shape, device=run.rank_BL.device)
+    for weight_BL, (k, share) in zip(weight_KBL, shares.items(), strict=True):
         masked_BL = run.rank[k - 1] >= 0
-        states = masked_BL.any(-1).sum().clamp_min(1) * len(depths)
-        weight_BL[run.rows(k)] = row_weights(run.rank[k - 1], masked_BL, weights) / states
+        own_BL = row_weights(run.rank[k - 1], masked_BL, weights, decay=next_decay, share=next_share)
+        weight_BL[run.rows(k)] = own_BL * share / masked_BL.any(-1).sum().clamp_min(1)
     if share_BL is not None:
         weight_KBL *= share_BL
     row_R, at_R = (weight_KBL > 0).any(0).nonzero(as_tuple=True)  # sorted: those of a depth are neighbours
-    edges = torch.tensor([[run.rows(k).start, run.rows(k).stop] for k in depths], device=row_R.device)
+    edges = torch.tensor([[run.rows(k).start, run.rows(k).stop] for k in shares], device=row_R.device)
     students = []
-    for i, (k, (first, last)) in enumerate(zip(depths, torch.searchsorted(row_R, edges).tolist(), strict=True)):
+    for i, (k, (first, last)) in enumerate(zip(shares, torch.searchsorted(row_R, edges).tolist(), strict=True)):
         row, at = row_R[first:last], at_R[first:last]
-        h_BLD = run.stale_BLD if stale else run.student[k - 1]
+        h_BLD = (run.stale_BLD if stale else run.student[k - 1])[..., : base.width]
         students.append(Student(h_BLD[row - run.rows(k).start, at], weight_KBL[i, row, at], first))
     head = functools.partial(base.plain_logits, suppress_eos=suppress_eos)
-    return weighted_kl(run.frames.h_BLD[row_R, at_R], students, head, base.head_matrix, delta=delta)
+    return weighted_kl(run.h_BLD[..., : base.width][row_R, at_R], students, head, base.head_matrix, delta=delta)
