@@ -26,7 +26,7 @@ from adjust_dlm.data import store
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import load_sampler
-from adjust_dlm.train import best, preflight, trainer
+from adjust_dlm.train import best, distributed, preflight, trainer
 from adjust_dlm.train.batches import pack
 from adjust_dlm.train.checkpoint import save_checkpoint, tensor_bytes
 from adjust_dlm.train.trainer import TrainConfig, train
@@ -115,7 +115,7 @@ def test_h8_a_kl_of_one_nat_on_every_counted_position_is_a_loss_of_one(rows: Any
 def test_h19_every_step_after_a_resume_is_that_of_the_whole_run(
     exact: ExactBase, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """12 steps of 2 micro-batches, and 7 + 5: loss, gradient norm, rate, texts and starts of every step, bit for bit."""
+    """12 steps of 2 micro-batches, and 7 + 5: loss, gradient norm, rate, texts and starts, all bit for bit."""
     step, draw = trainer._step, trainer.random_slices
     stop_at = [99]
     log: list[Any] = []
@@ -453,6 +453,16 @@ def test_two_ranks_equal_one_that_accumulates_twice(exact: ExactBase, folder: Pa
         keys = [key for key in a if key != "seconds"]
         np.testing.assert_allclose([a[k] for k in keys], [b[k] for k in keys], rtol=1e-4, atol=1e-6)
     assert json.loads((tmp_path / "two" / "result.json").read_text())["results"]["windows"] == 6 * 2 * 4
+
+
+def test_ranks_that_would_go_on_from_different_steps_stop(
+    exact: ExactBase, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second machine that does not see the first one's checkpoint."""
+    monkeypatch.setattr(distributed, "from_all_ranks", lambda items: [5, *items])
+    with pytest.raises(InputError, match="the step to go on from differs between ranks: 5, 0; all machines must see"):
+        train(settings(folder, tmp_path / "run"), exact)
+    assert not (tmp_path / "run").exists()
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     if saved:
         _restore(run, saved)
         log.info("resumed %s at step %d", folder, run.step)
+    distributed.require_same("the step to go on from", run.step)
     if config.dry_run:
         return preflight(run, folder, step=_step, evaluate=_held_out)
     tracking = None
