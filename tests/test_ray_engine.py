@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_an_actor_counts_what_it_made_and_makes_no_shard_twice(local: Path, tmp_
 
 def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ask(ShardMaker(settings(tmp_path / "s", max_new_tokens=9), os.getcwd()), (0, 64))
-    assert "context of base 'exact'" in answer["error"][0] and answer["errno"] == [0]
+    assert "context of base 'exact'" in answer["error"][0] and answer["kind"] == ["input"]
     with pytest.raises(InputError, match="context of base 'exact'"):
         ray_engine._check({key: value[0] for key, value in answer.items()})
 
@@ -123,11 +124,53 @@ def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeyp
         ray_engine._check({key: value[0] for key, value in answer.items()})
     assert caught.value.errno == 28
 
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(store, "write_shard", broken)
+    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd()), (0, 64))
+    with pytest.raises(RuntimeError, match=r"an actor failed on rows 0\.\.63: ZeroDivisionError: made up"):
+        ray_engine._check({key: value[0] for key, value in answer.items()})
+
 
 def test_shards_on_another_machines_disk_are_missed(local: Path, tmp_path: Path) -> None:
     ray_engine._check_seen(local, [(0, 64)])
     with pytest.raises(FileNotFoundError, match=r"2 of 2 shards .* first is shard-00000-00064.*disk that all nodes"):
-        ray_engine._check_seen(tmp_path, [(0, 64), (64, 128)])
+        ray_engine._check_seen(tmp_path, [(0, 64), (64, 128)], wait=0.0)
+
+
+def test_a_shard_that_shows_late_is_waited_for(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk that shows the file at the third look."""
+    looks = iter([[], [], ["shard-00000-00064.parquet"]])
+    monkeypatch.setattr(os, "listdir", lambda path: next(looks))
+    monkeypatch.setattr(ray_engine.time, "sleep", lambda seconds: None)
+    ray_engine._check_seen(tmp_path, [(0, 64)])
+    assert next(looks, None) is None
+
+
+@pytest.mark.parametrize(
+    ("resources", "change", "pool"),
+    [
+        ({"CPU": 64.0, "GPU": 8.0}, {}, (8, 1, 1)),
+        ({"CPU": 64.0, "GPU": 8.0}, {"device": "cpu"}, (10, 4, 0)),  # ten shards
+        ({"CPU": 64.0, "GPU": 8.0}, {"actors": 3}, (3, 1, 1)),
+        ({"CPU": 16.0}, {}, (4, 4, 0)),
+        ({"CPU": 2.0}, {}, (1, 2, 0)),
+        ({"CPU": 2.0}, {"actors": 2}, (2, 1, 0)),
+    ],
+)
+def test_actors_get_a_gpu_each_or_some_threads(
+    tmp_path: Path, resources: dict[str, float], change: dict[str, Any], pool: tuple[int, int, int]
+) -> None:
+    found = ray_engine._pool(settings(tmp_path, engine="ray", **change), resources, 10, fixed=True)
+    assert (found.actors, found.cpus, found.gpus) == pool
+
+
+def test_actors_without_room_are_not_waited_for(tmp_path: Path) -> None:
+    config = settings(tmp_path, engine="ray", actors=3)
+    with pytest.raises(InputError, match="actors is 3; this machine has room for 2, one a GPU"):
+        ray_engine._pool(config, {"CPU": 8.0, "GPU": 2.0}, 10, fixed=True)
+    assert ray_engine._pool(config, {"CPU": 8.0, "GPU": 2.0}, 10, fixed=False).actors == 3  # it may grow
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +193,15 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         settings(tmp_path, **change)
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # ours, and not listening
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"no Ray cluster answers at {address}: .*refused"):
+            make_trajectories(settings(tmp_path / "s", engine="ray", ray_address=address))
+    assert not (tmp_path / "s").exists()
 
 
 def test_what_an_actor_cannot_take_is_refused(tmp_path: Path) -> None:

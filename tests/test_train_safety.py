@@ -435,6 +435,7 @@ def test_activations_by_formula_bound_what_autograd_keeps(dream_run: trainer.Run
 # --- several processes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_that_accumulates_twice(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
     """torchrun with gloo: the same weights, losses and held-out metrics, and one set of files."""
     given = {"steps": 6, "slices": 4, "eval_every": 3, "checkpoint_every": 3, "heldout": 16, "warmup": 2}

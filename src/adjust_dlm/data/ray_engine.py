@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 Show = Callable[[float], None]
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+CPUS = 4  # threads of an actor without a GPU, where there are as many
+LATE = 60.0  # seconds that a network disk may take to show another machine's files
 logger = logging.getLogger(__name__)
 
 
@@ -51,18 +55,22 @@ class ShardMaker:
         return {key: np.array([row[key] for row in rows]) for key in rows[0]}
 
     def _make(self, rows: store.Range) -> dict[str, Any]:
-        row = {"start": rows[0], "stop": rows[1], "worker": os.getpid(), "base_calls": 0, "tokens": 0}
+        row: dict[str, Any] = {"start": rows[0], "stop": rows[1], "worker": os.getpid(), "base_calls": 0, "tokens": 0}
+        row |= {"error": "", "kind": "", "errno": 0}
         try:
             self.run = self.run or self._prepared()
             before = self.run.base_calls, self.run.tokens
             if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
                 self.run.make_shard(rows, None)
             row |= {"base_calls": self.run.base_calls - before[0], "tokens": self.run.tokens - before[1]}
-            return {**row, "error": "", "errno": 0}
         except InputError as error:
-            return {**row, "error": str(error), "errno": 0}
+            row |= {"kind": "input", "error": str(error)}
         except OSError as error:
-            return {**row, "error": error.strerror or str(error), "errno": error.errno or -1}
+            row |= {"kind": "os", "error": error.strerror or str(error), "errno": error.errno or 0}
+        except Exception as error:  # ours to tell: Ray's own message is a page
+            logger.exception("rows %d..%d", *rows)
+            row |= {"kind": "other", "error": f"{type(error).__name__}: {error}"}
+        return row
 
     def _prepared(self) -> Any:
         from adjust_dlm.data.trajectories import prepared_run
@@ -90,9 +98,9 @@ def make_with_ray(config: TrajectoriesConfig, show: Show | None = None) -> dict[
     todo = left or [(config.first_row, config.first_row)]  # no rows: the settings are checked all the same
     done = {"rows_made": 0, "shards_made": 0, "base_calls": 0, "tokens": 0}
     spoken = time.monotonic()
-    with _cluster(config, len(todo)) as (actors, gpus):
-        logger.info("%d of %s shards to make, %d actors", len(left), -(-config.num // config.shard_rows), actors)
-        for row in _dataset(config, todo, actors, gpus).iter_rows():
+    with _cluster(config, len(todo)) as pool:
+        logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
+        for row in _dataset(config, todo, pool).iter_rows():
             _check(row)
             done["rows_made"] += row["stop"] - row["start"]
             done["shards_made"] += bool(row["stop"] > row["start"])
@@ -108,7 +116,35 @@ def make_with_ray(config: TrajectoriesConfig, show: Show | None = None) -> dict[
     return {name: int(count) for name, count in done.items()}
 
 
-def _dataset(config: TrajectoriesConfig, todo: list[store.Range], actors: int, gpus: int) -> Any:
+@dataclass(frozen=True)
+class _Pool:
+    """How many actors, and what each of them gets."""
+
+    actors: int
+    cpus: int
+    gpus: int
+
+
+def _pool(config: TrajectoriesConfig, resources: dict[str, float], shards: int, *, fixed: bool) -> _Pool:
+    """One actor a GPU; without GPUs one for every four CPUs, whose threads it uses.
+
+    Args:
+        config: of the run.
+        resources: of the cluster, as Ray counts them.
+        shards: to make; more actors would be idle.
+        fixed: the cluster cannot grow, so that actors without room would be waited for in vain.
+    """
+    gpus, cpus = 0 if config.device == "cpu" else int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    actors = config.actors or min(gpus or max(1, cpus // CPUS), shards)
+    room = gpus or cpus
+    require(
+        actors <= room or not fixed,
+        f"actors is {actors}; this machine has room for {room}, {'one a GPU' if gpus else 'one a CPU'}",
+    )
+    return _Pool(actors, 1 if gpus else max(1, min(CPUS, cpus // actors)), int(gpus > 0))
+
+
+def _dataset(config: TrajectoriesConfig, todo: list[store.Range], pool: _Pool) -> Any:
     """Lazy dataset of counts, one row a shard. Ray Data starts dead actors anew and gives them their shards again."""
     import ray.data
 
@@ -119,34 +155,41 @@ def _dataset(config: TrajectoriesConfig, todo: list[store.Range], actors: int, g
     return ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         ShardMaker,
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=actors),
-        num_cpus=1,
-        num_gpus=gpus,
+        compute=ray.data.ActorPoolStrategy(size=pool.actors),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
         fn_constructor_kwargs={"config": config, "cwd": os.getcwd()},
     )
 
 
 def _check(row: dict[str, Any]) -> None:
     """Raises what an actor reported, as it would have been raised here."""
-    if row["errno"]:
+    if row["kind"] == "os":
         raise OSError(int(row["errno"]), str(row["error"]))
-    require(not row["error"], str(row["error"]))
+    if row["kind"] == "other":
+        raise RuntimeError(f"an actor failed on rows {row['start']}..{row['stop'] - 1}: {row['error']}")
+    require(not row["kind"], str(row["error"]))
 
 
-def _check_seen(folder: Path, made: list[store.Range]) -> None:
-    """Workers on other machines may have written to disks of their own."""
-    unseen = [rows for rows in made if not (folder / store.shard_name(rows)).is_file()]
+def _check_seen(folder: Path, made: list[store.Range], wait: float = LATE) -> None:
+    """Workers on other machines may have written to disks of their own, or a shared one may show files late."""
+    end = time.monotonic() + wait
+    names = {store.shard_name(rows) for rows in made}
+    while unseen := sorted(names - set(os.listdir(folder) if folder.is_dir() else ())):
+        if time.monotonic() > end:
+            break
+        time.sleep(min(1.0, wait))
     if unseen:
         raise FileNotFoundError(
             2,
             f"{len(unseen)} of {len(made)} shards that the actors wrote to {folder.absolute()} are not there on this "
-            f"machine (the first is {store.shard_name(unseen[0])}): the folder must be on a disk that all nodes share",
+            f"machine (the first is {unseen[0]}): the folder must be on a disk that all nodes share",
         )
 
 
 @contextlib.contextmanager
-def _cluster(config: TrajectoriesConfig, shards: int) -> Iterator[tuple[int, int]]:
-    """Number of actors, and GPUs of each, on a cluster of our own or the one that is there; ours goes away again."""
+def _cluster(config: TrajectoriesConfig, shards: int) -> Iterator[_Pool]:
+    """Room on a cluster of our own or the one that is there; ours goes away again."""
     import ray
     import ray.data
 
@@ -155,15 +198,7 @@ def _cluster(config: TrajectoriesConfig, shards: int) -> Iterator[tuple[int, int
     if ours:
         _start(ray, config, address)
     try:
-        resources = ray.cluster_resources()
-        gpus = 0 if config.device == "cpu" else int(resources.get("GPU", 0))
-        room = gpus or int(resources.get("CPU", 1))
-        actors = config.actors or min(room, shards)
-        require(
-            actors <= room or not (ours and address is None),
-            f"actors is {actors}; this machine has room for {room} ({'one a GPU' if gpus else 'one a CPU'})",
-        )
-        yield actors, int(gpus > 0)
+        yield _pool(config, ray.cluster_resources(), shards, fixed=ours and address is None)
     finally:
         if ours:
             ray.shutdown()  # of a cluster that was there before, this only lets go
@@ -182,6 +217,14 @@ def _start(ray: Any, config: TrajectoriesConfig, address: str | None) -> None:
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
         return
     try:
+        _knock(address)
         ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
         raise InputError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from error
+
+
+def _knock(address: str) -> None:
+    """Raises OSError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()

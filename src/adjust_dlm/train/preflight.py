@@ -60,6 +60,8 @@ def preflight(
     left = config.steps - run.step
     windows = left * windows_per_step(run)
     problems = [] if disk["needed"] <= disk["free"] else [_lacks_room(folder, disk)]
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)
     try:
         seconds = {"step": _timed(lambda: step(run), clock), "evaluation": _timed(lambda: evaluate(run), clock, 1)}
     except torch.OutOfMemoryError:
