@@ -4,6 +4,9 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,25 @@ def test_a_cluster_that_is_there_stays_and_actors_say_what_is_wrong(local: Path)
         assert ray.is_initialized() and contents(local) == before
     finally:
         ray.shutdown()
+
+
+@pytest.mark.slow
+def test_sigterm_stops_a_cluster_of_our_own_and_keeps_whole_shards(local: Path, tmp_path: Path) -> None:
+    """Ray's own handler would abort with a page of addresses."""
+    words = {"base": "exact", "num": 64_000, "max-new-tokens": 4, "batch-size": 1, "shard-rows": 64, "engine": "ray"}
+    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "adjust_dlm.cli", "trajectories", *flags, "--output", str(tmp_path / "s")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while not store.find_shards(tmp_path / "s") and process.poll() is None:
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and said.endswith("adjust: interrupted\n")
+    for path in store.find_shards(tmp_path / "s").values():
+        if (local / path.name).exists():  # rows 0..639
+            assert path.read_bytes() == (local / path.name).read_bytes()
 
 
 # --- without a cluster -------------------------------------------------------------------------------------------

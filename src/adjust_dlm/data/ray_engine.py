@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -196,7 +198,11 @@ def _cluster(config: TrajectoriesConfig, shards: int) -> Iterator[_Pool]:
     address = config.ray_address or os.environ.get("RAY_ADDRESS")
     ours = not ray.is_initialized()
     if ours:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         _start(ray, config, address)
+        if threading.current_thread() is threading.main_thread():  # Ray's own would abort, and leave its processes
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     try:
         yield _pool(config, ray.cluster_resources(), shards, fixed=ours and address is None)
     finally:
