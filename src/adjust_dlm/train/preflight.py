@@ -63,7 +63,11 @@ def preflight(
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     try:
-        seconds = {"step": _timed(lambda: step(run), clock), "evaluation": _timed(lambda: evaluate(run), clock, 1)}
+        seconds = {
+            "step": _timed(lambda: step(run), clock),
+            # on a CPU nothing is compiled by then, and one may take minutes
+            "evaluation": _timed(lambda: evaluate(run), clock, times=1, warmup=int(run.device.type == "cuda")),
+        }
     except torch.OutOfMemoryError:
         seconds = {}
         problems.append("a step does not fit into the memory of the device: lower slices, and raise accumulate")
@@ -102,9 +106,9 @@ def windows_per_step(run: Run) -> int:
     return run.world * config.accumulate * config.slices * (config.slice_states - config.rollout)
 
 
-def _timed(call: Callable[[], Any], clock: Callable[[], float], times: int = TIMED) -> float:
-    """Mean seconds of a call that waits for its own results, after one that does not count."""
-    for _ in range(WARMUP):
+def _timed(call: Callable[[], Any], clock: Callable[[], float], *, times: int = TIMED, warmup: int = WARMUP) -> float:
+    """Mean seconds of a call that waits for its own results, after `warmup` calls that do not count."""
+    for _ in range(warmup):
         call()
     start = clock()
     for _ in range(times):
