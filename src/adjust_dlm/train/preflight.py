@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -31,7 +30,6 @@ WARMUP, TIMED = 1, 3  # steps before the clock starts, and under it
 _CHUNK_COPIES = 6  # fp32 [chunk, V]: both logits, both log-softmaxes, p, and the gradient
 _GIB = 1 << 30
 KL_CHUNK: int = inspect.signature(weighted_kl).parameters["chunk"].default
-log = logging.getLogger(__name__)
 
 
 def preflight(
