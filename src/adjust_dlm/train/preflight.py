@@ -75,7 +75,7 @@ def preflight(
     if hours is not None and config.max_seconds:
         hours = min(hours, max(0.0, config.max_seconds - run.elapsed) / 3600)
     return {
-        "dry_run": True, "steps": left, "windows": windows, "windows_per_row": windows / len(run.training_rows),
+        "dry_run": True, "steps": left, "windows": windows, "windows_per_row": windows / max(1, len(run.training_rows)),
         "seconds_per_step": seconds.get("step"), "seconds_per_evaluation": seconds.get("evaluation"), "hours": hours,
         "training_rows": len(run.training_rows), "heldout_rows": len(run.rows(True)), "ranks": run.world,
         "memory_gib": {name: size / _GIB for name, size in memory.items()},
@@ -172,6 +172,8 @@ def activation_bytes(run: Run) -> int:
 
 def longest(run: Run) -> int:
     """L: the canvas that a batch is padded to at most."""
+    if run.pad_to:
+        return run.pad_to
     stores = [run.data] if run.held is None else [run.data, run.held]
     return max(int(np.diff(store.columns.start_N).max()) for store in stores)
 
