@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,18 +15,22 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.data.store import open_stores
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, RowWeights, kl_and_delta
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import random_slices, to_device
+from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
 from adjust_dlm.train.ema import follow
 from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.objective import batch_loss, check_objective, drawn_rollout
 from adjust_dlm.train.optim import build_optimizers, learning_rate
+from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_per_step
+from adjust_dlm.train.rows import open_rows
+from adjust_dlm.train.trackers import TrackerName, Tracking, check_trackers
 from adjust_dlm.train.unroll import Step
-from adjust_dlm.types import Trajectory, require
+from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,8 @@ class TrainConfig:
         slices: slices per micro-batch.
         accumulate: micro-batches per step and rank.
         clip: gradient norm limit.
-        heldout: trajectories kept apart for metrics.
+        heldout: trajectories kept apart for metrics; not with `heldout_trajectories`.
+        heldout_trajectories: folders of trajectories for metrics only, none of them among `trajectories`.
         eval_every: steps between held-out metrics.
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
@@ -71,6 +75,8 @@ class TrainConfig:
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
         untimed: first steps that `max_seconds` and the reported seconds leave out: those in which kernels are compiled.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
+        track: tensorboard, wandb, trackio: where the lines of metrics.jsonl go as well.
+        dry_run: print memory, steps, hours and disk space of this run, from a few steps on this device; write nothing.
     """
 
     base: str = "smol"
@@ -97,6 +103,7 @@ class TrainConfig:
     accumulate: int = 1
     clip: float = 1.0
     heldout: int = 64
+    heldout_trajectories: tuple[str, ...] = ()
     eval_every: int = 500
     checkpoint_every: int = 500
     seed: int = 0
@@ -111,6 +118,8 @@ class TrainConfig:
     untimed: int = 0
     max_seconds: float | None = None
     resume: Literal["auto", "never"] = "auto"
+    track: tuple[TrackerName, ...] = ()
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         """Checks values, and fills in the paper's preset."""
@@ -133,6 +142,7 @@ class TrainConfig:
         require(0 <= self.decay <= 1, f"decay is {self.decay}; it is a share of the run, 0..1")
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+        check_trackers(self.track)
 
     def sampler_config(self) -> SamplerConfig:
         """What g is built from."""
@@ -142,6 +152,8 @@ class TrainConfig:
         return SamplerConfig(**{name: getattr(self, name) for name in names})
 
 
+# Settings that a resumed run may change.
+FREE = ("output", "compile", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
 PAPER: dict[str, Any] = {
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
     "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
@@ -155,7 +167,7 @@ class Run:
     config: TrainConfig
     base: Base
     sampler: Sampler
-    data: Sequence[Trajectory]
+    data: TrajectoryStore
     rank: int
     world: int
     device: torch.device
@@ -167,6 +179,8 @@ class Run:
     step_g: Step | None = None
     averaged: Sampler | None = None
     data_digest: str = ""
+    held: TrajectoryStore | None = None
+    best: dict[str, float] = field(default_factory=dict)
 
     @property
     def best_g(self) -> Sampler:
@@ -179,19 +193,20 @@ class Run:
         return self.rows(False)
 
     def rows(self, held: bool) -> list[int]:
-        """Indices of the training part, or of the held-out one, which is spread evenly over all folders."""
+        """Indices of the training part, or of the held-out one: a store of its own, or spread evenly over `data`."""
+        if self.held is not None:
+            return list(range(len(self.held if held else self.data)))
         total, count = len(self.data), self.config.heldout
         apart = [(2 * i + 1) * total // (2 * count) for i in range(count)]
         return apart if held else sorted(set(range(total)) - set(apart))
 
     def settings(self) -> dict[str, Any]:
         """What must stay the same between start and resume."""
-        fixed = {
-            k: v for k, v in asdict(self.config).items() if k not in ("output", "compile", "trajectories", "resume")
-        }
+        fixed = {k: v for k, v in asdict(self.config).items() if k not in FREE}
         return {
             **fixed, "dtype": str(self.base.dtype).removeprefix("torch."), "base_fingerprint": self.base.fingerprint,
             "trajectories": len(self.data), "data_digest": self.data_digest, "world": self.world,
+            "heldout_digest": None if self.held is None else self.held.digest(),
         }  # fmt: skip
 
 
@@ -199,11 +214,12 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     """Trains g and writes it to `config.output/sampler`; continues an interrupted run by itself.
 
     Returns:
-        Steps, windows, seconds and the last held-out metrics.
+        Steps, windows, seconds, the last held-out metrics and the step of the best; of a dry run, see `preflight`.
 
     Raises:
         InputError: no or too few trajectories, another base's trajectories, changed settings on resume.
         FloatingPointError: the loss is not finite; the step is named.
+        OSError: no room on the disk, before the first step or when something is to be saved.
     """
     rank, world, _ = distributed.start()
     run = _prepare(config, base, rank, world)
@@ -212,16 +228,28 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     if saved:
         _restore(run, saved)
         log.info("resumed %s at step %d", folder, run.step)
-    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0)
-    with StopSignal() as stop:
-        last = _loop(run, folder, metrics, stop)
+    distributed.require_same("the step to go on from", run.step)
+    if config.dry_run:
+        return preflight(run, folder, step=_step, evaluate=_held_out)
+    tracking = None
+    if rank == 0:
+        if _unfinished(run):
+            check_disk(run, folder)
+        tracking = Tracking(config.track, folder, run.settings(), resume_step=run.step)
+    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, tracking=tracking)
+    try:
+        with StopSignal() as stop:
+            last = _loop(run, folder, metrics, stop)
+    finally:
+        if tracking:
+            tracking.close()
     if rank == 0 and not _unfinished(run):
-        run.best_g.save(folder / "sampler", training=run.settings(), heldout=last)
+        save_sampler(run, folder / LAST, heldout=last)
     distributed.barrier()
-    windows = run.step * world * config.accumulate * config.slices * (config.slice_states - config.rollout)
     return {
-        "finished": not _unfinished(run), "steps": run.step, "windows": windows, "seconds": run.elapsed,
-        "sampler": str(folder / "sampler"), "heldout": last,
+        "finished": not _unfinished(run), "steps": run.step, "windows": run.step * windows_per_step(run),
+        "seconds": run.elapsed, "sampler": str(folder / LAST), "heldout": last,
+        "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
     }  # fmt: skip
 
 
@@ -229,21 +257,12 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
     base = base.with_features(config.features)
-    require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`")
-    data = open_stores([Path(p) for p in config.trajectories])
-    require(
-        data.fingerprint == base.fingerprint,
-        f"the trajectories come from a base with fingerprint {data.fingerprint[:16]}; "
-        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
-    )
-    require(
-        len(data) > config.heldout,
-        f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
-    )
+    data, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         sampler = Sampler(base, config.sampler_config())
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, data_digest=data.digest())
+    run.held = held
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     if config.ema:
         run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
@@ -251,7 +270,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     if config.compile:
         if not base.compiled:
             base.compile()
-        run.pad_to = max(len(x.tokens_L) for x in data)
+        run.pad_to = longest(run)
         run.step_g = torch.compile(sampler, dynamic=False)
         run.delta = compiled_delta()
     return run
@@ -283,6 +302,7 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
         leaving = stopping or not _unfinished(run)
         if run.step % config.eval_every == 0 or not _unfinished(run):
             last = _held_out(run)
+            keep_best(run, folder, last)
             metrics.write(run.step, **losses, seconds=run.elapsed, **last)
             log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
         if run.rank == 0 and (run.step % config.checkpoint_every == 0 or leaving):
@@ -294,7 +314,8 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 
 def _held_out(run: Run) -> dict[str, float]:
     base = run.base.eager()  # its batches have a shape of their own
-    return held_out(base, run.best_g, run.data, run.rows(True), run.config, _autocast(run), run.pad_to)
+    data = run.data if run.held is None else run.held
+    return held_out(base, run.best_g, data, run.rows(True), run.config, _autocast(run), run.pad_to)
 
 
 def _step(run: Run) -> dict[str, float]:
@@ -345,13 +366,13 @@ def _autocast(run: Run) -> Any:
 def _payload(run: Run) -> dict[str, Any]:
     return {
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
-        "optimizers": [o.state_dict() for o in run.optimizers],
+        "optimizers": [o.state_dict() for o in run.optimizers], "best": run.best,
         "averaged": None if run.averaged is None else run.averaged.state_dict(),
     }  # fmt: skip
 
 
 def _restore(run: Run, saved: dict[str, Any]) -> None:
-    run.step, run.elapsed = saved["step"], saved["elapsed"]
+    run.step, run.elapsed, run.best = saved["step"], saved["elapsed"], saved.get("best", {})
     run.sampler.load_state_dict(saved["sampler"])
     if run.averaged is not None:
         run.averaged.load_state_dict(saved["averaged"])
