@@ -281,7 +281,7 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path, monkeypatch: pytest.
     make_trajectories(stored, base=exact)
     assert train(run_settings(tmp_path / "b", steps=6, trajectories=(str(tmp_path / "t"),)), exact)["heldout"]
     assert min(first) == 64
-    with pytest.raises(InputError, match="64 trajectories; 65 are to be held out"):
+    with pytest.raises(InputError, match="64 trajectories, of which 65 are held out"):
         train(run_settings(tmp_path / "c", heldout=65, trajectories=(str(tmp_path / "t"),)), exact)
 
 

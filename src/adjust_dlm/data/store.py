@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adjust_dlm.bases import Base
 from adjust_dlm.types import MASKED, InputError, Trajectory, require
 
 FORMAT = 1
@@ -316,14 +315,6 @@ class TrajectoryStore(Sequence[Trajectory]):
     def fingerprint(self) -> str:
         """Of the base that every row came from."""
         return str(self.manifest["base_fingerprint"])
-
-    def check_base(self, base: Base) -> None:
-        """Raises InputError unless the rows come from `base`."""
-        require(
-            self.fingerprint == base.fingerprint,
-            f"the trajectories come from a base with fingerprint {self.fingerprint[:16]}; "
-            f"base {base.spec.name!r} has {base.fingerprint[:16]}",
-        )
 
     @property
     def mask_id(self) -> int:

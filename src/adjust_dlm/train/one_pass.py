@@ -22,11 +22,12 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource, open_prompts
-from adjust_dlm.data.store import open_stores, temperature_index
+from adjust_dlm.data.store import temperature_index
 from adjust_dlm.data.trajectories import TrajectoriesConfig
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.decoders.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
+from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.unroll import NEVER, Frames
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require
 
@@ -187,6 +188,12 @@ class Pool:
         self.moments: list[Moment] = []
         self.passes = self.group = self.spent = 0
 
+    @property
+    def bytes(self) -> int:
+        """Of the states that it holds at most."""
+        states = (self.length + self.wait) * sum(len(lane.begins) for lane in self.lanes)
+        return states * self.width * self.base.width * self.base.dtype.itemsize
+
     def frames(self) -> Frames:
         """The next micro-batch in which at least one window counts: S states of M rows."""
         while True:
@@ -288,6 +295,8 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     Raises:
         InputError: bad settings or prompts; stored trajectories that are too few or another base's.
     """
+    folders = config.heldout_trajectories
+    require(not folders, f"heldout_trajectories is {folders}; one_pass takes held-out rows from `trajectories`")
     pool, windows = config.pool, config.slice_states - config.rollout
     made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos)
     wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
@@ -295,9 +304,7 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     source.check_fits(base, pool.max_new_tokens)
     data: Sequence[Trajectory]
     if config.trajectories:
-        store = open_stores(list(config.trajectories))
-        store.check_base(base)
-        require(len(store) >= config.heldout, f"{len(store)} trajectories; {config.heldout} are to be held out")
+        store, _ = open_rows(config.trajectories, (), config.heldout, base)
         first = max((m["first_row"] + m["rows"] for m in store.manifests if m["seed"] == config.seed), default=0)
         data, digest = store, store.digest()
     else:
@@ -309,7 +316,7 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
         weights=config.weights, decay=config.next_decay,
-        keeper=None if pool.keep is None else Keeper(kept, base, source),
+        keeper=None if pool.keep is None or config.dry_run else Keeper(kept, base, source),
     )  # fmt: skip
 
 
