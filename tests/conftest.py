@@ -5,8 +5,8 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available():  # before the first import of triton
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: kernels then run on the CPU
 torch.set_num_threads(1)
 settings.register_profile(
     "house", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -288,6 +288,35 @@ def test_stored_replies_to_mbpp(sanitized: bool, tmp_path: Path) -> None:
     assert mbpp_program(problem, add, base)[1:] == [problem.facts["setup"], "\n".join(problem.facts["tests"])]
 
 
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "lm_eval" / "scores.json").read_text(encoding="utf-8"))
+# The harness cuts at five words only (those in a string, too), runs a prompt that is written again behind itself, and
+# takes a program that ends by itself for one that passed.
+OTHERWISE = {
+    "humaneval": {
+        "prose behind it", "assert behind it", "import behind it", "decorator behind it", "fence behind it",
+        "the whole prompt again", "function in a string", "ends by itself",
+    },
+    "mbpp": {"mark again", "ends by itself"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", ["humaneval", "mbpp"])
+def test_scores_are_those_of_lm_evaluation_harness(task: str, tmp_path: Path) -> None:
+    cases, path = RECORDED[task], tmp_path / "problem.jsonl"
+    assert RECORDED["versions"]["lm_eval"] == "0.4.13" and len(cases) >= 16
+    path.write_text(json.dumps(RECORDED["problems"][task]))
+    config = (
+        HumanEvalConfig(data=str(path), allow_code_execution=True, num_samples=len(cases))
+        if task == "humaneval"
+        else MbppConfig(data=str(path), allow_code_execution=True, num_samples=len(cases), shots=0)
+    )
+    known = {"humaneval": code.HUMANEVAL, "mbpp": code.MBPP}[task]
+    [scores] = known.score(known.problems(config), [[case["text"] for case in cases]], config)
+    ours = {case["name"]: score["pass@1"] for case, score in zip(cases, scores, strict=True)}
+    theirs = {case["name"]: case["pass@1"] for case in cases}
+    assert {name for name in ours if ours[name] != theirs[name]} == OTHERWISE[task]
+
+
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one() -> None:
     for n in range(1, 6):
         for right in range(n + 1):

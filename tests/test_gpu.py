@@ -9,11 +9,14 @@ import torch
 
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
+from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.decoders import decode, decode_many
 from adjust_dlm.decoders.fast import captures
-from adjust_dlm.losses import kl_and_delta
+from adjust_dlm.losses import kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.sampling import uniform
+from adjust_dlm.train.one_pass import Pool, PoolConfig
+from adjust_dlm.train.unroll import unroll_frames, unrolled_kl
 from adjust_dlm.types import DecodeConfig, State
 from helpers import left_pad
 from test_checkpoint import write
@@ -71,6 +74,44 @@ def test_compiled_kl_equals_eager() -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_fused_kl_equals_torch_at_full_vocabulary() -> None:
+    """Dream's V, bf16 as the head gives it, rows of a chunk that others share."""
+    from adjust_dlm.kernels import kl
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    teacher, student = ((3 * torch.randn(96, 152064, device="cuda", generator=generator)).bfloat16() for _ in "ab")
+    for logits in (teacher, student):
+        logits[:, 151666] = logits[:, 151670:] = -torch.inf
+    weight = torch.rand(64, device="cuda", generator=generator)
+    wanted_kl, wanted = kl_and_delta(teacher[16:80], student[16:80], weight)
+    got_kl, got = kl.kl_and_delta(teacher[16:80], student[16:80], weight)
+    torch.testing.assert_close(got_kl, wanted_kl, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=1e-10)
+    assert got.data_ptr() == student[16:].data_ptr()
+
+
+def test_one_pass_on_a_card_sees_what_the_cpu_sees() -> None:
+    """The same rows, ranks and loss; on the card by the fused KL."""
+    results = []
+    for device in ("cpu", "cuda"):
+        base, g = build(device)
+        config = PoolConfig(rows=8, max_new_tokens=12)
+        pool = Pool(base, config, PromptSource("two", PROMPTS), length=5, rollout=2, slices=4)
+        delta = pick_delta("auto", torch.device(device))
+        seen = []
+        for _ in range(8):
+            frames = pool.frames()
+            loss = unrolled_kl(base, unroll_frames(g, frames, rollout=2), (1, 2), delta=delta)
+            grad = torch.autograd.grad(loss, g.mix.weight)[0]
+            seen.append([t.cpu() for t in (frames.x.tokens_BL, frames.rank_BL, frames.text_SN, loss.detach(), grad)])
+        results.append(seen)
+    for here, there in zip(*results, strict=True):
+        for a, b in zip(here[:3], there[:3], strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(here[3:], there[3:], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""g: one small transformer layer that updates the base's states after each committed token.
+"""g: a small transformer (one layer unless told) that updates the base's states after each committed token.
 
     e = RMSNorm(embed(x));  u = RMSNorm(h);  z = layer(Linear([e; u]));  h' = h + RMSNorm(z)
 
@@ -9,9 +9,10 @@ the architecture). g owns no embedding and no head: both are the frozen base's.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, smol
 from adjust_dlm.bases.layers import BidirectionalLayer
-from adjust_dlm.types import InputError, State, require
+from adjust_dlm.bases.shape import Shape
+from adjust_dlm.types import InputError, State, is_number, require, require_whole
 
 CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
 
@@ -35,15 +37,35 @@ class SamplerConfig:
         output_norm_init: initial weight of the output norm; small starts close to parallel decoding.
         pairing: which state the embedding of x_i meets: "state", the base's own state at position i, or
             "token", the state that scores position i. The two differ only for bases with a shifted frame.
+        layers: decoder layers, one after another.
+        mlp: width of their MLPs, as a multiple of the base's own.
+        anchor: every step of a round also sees h_0, the base's own states: z = layers(Linear([e; u; RMSNorm(h_0)])).
+        features: layers of the base, from 1, whose states each step also sees, in the same way.
     """
 
     norms: bool = True
     residual: bool = True
     output_norm_init: float = 0.1
     pairing: Literal["state", "token"] = "state"
+    layers: int = 1
+    mlp: float = 1.0
+    anchor: bool = False
+    features: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.pairing in ("state", "token"), f"pairing is {self.pairing!r}; it must be state or token")
+        require_whole("layers", self.layers)
+        require(self.layers >= 1, f"layers is {self.layers}; it must be at least 1")
+        wide = is_number(self.mlp) and 0 < self.mlp < math.inf
+        require(wide, f"mlp is {self.mlp!r}; it is a multiple of the base's MLP width, above 0")
+        require(isinstance(self.anchor, bool), f"anchor is {self.anchor!r}; it must be true or false")
+        object.__setattr__(self, "features", tuple(self.features))  # a list in a file
+        for layer in self.features:
+            require_whole("a layer of features", layer)
+
+    def shape(self, base: Shape) -> Shape:
+        """One layer of g, from the shape of one layer of the base."""
+        return replace(base, intermediate_size=max(1, round(self.mlp * base.intermediate_size)))
 
     @classmethod
     def paper(cls) -> SamplerConfig:
@@ -66,11 +88,19 @@ class Sampler(nn.Module):
         self.base_fingerprint = base.fingerprint
         self._embed, self._to_frame = base.embed, base.to_frame
         width = base.width
-        self.mix = nn.Linear(2 * width, width)
-        self.layer = BidirectionalLayer(base.layer_config)
+        self.width = width
+        if self.config.features:
+            base.with_features(self.config.features)  # refuses what it does not have
+        self.mix = nn.Linear((2 + len(self.config.features) + self.config.anchor) * width, width)
+        shape = self.config.shape(Shape.of(base.layer_config))
+        self.layer = BidirectionalLayer(shape)
+        self.more = nn.ModuleList(BidirectionalLayer(shape) for _ in range(self.config.layers - 1))
         norm = nn.RMSNorm if self.config.norms else _NoNorm
-        eps = base.layer_config.rms_norm_eps
+        eps = shape.rms_norm_eps
         self.norm_embed, self.norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
+        self.norm_features = nn.ModuleList(norm(width, eps=eps) for _ in self.config.features)
+        if self.config.anchor:
+            self.norm_anchor = norm(width, eps=eps)
         self.norm_out = norm(width, eps=eps)
         for weight in self.norm_out.parameters():
             nn.init.constant_(weight, self.config.output_norm_init)
@@ -79,14 +109,30 @@ class Sampler(nn.Module):
         """One step of the recursion h_{k+1} = g(h_k, x + the token just committed).
 
         Args:
-            h_BLD: current states in the scoring frame.
+            h_BLD: current states in the scoring frame: those of `self.on(base)`, or what g itself returned.
             state: the canvas after the latest commit.
 
         Returns:
-            The next states, same shape and frame.
+            The next states, same shape and frame. Behind their D columns stand the features and, with an anchor, h_0,
+            which are carried along through the round; `Base.head` reads the first D columns.
         """
-        z_BLD = self.norm_out(self.layer(self._mixed(self._paired(state, h_BLD.dtype), h_BLD), state))
-        return h_BLD + z_BLD if self.config.residual else z_BLD
+        h_BLD, *rest = self._parts(h_BLD)
+        z_BLD = self.layer(self._mixed(self._paired(state, h_BLD.dtype), h_BLD, rest), state)
+        for layer in self.more:
+            z_BLD = layer(z_BLD, state)
+        z_BLD = self.norm_out(z_BLD)
+        h_BLD = h_BLD + z_BLD if self.config.residual else z_BLD
+        return torch.cat([h_BLD, *rest], -1) if rest else h_BLD
+
+    def on(self, base: Base) -> Base:
+        """The base, giving the features that g wants."""
+        return base.with_features(self.config.features)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether `keys` and `rows` can make a step: one layer, and nothing but h behind it."""
+        config = self.config
+        return config.layers == 1 and not config.anchor and not config.features
 
     def keys(self, h_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values [B, heads, L, d] of one step, for `rows`."""
@@ -116,8 +162,19 @@ class Sampler(nn.Module):
         e_BLD = self._embed(state.tokens_BL).to(dtype)
         return self._to_frame(e_BLD, state) if self.config.pairing == "state" else e_BLD
 
-    def _mixed(self, e_BLD: Tensor, h_BLD: Tensor) -> Tensor:
-        z_BLD: Tensor = self.mix(torch.cat([self.norm_embed(e_BLD), self.norm_hidden(h_BLD)], -1))
+    def _parts(self, h_BLD: Tensor) -> list[Tensor]:
+        """h, the features and, with an anchor, h_0."""
+        parts = list(h_BLD.split(self.width, -1))
+        if self.config.anchor and len(parts) == 1 + len(self.config.features):
+            parts.append(parts[0])  # the base's own states are their own anchor
+        return parts
+
+    def _mixed(self, e_BLD: Tensor, h_BLD: Tensor, rest: Sequence[Tensor] = ()) -> Tensor:
+        parts = [self.norm_embed(e_BLD), self.norm_hidden(h_BLD)]
+        parts += [norm(f_BLD) for norm, f_BLD in zip(self.norm_features, rest, strict=False)]
+        if self.config.anchor:
+            parts.append(self.norm_anchor(rest[-1]))
+        z_BLD: Tensor = self.mix(torch.cat(parts, -1))
         return z_BLD
 
     def save(self, folder: Path | str, **provenance: Any) -> None:

@@ -164,12 +164,14 @@ class Trajectory:
         order_L: commit number 0..T-1 of each position, `GIVEN` for prompt tokens.
         row: the global row id that, with `seed`, reproduces it.
         seed: the seed of its run.
+        temperature: that its tokens were drawn at.
     """
 
     tokens_L: Tensor
     order_L: Tensor
     row: int
     seed: int
+    temperature: float = 1.0
 
     @property
     def commits(self) -> int:
@@ -225,4 +227,5 @@ class DecodeResult:
             order_L=self.order_BL[b][real_L].cpu(),
             row=int(self.rows_B[b]),
             seed=self.config.seed,
+            temperature=self.config.temperature,
         )

@@ -102,8 +102,8 @@ class Base(ABC):
         raise InputError(f"base {self.spec.name!r} has no causal pass")
 
     def head(self, h_RD: Tensor) -> Tensor:
-        """W h: logits [R, V] in the base's dtype, nothing forbidden yet."""
-        return nn.functional.linear(h_RD.to(self.head_matrix.dtype), self.head_matrix)
+        """W h: logits [R, V] in the base's dtype, nothing forbidden yet; columns behind the first D are not read."""
+        return nn.functional.linear(h_RD[..., : self.width].to(self.head_matrix.dtype), self.head_matrix)
 
     @abstractmethod
     def embed(self, tokens_BL: Tensor) -> Tensor:
@@ -117,6 +117,19 @@ class Base(ABC):
         """Compiles f where the base knows how; a base without a compiled form raises."""
         raise InputError(f"base {self.spec.name!r} has no compiled form; run without --compile")
 
+    def with_features(self, layers: tuple[int, ...]) -> Base:
+        """A twin whose states carry those of earlier layers behind the D columns, in the same frame; itself for none.
+
+        Raises:
+            InputError: the base has no such layer.
+        """
+        require(not layers, f"base {self.spec.name!r} gives no states of earlier layers; leave features empty")
+        return self
+
+    def eager(self) -> Base:
+        """Itself, or a twin on the same weights that is not compiled: for shapes too rare to compile for."""
+        return self
+
     def partner(self) -> Partner | None:
         """An autoregressive partner that is part of the base itself; None where it is a model of its own."""
         return None
@@ -127,7 +140,14 @@ class Base(ABC):
 
     def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
         """fp32 logits [R, V] with MASK, padding ids and (optionally) end tokens at -inf."""
-        logits_RV = self.head(h_RD).float()
+        return self.forbid(self.head(h_RD).float(), suppress_eos=suppress_eos)
+
+    def plain_logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """The same numbers, in the head's own dtype: half the memory on a card."""
+        return self.forbid(self.head(h_RD), suppress_eos=suppress_eos)
+
+    def forbid(self, logits_RV: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """Writes -inf for tokens that are never committed into fresh logits, and returns them."""
         logits_RV[:, self.spec.mask_id] = -torch.inf
         logits_RV[:, self.spec.token_limit :] = -torch.inf
         if suppress_eos:

@@ -237,17 +237,7 @@ def _compiled_layer() -> Any:
     return torch.compile(_call_layer, dynamic=True)
 
 
-class _WithLayers(_WithRotary):
-    """Calls its layers, or their compiled form."""
-
-    _call = staticmethod(_call_layer)
-
-    def compile_layers(self) -> None:
-        """From now on passes without kept keys run compiled: the first takes 10-30 s, other shapes none."""
-        self._call = _compiled_layer()
-
-
-class Body(_WithLayers):
+class Body(_WithRotary):
     """Embedding, layers and final norm."""
 
     def __init__(self, shape: Shape) -> None:
@@ -267,6 +257,8 @@ class Body(_WithLayers):
         memory: Memory | None = None,
         *,
         causal: bool = False,
+        keep: tuple[int, ...] = (),
+        compiled: bool = False,
     ) -> Tensor:
         """Post-final-norm states [B, L, D], row i at position i.
 
@@ -277,6 +269,8 @@ class Body(_WithLayers):
             memory: keys and values of columns that stay as they were; only those from `memory.first` on are computed
                 and returned.
             causal: row i sees positions up to i; not with a memory.
+            compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with a memory.
+            keep: numbers of layers, from 1, whose states follow behind the D columns: [B, L, (1 + len(keep)) D].
         """
         first = 0 if memory is None else memory.first
         h_BLD = self.embed_tokens(tokens_BL[:, first:])
@@ -284,13 +278,17 @@ class Body(_WithLayers):
         if causal:
             mask_BHLL = _causal(tokens_BL, mask_BHLL)
         rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
+        kept: list[Tensor] = []
+        call = _compiled_layer() if compiled else _call_layer
         for n, layer in enumerate(self.layers):
-            if memory is None:
-                h_BLD = self._call(layer, h_BLD, mask_BHLL, rotary)
-            else:
+            if memory is not None:
                 h_BLD = layer(h_BLD, mask_BHLL, rotary, functools.partial(memory.update, n))
+            else:
+                h_BLD = call(layer, h_BLD, mask_BHLL, rotary)
+            if n + 1 in keep:
+                kept.append(h_BLD)
         out: Tensor = self.norm(h_BLD)
-        return out
+        return torch.cat([out, *kept], -1) if kept else out
 
 
 def _causal(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:
@@ -337,20 +335,21 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
     return body
 
 
-class BidirectionalLayer(_WithLayers):
+class BidirectionalLayer(_WithRotary):
     """One layer of the base's own shape, with its rotary embedding: the body of g."""
 
     def __init__(self, config: Any) -> None:
         """Fresh weights with the family's own initialiser range."""
         super().__init__()
         shape = Shape.of(config)
-        self.layer, self.rotary = Layer(shape), Rotary(shape)
+        self.layer, self.rotary, self.compiled = Layer(shape), Rotary(shape), False
         _draw_weights(self.layer, shape.initializer_range)
 
     def forward(self, z_BLD: Tensor, state: State) -> Tensor:
         """Same shape out; pads are invisible as keys."""
         mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
-        return self._call(self.layer, z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
+        call = _compiled_layer() if self.compiled else _call_layer
+        return call(self.layer, z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
-from adjust_dlm.types import State
+from adjust_dlm.types import State, require
 
 _SHAPE_FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -27,6 +28,7 @@ class TransformerBase(Base):
     """f = model, W = head weight; `next_frame` says that state i-1 scores token i (Dream)."""
 
     model: Any
+    keep: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -57,8 +59,26 @@ class TransformerBase(Base):
 
     def compile(self) -> None:
         """Compiles one layer for all layers, batch sizes and lengths, when it is first called (10-30 s)."""
-        self.model.compile_layers()
         self.compiled = True
+
+    def with_features(self, layers: tuple[int, ...]) -> Base:
+        """See `Base.with_features`."""
+        if layers == self.keep:
+            return self
+        most = self.layer_config.num_hidden_layers - 1
+        good = all(1 <= n <= most for n in layers) and list(layers) == sorted(set(layers))
+        require(good, f"features are {layers}; base {self.spec.name!r} has layers 1..{most} below its last, ascending")
+        twin = copy.copy(self)
+        twin.keep = layers
+        return twin
+
+    def eager(self) -> Base:
+        """See `Base.eager`."""
+        if not self.compiled:
+            return self
+        twin = copy.copy(self)
+        twin.compiled = False
+        return twin
 
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
@@ -73,7 +93,10 @@ class TransformerBase(Base):
     def _states(self, state: State, **causal: bool) -> Tensor:
         self.check_length(state)
         real_BL = state.real_BL if state.padded else None
-        return self.to_frame(self.model(state.tokens_BL, real_BL, state.positions_BL, **causal), state)
+        more: dict[str, Any] = {"keep": self.keep} if self.keep else {}
+        if self.compiled:
+            more["compiled"] = True
+        return self.to_frame(self.model(state.tokens_BL, real_BL, state.positions_BL, **causal, **more), state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
@@ -82,7 +105,8 @@ class TransformerBase(Base):
         keys, old_BLD = (Memory(), None) if memory is None else memory
         keys.plan(stale_BL)
         real_BL = state.real_BL if state.padded else None
-        new_BND = self.model(state.tokens_BL, real_BL, state.positions_BL, keys)
+        kept = {"keep": self.keep} if self.keep else {}
+        new_BND = self.model(state.tokens_BL, real_BL, state.positions_BL, keys, **kept)
         states_BLD = new_BND if old_BLD is None else keys.merge(old_BLD, new_BND)
         return self.to_frame(states_BLD, state), (keys, states_BLD)
 

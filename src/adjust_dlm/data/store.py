@@ -276,6 +276,7 @@ class TrajectoryStore(Sequence[Trajectory]):
     Attributes:
         manifests: one per folder.
         columns: the arrays themselves, for code that slices them directly.
+        temperature_N: float64, that each row was drawn at.
 
     Raises:
         InputError: rows missing or twice, a damaged file, or folders that do not belong together (named).
@@ -288,6 +289,7 @@ class TrajectoryStore(Sequence[Trajectory]):
         self.manifests = [manifest for manifest, _ in loaded]
         self._check_together()
         self.columns = Columns.concatenate([columns for _, columns in loaded])
+        self.temperature_N = np.concatenate([_temperatures(manifest, columns.row_N) for manifest, columns in loaded])
 
     def _check_together(self) -> None:
         first = self.manifests[0]
@@ -350,7 +352,18 @@ class TrajectoryStore(Sequence[Trajectory]):
             order_L=torch.from_numpy(c.order_P[part].astype(np.int64)),
             row=int(c.row_N[n]),
             seed=int(c.seed_N[n]),
+            temperature=float(self.temperature_N[n]),
         )
+
+
+def temperature_index(row: Any, prompts: int, temperatures: int) -> Any:
+    """Which temperature a row (or an array of rows) gets: every prompt meets each in turn, whatever the two counts."""
+    return (row % prompts + row // prompts) % temperatures
+
+
+def _temperatures(manifest: dict[str, Any], row_N: NDArray[np.int64]) -> NDArray[np.float64]:
+    values = np.array(manifest["temperatures"], np.float64)
+    return values[temperature_index(row_N, manifest["prompts"]["count"], len(values))]
 
 
 def _copies(a: dict[str, Any], b: dict[str, Any]) -> bool:

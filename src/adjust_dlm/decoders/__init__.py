@@ -32,6 +32,7 @@ from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, DecodeResult, require
 
 __all__ = [
@@ -206,6 +207,8 @@ def decode(
     )
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
+    if entry.needs_sampler and isinstance(sampler, Sampler):
+        base = sampler.on(base)
     started = time.perf_counter()
     canvas = Canvas(base, prompts, config, rows=rows)
     canvas.watch = watch

@@ -37,7 +37,10 @@ class AdjustOptions:
     def check(self, sampler: object, candidates: int) -> None:
         """Raises InputError where a sparse step is asked for that cannot be made."""
         require(not self.sparse or candidates > 0, "sparse steps run at candidates: set candidates too")
-        require(not self.sparse or isinstance(sampler, Sampler), f"{type(sampler).__name__} knows no sparse steps")
+        able = isinstance(sampler, Sampler) and sampler.by_rows
+        require(
+            not self.sparse or able, f"{type(sampler).__name__} knows no sparse steps (several layers, or more states)"
+        )
 
     def starts_again(self, k: int) -> bool:
         """Whether call k = 1, 2, ... of a round begins from the base's states."""

@@ -88,6 +88,22 @@ class Canvas(State):
         self.watch: Callable[[Canvas], None] | None = None
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
 
+    def restart(self, b: int, prompt: list[int], row: int) -> None:
+        """Row b becomes a fresh canvas of the same width: another prompt, another row id; what it cost stays booked.
+
+        Raises:
+            InputError: the prompt is longer than the width leaves room for.
+        """
+        room = len(self._column_L) - self.config.max_new_tokens
+        require(len(prompt) <= room, f"row {row} has a prompt of {len(prompt)} tokens; this canvas has room for {room}")
+        spec, pads = self.base.spec, room - len(prompt)
+        line = [*[spec.pad_id] * pads, *prompt, *[spec.mask_id] * self.config.max_new_tokens]
+        self.tokens_BL[b] = torch.tensor(line, device=self.tokens_BL.device)
+        self.real_BL[b] = self._column_L >= pads
+        self.masked_BL[b] = (self.tokens_BL[b] == spec.mask_id) & self.real_BL[b]
+        self.order_BL[b] = torch.where(self.masked_BL[b], MASKED, GIVEN)
+        self.rows_B[b], self.commits_B[b], self.quota_B[b] = row, 0, 0
+
     @property
     def open_BL(self) -> Tensor:
         """Positions that may be committed now: the masks of each row's block, and of its candidates."""

@@ -56,6 +56,8 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch:
         return "a watched canvas is looked at after every commit"
     if decoder == "adjust" and not isinstance(sampler, Sampler):
         return f"the sampler is a {type(sampler).__name__}"
+    if decoder == "adjust" and (sampler.config.anchor or sampler.config.features):
+        return "the sampler carries more states than its own"
     if len({parameter.device for parameter in base.model.parameters()} | {base.device}) > 1:
         return "the layers of the base are spread over devices"
     return None
@@ -187,8 +189,8 @@ class _Engine:
         if self._sampler[0]() is not sampler or self._sampler[1] != where:
             self._sampler = weakref.ref(sampler), where
             self.graphs.drop(lambda key: key[1][0] == "step")
-            if compiled:
-                sampler.layer.compile_layers()
+            for layer in (sampler.layer, *sampler.more):
+                layer.compiled = compiled
 
     def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> Lane:
         """Buffers of a shape."""
@@ -258,6 +260,7 @@ class _Work:
         self.graphs, self.base, self.sampler, self.lane, self.plan = graphs, base, sampler, lane, plan
         self.options = plan.options
         blocks, config = lane.config.block_length is not None, lane.config
+        self.by_rows = sampler is not None and sampler.by_rows
         self._shape = (*lane.tokens_BL.shape, lane.padded)
         self._settings = config.but(
             seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=config.max_new_tokens if blocks else 1
@@ -300,7 +303,7 @@ class _Work:
         if self.options.sparse:
             key: tuple[Any, ...] = ("step", "sparse", k, again)
             self._run(key, lambda: self._sparse(k, again))
-        elif last and width < self.lane.tokens_BL.shape[1]:
+        elif last and self.by_rows and width < self.lane.tokens_BL.shape[1]:
             self._run(("step", "last", width, again), lambda: self._last(width, again))
         else:
             self._run(("step", "whole", again), lambda: self._whole(again))

@@ -93,20 +93,14 @@ def make_table(
     rank, world, _ = distributed.start()
     base = base or open_base(config)
     helpers = open_helpers(config, base, [d for d, _ in _methods(config)], sampler=sampler, partner=partner)
-    judge, words = load_ar(config.judge, device=base.device, dtype=base.dtype)
-    require(
-        judge.config.vocab_size == base.spec.vocab_size,
-        f"judge {config.judge!r} has {judge.config.vocab_size} tokens, base {config.base!r} {base.spec.vocab_size}: "
-        "token ids would mean other words",
-    )
+    judge, start = open_judge(config, base)
     cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
-    made = {cell: _generate(base, helpers, config, cell) for cell in cells}
+    made = {cell: generate_cell(base, helpers, config, cell) for cell in cells}
     texts = {cell: [line.tokens for line in rows] for cell, rows in made.items()}
     references = {
-        t: [line.tokens for line in _generate(base, helpers, config, (t, "joint", 1), first_row=config.n)]
+        t: [line.tokens for line in generate_cell(base, helpers, config, (t, "joint", 1), first_row=config.n)]
         for t in config.temperatures
     }
-    start = start_of(words, judge.config)  # the judge's own: a base may start with a token that it never saw
     lines = _score(config, start, judge, texts, references, cells[rank::world])
     for line in lines:
         line |= costs(made[_cell(line)])
@@ -126,13 +120,24 @@ def open_base(config: TableConfig) -> Base:
     return base
 
 
+def open_judge(config: TableConfig, base: Base) -> tuple[Any, int]:
+    """The judge, and the token it starts texts with: its own, since a base may start with one that it never saw."""
+    judge, words = load_ar(config.judge, device=base.device, dtype=base.dtype)
+    require(
+        judge.config.vocab_size == base.spec.vocab_size,
+        f"judge {config.judge!r} has {judge.config.vocab_size} tokens, base {config.base!r} {base.spec.vocab_size}: "
+        "token ids would mean other words",
+    )
+    return judge, start_of(words, judge.config)
+
+
 def _methods(config: TableConfig) -> list[tuple[str, int]]:
     """(decoder, K); a variant has no K: 0."""
     fixed = [(d, k) for d in ("parallel", "adjust") for k in config.tokens_per_step if k > 1]
     return [("joint", 1), *fixed, *[(variant, 0) for variant in config.variants]]
 
 
-def _generate(
+def generate_cell(
     base: Base, helpers: dict[str, Any], config: TableConfig, cell: Cell, first_row: int = 0
 ) -> list[Generated]:
     """n unconditional texts of a cell, each up to its end token."""
@@ -170,12 +175,12 @@ def _score(
         for cell, rows in texts.items()
     }
     about = {"model": config.judge, "pooling": "mean", "max_new_tokens": config.max_new_tokens}
-    reference = {t: _features(judge, rows) for t, rows in references.items()}
+    reference = {t: text_features(judge, rows) for t, rows in references.items()}
     lines = []
     for t, decoder, k in mine:
         rows = texts[t, decoder, k]
-        score = mauve(reference[t], _features(judge, rows), buckets=config.buckets or None, about=about)
-        line = _line(t, decoder, k, rows, nll[t, decoder, k])
+        score = mauve(reference[t], text_features(judge, rows), buckets=config.buckets or None, about=about)
+        line = score_line(t, decoder, k, rows, nll[t, decoder, k])
         line |= {"mauve": score.mean, "mauve_ci95": score.ci95, "mauve_std": score.std}
         line["mauve_settings"] = score.settings
         if decoder == "adjust":
@@ -192,7 +197,7 @@ def gap_facts(joint: NllScore, parallel: NllScore, adjust: NllScore) -> dict[str
     return {"gap_closed": share, "gap_closed_ci95": half}
 
 
-def _features(judge: Any, rows: Texts) -> Any:
+def text_features(judge: Any, rows: Texts) -> Any:
     """Of all texts that have a token; MAUVE's settings say how many these are."""
     return features(judge, [ids for ids in rows if ids], 64, pooling="mean")
 
@@ -201,7 +206,8 @@ def _cell(line: dict[str, Any]) -> Cell:
     return line["temperature"], line["decoder"], line["tokens_per_step"]
 
 
-def _line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[str, Any]:
+def score_line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[str, Any]:
+    """What a cell's texts and their NLL say; MAUVE comes on top."""
     return {
         "temperature": t, "decoder": decoder, "tokens_per_step": k, "n": nll.n_texts, "nll": nll.nll,
         "nll_ci95": nll.ci95, "distinct_2": distinct_n(rows, 2), "distinct_4": distinct_n(rows, 4),

@@ -1,1 +1,1 @@
-"""Triton kernels. Each has a plain form elsewhere that its tests compare it with."""
+"""Triton kernels, each beside the torch form that it is tested against. Nothing here is imported without a card."""

@@ -15,7 +15,7 @@ _SECOND = tl.constexpr(-0x40A7B892E31B1A47)
 _THIRD = tl.constexpr(-0x6B2FB644ECCEEE15)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _columns_kernel(marked, column, valid, length, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _uniform_kernel(  # type: ignore[no-untyped-def]
     seed, offset, rows, commits, firsts, row_of, position, out, count, BLOCK: tl.constexpr
 ):
@@ -85,7 +85,7 @@ def uniforms(
     return out_N
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _commit_kernel(  # type: ignore[no-untyped-def]
     tokens, order, masked, commits, quota, ends, position, token, valid, report, bad, length, filler,
     COUNT: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,

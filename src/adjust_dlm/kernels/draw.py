@@ -50,7 +50,7 @@ class Stats(NamedTuple):
         return Stats(*(part[row_R] for part in self))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _stats_kernel(  # type: ignore[no-untyped-def]
     logits, forbidden, top, total, entropy, margin, token, cut, ties, width, stride, temperature, BLOCK: tl.constexpr
 ):
@@ -99,7 +99,7 @@ def _load_e(logits, forbidden, row, column, width, stride, best, temperature):  
     return tl.exp(below), below
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _cut_kernel(  # type: ignore[no-untyped-def]
     logits, forbidden, top, total, entropy, margin, cut, ties, width, stride, temperature, top_p, top_k,
     BLOCK: tl.constexpr,
@@ -195,7 +195,7 @@ def row_stats(
     return stats
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _draw_kernel(  # type: ignore[no-untyped-def]
     logits, forbidden, row_of, top, total, cut, ties, uniform, token, width, stride, temperature, BLOCK: tl.constexpr
 ):

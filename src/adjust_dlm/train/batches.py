@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from adjust_dlm.sampling import ORDER, uniform
 from adjust_dlm.train.unroll import Slices
 from adjust_dlm.types import GIVEN, Trajectory
+
+_LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
 
 
 def random_slices(
@@ -54,15 +59,25 @@ def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_i
         at = longest - len(x.tokens_L)
         tokens_NL[n, at:], order_NL[n, at:], real_NL[n, at:] = x.tokens_L, x.order_L, True
     return Slices(
-        tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all())
-    )
+        tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all()),
+        temperature_N=torch.tensor([x.temperature for x in chosen]),
+    )  # fmt: skip
+
+
+def lots(rank_BL: Tensor, key: tuple[int, ...]) -> Tensor:
+    """Uniforms [B, L] that decide which rows a limited loss looks at, the same on every device.
+
+    Args:
+        rank_BL: whose shape and device they get.
+        key: (seed, step, micro-batch).
+    """
+    seed, step, micro = key
+    (count, length), device = rank_BL.shape, rank_BL.device
+    row_B1, at_L = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
+    return uniform(seed, row_B1 + (micro << 32), torch.tensor(step, device=device), at_L, _LOTS)
 
 
 def to_device(slices: Slices, device: torch.device) -> Slices:
     """Copies without waiting."""
-    return replace(
-        slices,
-        **{
-            f: getattr(slices, f).to(device, non_blocking=True) for f in ("tokens_NL", "order_NL", "real_NL", "start_N")
-        },
-    )
+    tensors: dict[str, Any] = {name: value for name, value in vars(slices).items() if isinstance(value, Tensor)}
+    return replace(slices, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})

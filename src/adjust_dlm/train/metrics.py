@@ -53,7 +53,7 @@ def held_out(
 
 def _depth(base: Base, run: Unrolled, k: int, config: Any) -> tuple[int, dict[str, float]]:
     """How many states count (each has one next row), and means over them; none of the latter without the former."""
-    settings = {"weights": config.weights, "suppress_eos": config.suppress_eos}
+    settings = {name: getattr(config, name) for name in ("weights", "next_decay", "next_share", "suppress_eos")}
     next_row = (run.rank[k - 1] == 0).nonzero(as_tuple=True)
     if not len(next_row[0]):
         return 0, {}

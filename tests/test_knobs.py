@@ -1,0 +1,513 @@
+"""Knobs of g and of its training: each by hand, and the proofs of Algorithm 2 on states that g chose itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases.exact import ExactBase, load_exact
+from adjust_dlm.data.store import open_stores
+from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.decoders import decode
+from adjust_dlm.losses import row_weights
+from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler
+from adjust_dlm.sampling import negative_entropy
+from adjust_dlm.train.batches import pack, random_slices
+from adjust_dlm.train.ema import follow
+from adjust_dlm.train.objective import depth_shares, drawn_rollout
+from adjust_dlm.train.on_policy import unroll_on_policy
+from adjust_dlm.train.trainer import Run, TrainConfig, train
+from adjust_dlm.train.unroll import unroll, unrolled_kl
+from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
+from helpers import MASK, TableBase, assert_law, left_pad, oracle, target, tiny_base, tiny_sampler
+
+CPU = torch.device("cpu")
+ROWS = [[2, 5, MASK, 7, MASK, 9], [4, MASK, 6], [MASK]]
+
+
+@pytest.fixture(scope="module")
+def exact() -> ExactBase:
+    return load_exact(device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def trajectories(exact: ExactBase) -> list[Trajectory]:
+    result = decode(exact, [[]] * 3000, DecodeConfig(max_new_tokens=4), decoder="joint")
+    return [result.trajectory(b) for b in range(3000)]
+
+
+# g ---------------------------------------------------------------------------------------------------------------
+
+
+def test_more_layers_are_applied_one_after_another() -> None:
+    base, state = tiny_base("dream"), left_pad(ROWS)
+    g, h_BLD = tiny_sampler(base, layers=3), base.hidden(state)
+    e_BLD = base.to_frame(base.embed(state.tokens_BL), state)
+    z_BLD = g.mix(torch.cat([g.norm_embed(e_BLD), g.norm_hidden(h_BLD)], -1))
+    for layer in (g.layer, g.more[0], g.more[1]):
+        z_BLD = layer(z_BLD, state)
+    assert torch.equal(g(h_BLD, state), h_BLD + g.norm_out(z_BLD))
+    assert len({layer.layer.mlp.up_proj.weight.data_ptr() for layer in (g.layer, *g.more)}) == 3
+
+
+def test_an_anchor_shows_the_states_of_the_round_to_every_step() -> None:
+    """Two steps by hand: the second sees h_1 and h_0; its columns behind D change neither logits nor loss."""
+    base, state = tiny_base("dream"), left_pad(ROWS)
+    g, h_0 = tiny_sampler(base, anchor=True), base.hidden(state)
+    e_BLD = g.norm_embed(base.to_frame(base.embed(state.tokens_BL), state))
+
+    def step(h_BLD: Tensor) -> Tensor:
+        z_BLD = g.mix(torch.cat([e_BLD, g.norm_hidden(h_BLD), g.norm_anchor(h_0)], -1))
+        return h_BLD + g.norm_out(g.layer(z_BLD, state))
+
+    one = g(h_0, state)
+    assert torch.equal(one, torch.cat([step(h_0), h_0], -1))
+    two = g(one, state)
+    assert torch.equal(two, torch.cat([step(step(h_0)), h_0], -1))
+    assert torch.equal(base.logits(two[0]), base.logits(step(step(h_0))[0]))
+
+
+def test_mlp_scales_the_width_and_the_parameters_are_those_of_the_formula() -> None:
+    base = tiny_base("dream")
+
+    def count(**config: object) -> int:
+        return sum(p.numel() for p in Sampler(base, SamplerConfig(**config)).parameters())  # type: ignore[arg-type]
+
+    plain = count()
+    layer = sum(p.numel() for p in Sampler(base).layer.parameters())
+    assert count(layers=2) == plain + layer
+    assert count(mlp=1.5) == plain + 3 * 32 * 32
+    assert count(anchor=True) == plain + 32 * 32 + 32
+    assert count(layers=2, mlp=0.5) == plain + layer - 2 * 3 * 32 * 32
+
+
+def test_a_g_with_knobs_comes_back_and_an_older_file_loads(tmp_path: Path) -> None:
+    base, state = tiny_base("dream"), left_pad(ROWS)
+    tiny_sampler(base, layers=2, mlp=0.5, anchor=True).save(tmp_path / "new")
+    again = load_sampler(tmp_path / "new", base)
+    assert again.config == SamplerConfig(layers=2, mlp=0.5, anchor=True, output_norm_init=1.0)
+    again.save(tmp_path / "twice")
+    assert torch.equal(
+        load_sampler(tmp_path / "twice", base)(base.hidden(state), state), again(base.hidden(state), state)
+    )
+    tiny_sampler(base).save(tmp_path / "old")
+    facts = json.loads((tmp_path / "old" / CONFIG).read_text())
+    for name in ("layers", "mlp", "anchor", "features"):
+        del facts["config"][name]
+    (tmp_path / "old" / CONFIG).write_text(json.dumps(facts))
+    assert load_sampler(tmp_path / "old", base).config == SamplerConfig(output_norm_init=1.0)
+
+
+@pytest.mark.parametrize("decoder", ["adjust", "adaptive", "cascade", "verified"])
+def test_decoders_take_an_anchored_g(decoder: str) -> None:
+    """With W h alone in the logits and no weight on the anchor, it decodes what the same g without one does."""
+    base = tiny_base("dream")
+    plain, anchored = tiny_sampler(base), tiny_sampler(base, anchor=True)
+    weights = plain.state_dict()
+    weights["mix.weight"] = torch.cat([weights["mix.weight"], torch.zeros(32, 32)], 1)
+    anchored.load_state_dict(weights, strict=False)
+    config = DecodeConfig(max_new_tokens=10, tokens_per_step=3 if decoder == "adjust" else 1, seed=3)
+    one, other = (decode(base, [[2, 5], [7]], config, decoder=decoder, sampler=g) for g in (plain, anchored))
+    assert torch.equal(one.tokens_BL, other.tokens_BL)
+    assert torch.equal(one.order_BL, other.order_BL)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
+        ({"mlp": 0}, "mlp is 0; it is a multiple"),
+        ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
+        ({"anchor": 1}, "anchor is 1; it must be true or false"),
+    ],
+)
+def test_bad_knobs_of_g_are_named(config: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        SamplerConfig(**config)  # type: ignore[arg-type]
+
+
+# Weights and depths ----------------------------------------------------------------------------------------------
+
+
+def test_row_weights_with_another_decay_and_share_by_hand() -> None:
+    rank = torch.tensor([[0, 2, -1]])
+    near = torch.tensor([1.0, torch.e**-1, 0.0])
+    expected = 0.5 * near / near.sum() + 0.5 * torch.tensor([0.5, 0.5, 0])
+    torch.testing.assert_close(row_weights(rank, rank >= 0, "next", decay=2, share=0.5)[0], expected)
+
+
+def test_depths_and_their_shares() -> None:
+    assert depth_shares(TrainConfig(), 3, (0,)) == {1: 1 / 3, 2: 1 / 3, 3: 1 / 3}
+    assert depth_shares(TrainConfig(loss="last"), 3, (0,)) == {3: 1.0}
+    assert depth_shares(TrainConfig(depth_weights=(1, 0, 3)), 3, (0,)) == {1: 0.25, 3: 0.75}
+    assert depth_shares(TrainConfig(depth_weights=(1, 0, 3)), 2, (0,)) == {1: 1.0}
+    drawn = Counter(drawn_rollout(3, (1, 3, 7), (0, step)) for step in range(3000))
+    assert sorted(drawn) == [1, 3, 7]
+    assert all(abs(n / 3000 - 1 / 3) < 0.04 for n in drawn.values())
+    assert drawn_rollout(3, (), (0,)) == 3
+
+
+def test_a_cut_gradient_is_that_of_the_steps_alone() -> None:
+    """detach_every=1: every depth's gradient is that of one g step from given states; 2 differs from 1 and from all."""
+    base = tiny_base("dream")
+    result = decode(base, [[2, 5], [7, 3]], DecodeConfig(max_new_tokens=8, suppress_eos=True), decoder="joint")
+    slices = pack([result.trajectory(b) for b in range(2)], [0, 1], 5, 0)
+    g = tiny_sampler(base).requires_grad_(True)
+
+    def gradient(every: int) -> Tensor:
+        g.zero_grad()
+        run = unroll(base, g, slices, rollout=3, detach_every=every)
+        sum(unrolled_kl(base, run, k) for k in (1, 2, 3)).backward()  # type: ignore[union-attr]
+        return torch.cat([p.grad.flatten() for p in g.parameters() if p.grad is not None])
+
+    whole = unroll(base, g, slices, rollout=3)
+    states = [whole.stale_BLD, *[h.detach() for h in whole.student]]
+    g.zero_grad()
+    x, n = slices.states(base.spec.mask_id), 2
+    for k in (1, 2, 3):
+        rows = slice(k * n, (k + 2) * n)
+        x_k = State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
+        whole.student[k - 1] = g(states[k - 1], x_k)
+        unrolled_kl(base, whole, k).backward()
+    alone = torch.cat([p.grad.flatten() for p in g.parameters() if p.grad is not None])
+    torch.testing.assert_close(gradient(1), alone)
+    assert not torch.allclose(gradient(2), gradient(1)) and not torch.allclose(gradient(2), gradient(0))
+    torch.testing.assert_close(gradient(3), gradient(0))
+
+
+# States that g chooses -------------------------------------------------------------------------------------------
+
+
+def seen_by(base: ExactBase) -> tuple[list[State], object]:
+    """The oracle, and the canvases that it was shown."""
+    seen: list[State] = []
+
+    def g(_: Tensor, state: State) -> Tensor:
+        seen.append(state)
+        return base.hidden(state)
+
+    return seen, g
+
+
+def test_on_policy_texts_of_the_oracle_follow_the_joint(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    """From the empty canvas, one stored commit and three by g: whole strings, whose law must be p*."""
+    seen, g = seen_by(exact)
+    slices = pack(trajectories, [0] * len(trajectories), 5, 0)
+    run = unroll_on_policy(exact, g, slices, rollout=4, share=1.0, key=(1,))  # type: ignore[arg-type]
+    assert [int(state.masked_BL.sum(-1).unique()) for state in seen] == [3, 2, 1, 0]
+    assert_law(seen[-1].tokens_BL, target(exact))
+    assert (seen[-1].tokens_BL != torch.stack([x.tokens_L for x in trajectories])).any(-1).float().mean() > 0.5
+    assert not (run.rank[3] >= 0).any()  # nothing is left to score
+
+
+def test_on_policy_oracle_has_zero_kl_at_every_depth(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    """Also on states that it chose; a g that sees the canvas before its commit has not."""
+    slices = pack(trajectories[:40], [-1, 0] * 20, 5, 0)
+    right = unroll_on_policy(exact, oracle(exact), slices, rollout=3, share=0.5, key=(2,))
+    wrong = unroll_on_policy(exact, lambda h, _: h, slices, rollout=3, share=0.5, key=(2,))
+    for k in (1, 2, 3):
+        assert (right.rank[k - 1] >= 0).any()
+        assert unrolled_kl(exact, right, k).item() == 0.0
+        assert unrolled_kl(exact, wrong, k).item() > 1e-2
+
+
+def test_only_the_share_follows_g_and_the_rest_is_algorithm_2(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    slices = pack(trajectories[:4], [0, 1, -1, 0], 5, 0)
+    g = tiny_sampler(exact)
+    stored = unroll(exact, g, slices, rollout=3)
+    none, half = (unroll_on_policy(exact, g, slices, rollout=3, share=s, key=(3,)) for s in (0.0, 0.5))
+    stays = (torch.arange(8) % 4) >= 2  # windows of the last two slices
+    for k in range(3):
+        for a, b, c in (
+            (stored.student[k], none.student[k], half.student[k]),
+            (stored.teacher[k], none.teacher[k], half.teacher[k]),
+        ):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a[stays], c[stays])
+        assert torch.equal((stored.rank[k] >= 0)[stays], (half.rank[k] >= 0)[stays])
+    torch.testing.assert_close(stored.student[0], half.student[0])  # the first commit is the stored one
+    again, other = (unroll_on_policy(exact, g, slices, rollout=3, share=0.5, key=(k,)) for k in (3, 4))
+    assert torch.equal(again.student[2], half.student[2])
+    assert not torch.equal(other.student[2], half.student[2])
+
+
+def test_on_policy_rows_rank_by_the_certainty_of_g(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    """And the position ranked 0 is the next to be revealed."""
+    seen: list[State] = []
+    g = tiny_sampler(exact)
+
+    def spy(h: Tensor, state: State) -> Tensor:
+        seen.append(state)
+        return g(h, state)
+
+    run = unroll_on_policy(exact, spy, pack(trajectories[:6], [0] * 6, 4, 0), rollout=3, share=1.0, key=(5,))
+    for k in (0, 1):
+        for b in range(6):
+            open_R = seen[k].masked_BL[b].nonzero()[:, 0]
+            entropy_R = -negative_entropy(exact.logits(run.student[k][b, open_R]))
+            assert open_R[entropy_R.argsort()].tolist() == open_R[run.rank[k][b, open_R].argsort()].tolist()
+            assert run.rank[k][b, open_R].sort().values.tolist() == list(range(len(open_R)))
+            opened = (seen[k].masked_BL[b] & ~seen[k + 1].masked_BL[b]).nonzero()[:, 0]
+            assert run.rank[k][b, opened].tolist() == [0]
+
+
+def test_on_policy_draws_have_the_temperature_of_their_trajectory() -> None:
+    """At T = 0 always the likeliest token; at T = 1, p(0) = 1/4 within 4 standard errors of 2000 draws."""
+    base = TableBase(torch.tensor([[0.0, 0.0], [0.0, 1.0986123]]))
+    cold, warm = (Trajectory(torch.tensor([1, 0]), torch.tensor([0, 1]), 0, 0, temperature=t) for t in (0.0, 1.0))
+    slices = pack([cold] * 2000 + [warm] * 2000, [0] * 4000, 3, 0)
+    last: list[State] = []
+    unroll_on_policy(base, lambda h, s: last.append(s) or h, slices, rollout=2, share=1.0, key=(6,))  # type: ignore[func-returns-value]
+    drawn = last[-1].tokens_BL[:, 1].float()
+    assert drawn[:2000].mean() == 1.0
+    assert drawn[2000:].mean().item() == pytest.approx(0.75, abs=4 * (0.1875 / 2000) ** 0.5)
+
+
+def test_a_text_that_g_ends_does_not_count_any_more() -> None:
+    """Three positions, the second commit is the end token at position 1, with nothing masked left of it."""
+    logits = torch.full((3, 3), -30.0)
+    logits[0, 0], logits[1, 2], logits[2] = 30.0, 30.0, torch.zeros(3)
+    base = TableBase(logits, end_ids=(2,))
+    text = Trajectory(torch.tensor([0, 0, 0]), torch.tensor([0, 1, 2]), 0, 0)
+    run = unroll_on_policy(base, lambda h, _: h, pack([text], [0], 3, 0), rollout=2, share=1.0)
+    assert run.rank[0].tolist() == [[-1, 0, 1]]
+    assert run.rank[1].tolist() == [[-1, -1, -1]]
+    free = unroll_on_policy(base, lambda h, _: h, pack([text], [0], 3, 0), rollout=2, share=1.0, suppress_eos=True)
+    assert free.rank[1].tolist() == [[-1, -1, 0]]
+    asked = Trajectory(torch.tensor([2, 0, 0]), torch.tensor([-1, 0, 1]), 0, 0)
+    given = pack([asked], [0], 2, 0)
+    behind = unroll_on_policy(base, lambda h, _: h, given, rollout=1, share=1.0)
+    assert behind.rank[0].tolist() == [[-1, -1, 0]]  # an end token of the prompt ends nothing
+
+
+def test_the_store_knows_the_temperature_of_each_row(exact: ExactBase, tmp_path: Path) -> None:
+    make_trajectories(
+        TrajectoriesConfig(
+            base="exact",
+            num=6,
+            output=str(tmp_path),
+            max_new_tokens=4,
+            temperature=(1.0, 0.5),
+            batch_size=2,
+            shard_rows=2,
+        ),
+        base=exact,
+    )
+    assert [x.temperature for x in open_stores([tmp_path])] == [1.0, 0.5] * 3
+
+
+# EMA and the trainer ---------------------------------------------------------------------------------------------
+
+
+def test_a_running_mean_by_hand() -> None:
+    mean, module = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(mean.weight, 1.0)
+    torch.nn.init.constant_(module.weight, 2.0)
+    follow(mean, module, decay=0.99, step=0)  # d = 1/10
+    assert mean.weight.item() == pytest.approx(1.9)
+    follow(mean, module, decay=0.5, step=100)
+    assert mean.weight.item() == pytest.approx(1.95)
+
+
+@pytest.fixture(scope="module")
+def folder(exact: ExactBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trajectories")
+    make_trajectories(
+        TrajectoriesConfig(base="exact", num=512, output=str(out), max_new_tokens=4, batch_size=512), base=exact
+    )
+    return out
+
+
+def settings(folder: Path, output: Path, **changes: object) -> TrainConfig:
+    common = {
+        "base": "exact", "slice_states": 4, "slices": 8, "heldout": 32, "warmup": 5, "steps": 9, "eval_every": 9,
+        "checkpoint_every": 5,
+    }  # fmt: skip
+    return TrainConfig(trajectories=(str(folder),), output=str(output), **{**common, **changes})  # type: ignore[arg-type]
+
+
+EVERYTHING: dict[str, object] = {
+    "layers": 2, "mlp": 0.5, "anchor": True, "rollouts": (1, 3), "detach_every": 2, "on_policy": 0.5, "ema": 0.9,
+    "next_decay": 1.0, "next_share": 0.5,
+}  # fmt: skip
+
+
+def test_a_run_with_every_knob_resumes_bit_for_bit(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    whole = train(settings(folder, tmp_path / "whole", **EVERYTHING), exact)
+
+    class Stopping(ExactBase):
+        calls = 0
+
+        def hidden(self, state: State) -> Tensor:
+            Stopping.calls += 1
+            if Stopping.calls == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().hidden(state)
+
+    first = train(settings(folder, tmp_path / "parts", **EVERYTHING), Stopping(exact.joint))
+    assert not first["finished"] and 0 < first["steps"] < 9
+    assert train(settings(folder, tmp_path / "parts", **EVERYTHING), exact)["heldout"] == whole["heldout"]
+    a, b = (torch.load(tmp_path / p / "checkpoint.pt", weights_only=True) for p in ("whole", "parts"))
+    for name in ("sampler", "averaged"):
+        assert all(torch.equal(a[name][k], b[name][k]) for k in a[name])
+    files = [(tmp_path / p / "sampler" / "sampler.safetensors").read_bytes() for p in ("whole", "parts")]
+    assert files[0] == files[1]
+
+
+def test_the_running_mean_is_what_is_saved_and_measured(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    plain = train(settings(folder, tmp_path / "plain", lr=1e-2), exact)
+    mean = train(settings(folder, tmp_path / "mean", lr=1e-2, ema=0.9), exact)
+    saved = torch.load(tmp_path / "mean" / "checkpoint.pt", weights_only=True)
+    alike = torch.load(tmp_path / "plain" / "checkpoint.pt", weights_only=True)
+    assert all(torch.equal(saved["sampler"][k], v) for k, v in alike["sampler"].items())  # training itself is the same
+    g = load_sampler(tmp_path / "mean" / "sampler", exact).state_dict()
+    assert all(torch.equal(g[k], saved["averaged"][k].bfloat16().float()) for k in g)
+    assert mean["heldout"] != plain["heldout"]
+
+
+def test_on_policy_training_brings_the_kl_down(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    """A g of two layers with an anchor, trained on its own states alone: half of parallel's divergence."""
+    knobs = {"layers": 2, "anchor": True, "on_policy": 1.0, "steps": 400, "eval_every": 400, "slices": 32, "lr": 1e-2}
+    held = train(settings(folder, tmp_path, **knobs), exact)["heldout"]
+    for k in (1, 2):
+        assert held[f"kl_{k}"] < 0.5 * held[f"stale_{k}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollouts": (1, 0)}, r"rollouts is \(1, 0\); all must be at least 1"),
+        ({"rollouts": (1, 7)}, r"slice_states is 4; it must exceed every rollout \(7\)"),
+        ({"detach_every": -1}, "detach_every is -1"),
+        ({"depth_weights": (1.0,)}, r"depth_weights is \(1.0,\); give 3"),
+        ({"depth_weights": (0.0, 1.0, 1.0)}, "the first above 0"),
+        ({"depth_weights": (1.0, 1.0, 1.0), "loss": "last"}, "depth_weights belong to loss sum; loss is 'last'"),
+        ({"on_policy": 1.5}, r"on_policy is 1.5; it is a share"),
+        ({"next_share": -0.1}, r"next_share is -0.1; it is a share"),
+        ({"next_decay": 0}, "next_decay is 0; it must be a positive number"),
+        ({"ema": 1.0}, "ema is 1.0; it must lie in 0..1, below 1"),
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+    ],
+)
+def test_bad_knobs_of_training_are_named(folder: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        settings(folder, tmp_path, **changes)
+
+
+def test_the_defaults_are_the_recipe_as_it_was() -> None:
+    config = TrainConfig()
+    assert config.sampler_config() == SamplerConfig()
+    assert dataclasses.asdict(SamplerConfig()) == {
+        "norms": True, "residual": True, "output_norm_init": 0.1, "pairing": "state", "layers": 1, "mlp": 1.0,
+        "anchor": False, "features": (),
+    }  # fmt: skip
+    assert (config.next_decay, config.next_share, config.on_policy, config.ema, config.rollouts) == (3.0, 0.9, 0, 0, ())
+    assert TrainConfig(preset="paper").sampler_config() == SamplerConfig.paper()
+    with pytest.raises(InputError, match="preset paper sets layers to 1; 2 was asked for"):
+        TrainConfig(preset="paper", layers=2)
+
+
+# Features --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["dream", "llada"])
+def test_features_are_states_of_earlier_layers_in_the_frame(family: str) -> None:
+    """Layer 2 of 3, from the layers called one by one; padded rows; the states themselves do not change."""
+    base, state = tiny_base(family, num_hidden_layers=3), left_pad(ROWS)
+    body = base.model
+    h_BLD, rotary = body.embed_tokens(state.tokens_BL), body.rotary(state.positions_BL, torch.float32)
+    for layer in body.layers[:2]:
+        h_BLD = layer(h_BLD, state.real_BL[:, None, None, :], rotary)
+    twin = base.with_features((2,))
+    got = twin.hidden(state)
+    assert torch.equal(got, torch.cat([base.hidden(state), base.to_frame(h_BLD, state)], -1))
+    assert torch.equal(twin.logits(got[0]), base.logits(base.hidden(state)[0]))
+    assert base.with_features(()) is base and twin.fingerprint == base.fingerprint
+
+
+def test_g_sees_features_and_anchor_at_every_step(tmp_path: Path) -> None:
+    base, state = tiny_base("dream", num_hidden_layers=3), left_pad(ROWS)
+    g = tiny_sampler(base, features=(1, 2), anchor=True)
+    wide = g.on(base).hidden(state)
+    h_0, f_1, f_2 = wide.split(32, -1)
+    e_BLD = g.norm_embed(base.to_frame(base.embed(state.tokens_BL), state))
+
+    def step(h_BLD: Tensor) -> Tensor:
+        features = [g.norm_features[0](f_1), g.norm_features[1](f_2), g.norm_anchor(h_0)]
+        z_BLD = g.mix(torch.cat([e_BLD, g.norm_hidden(h_BLD), *features], -1))
+        return h_BLD + g.norm_out(g.layer(z_BLD, state))
+
+    two = g(g(wide, state), state)
+    assert torch.equal(two, torch.cat([step(step(h_0)), f_1, f_2, h_0], -1))
+    g.save(tmp_path)
+    assert load_sampler(tmp_path, base).config == g.config
+    assert sum(p.numel() for p in g.parameters()) == sum(p.numel() for p in Sampler(base).parameters()) + 3 * 33 * 32
+
+
+@pytest.mark.parametrize("cache", [None, 3])
+@pytest.mark.parametrize("decoder", ["adjust", "adaptive", "cascade", "verified"])
+def test_decoders_give_g_its_features(decoder: str, cache: int | None) -> None:
+    """With no weight on the features, the texts are those of the same g without them."""
+    base = tiny_base("dream", num_hidden_layers=3)
+    plain, seeing = tiny_sampler(base), tiny_sampler(base, features=(2,))
+    weights = plain.state_dict()
+    weights["mix.weight"] = torch.cat([weights["mix.weight"], torch.zeros(32, 32)], 1)
+    seeing.load_state_dict(weights, strict=False)
+    config = DecodeConfig(
+        max_new_tokens=10, tokens_per_step=3 if decoder == "adjust" else 1, seed=3,
+        cache_period=None if decoder == "verified" else cache,
+    )  # fmt: skip
+    one, other = (decode(base, [[2, 5], [7]], config, decoder=decoder, sampler=g) for g in (plain, seeing))
+    assert torch.equal(one.tokens_BL, other.tokens_BL)
+    assert torch.equal(one.order_BL, other.order_BL)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_with_features_trains_and_its_g_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """The first loss is that of the unroll on a base with features; the caller's base stays as it is."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    base = tiny_base("dream", num_hidden_layers=3)
+    source = TrajectoriesConfig(base="dream", num=16, output=str(tmp_path / "t"), max_new_tokens=8, suppress_eos=True)
+    make_trajectories(source, base=base)
+    config = settings(
+        tmp_path / "t", tmp_path / "run", features=(1, 2), on_policy=0.5, steps=2, eval_every=1, heldout=4,
+        compile=compiled,
+    )  # fmt: skip
+    train(config, base)
+    assert base.keep == () and not base.compiled
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        g = Sampler(base, config.sampler_config())
+    store = open_stores([tmp_path / "t"])
+    rows = Run(config, base, g, store, 0, 1, CPU).rows(False)
+    slices = random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, 0), pad_id=base.spec.pad_id)
+    run = unroll_on_policy(g.on(base), g, slices, rollout=3, share=0.5, key=(0, 0, 0))
+    loss = sum(unrolled_kl(base, run, k).item() for k in (1, 2, 3)) / 3
+    assert lines[0]["loss"] == pytest.approx(loss, rel=1e-4)
+    trained = load_sampler(tmp_path / "run" / "sampler", base)
+    result = decode(base, [[2]], DecodeConfig(tokens_per_step=2, max_new_tokens=8), sampler=trained)
+    assert (result.base_calls_B.tolist(), result.sampler_calls_B.tolist()) == ([4], [4])
+
+
+def test_features_that_a_base_does_not_have_are_refused(exact: ExactBase) -> None:
+    base = tiny_base("dream", num_hidden_layers=3)
+    for layers in ((0,), (3,), (2, 1), (1, 1)):
+        with pytest.raises(InputError, match=r"has layers 1\.\.2 below its last, ascending"):
+            Sampler(base, SamplerConfig(features=layers))
+    with pytest.raises(InputError, match="gives no states of earlier layers"):
+        Sampler(exact, SamplerConfig(features=(1,)))
+    with pytest.raises(InputError, match=r"a layer of features is 1\.5"):
+        SamplerConfig(features=(1.5,))  # type: ignore[arg-type]
