@@ -27,8 +27,8 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[s
         full = [[*base.tokenizer.encode(texts[row]), IM_END, *tail * new][:new] for row in rows]
         calls = torch.full((len(rows),), new)
         return SimpleNamespace(
-            tokens_BL=torch.tensor(full), rounds_B=calls, base_calls_B=calls, sampler_calls_B=calls * 0, partner_calls_B=calls * 0,
-            seconds=1.0,
+            tokens_BL=torch.tensor(full), rounds_B=calls, base_calls_B=calls, sampler_calls_B=calls * 0,
+            partner_calls_B=calls * 0, seconds=1.0,
         )  # fmt: skip
 
     monkeypatch.setattr("adjust_dlm.decoders.decode", decode)

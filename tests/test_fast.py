@@ -303,7 +303,7 @@ def test_slots_and_batch_sizes_are_checked() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_layers_give_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo alone, without its code generator: a graph for one row and one for several, shared by f and g where they can be."""
+    """Dynamo alone, without its code generator: a graph for one row and one for several, not one for each length."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     layers._compiled_layer.cache_clear()
     torch._dynamo.reset()
@@ -358,3 +358,18 @@ def test_quantized_layers_have_a_fast_form(tmp_path: Path) -> None:
     both(base, [[2, 5], [2, 5, 7]], config, "adjust", sampler=tiny_sampler(base))
     layers.join_projections(base.model)  # they stay as they are
     assert base.model.layers[0].self_attn._joined is None
+
+
+def test_other_forms_of_g(caplog: pytest.LogCaptureFixture) -> None:
+    """Several layers run as whole steps; one that carries more states than its own has no fast form."""
+    fast.log_fallback.cache_clear()
+    base = tiny_base("dream")
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2)
+    deep = tiny_sampler(base, layers=2)
+    both(base, PROMPTS, config, "adjust", sampler=deep)
+    with pytest.raises(InputError, match="not with these settings"):
+        decode(base, PROMPTS, config, sampler=deep, sparse=True)
+    assert not caplog.records
+    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, anchor=True))
+    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, features=(1,)))
+    assert [r.getMessage() for r in caplog.records] == ["eager decoding: the sampler carries more states than its own"]
