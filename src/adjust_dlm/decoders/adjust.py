@@ -38,9 +38,7 @@ class AdjustOptions:
         """Raises InputError where a sparse step is asked for that cannot be made."""
         require(not self.sparse or candidates > 0, "sparse steps run at candidates: set candidates too")
         able = isinstance(sampler, Sampler) and sampler.by_rows
-        require(
-            not self.sparse or able, f"{type(sampler).__name__} knows no sparse steps (several layers, or more states)"
-        )
+        require(not self.sparse or able, f"{type(sampler).__name__} knows no sparse steps, or not with these settings")
 
     def starts_again(self, k: int) -> bool:
         """Whether call k = 1, 2, ... of a round begins from the base's states."""
