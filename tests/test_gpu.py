@@ -174,7 +174,7 @@ def test_card_and_cpu_agree_with_cache_blocks_and_partner(decoder: str) -> None:
 
 
 def wide(device: str) -> tuple[DreamBase, Sampler]:
-    """Positions so unlike each other that rounding decides nothing: the best two scores lie over 1e-4 apart (checked)."""
+    """Positions so unlike each other that rounding decides nothing; the best two scores lie 1e-4 apart (checked)."""
     return build(device, seed=3, spread=0.6, head=0.2)
 
 
