@@ -17,8 +17,13 @@ from adjust_dlm.types import DecodeConfig, OrderRule
 NOISE, DRAW, ORDER = 0, 1, 2
 
 
+def wrapped(number: int) -> int:
+    """Any whole number as the int64 that keeps its lowest 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 def uniform(
-    seed: int, row: Tensor, commit: Tensor, position: Tensor, stream: int = DRAW, token: Tensor | None = None
+    seed: int | Tensor, row: Tensor, commit: Tensor, position: Tensor, stream: int = DRAW, token: Tensor | None = None
 ) -> Tensor:
     """One uniform in [0, 1) for every (seed, row, commit, position[, token]): stateless and device independent.
 
@@ -26,7 +31,7 @@ def uniform(
     neighbours, ranks and devices cannot change a number, and nothing has to be stored.
 
     Args:
-        seed: the run's seed.
+        seed: the run's seed, or int64 seeds of the shape of `row`.
         row: int64 row ids.
         commit: int64 commit numbers, broadcastable to `row`.
         position: int64 positions counted from the first real token, broadcastable to `row`.
@@ -36,8 +41,10 @@ def uniform(
     Returns:
         float64 tensor of the broadcast shape: multiples of 2**-32.
     """
-    start = (seed + stream * 0x632BE59BD9B4E019 + 2**63) % 2**64 - 2**63  # wrapped here: not every torch wraps it
-    state = _mix(torch.tensor(start, device=row.device))
+    shift = stream * 0x632BE59BD9B4E019
+    # A plain number is wrapped here: not every torch wraps it.
+    start = torch.tensor(wrapped(seed + shift), device=row.device) if isinstance(seed, int) else seed + wrapped(shift)
+    state = _mix(start)
     for key in (row, commit, position) if token is None else (row, commit, position, token):
         state = _mix(state ^ (key * -0x61C8864680B583EB))
     return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
