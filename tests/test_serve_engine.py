@@ -218,7 +218,7 @@ def test_what_is_not_served_is_refused() -> None:
     assert {"klass", "verified", "origin", "edlm"}.isdisjoint(engine.decoders)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"decoder": "klass"}, "'klass' is not served here; served are joint, parallel, adjust"),
-        ({"decoder": "edlm"}, "'edlm' is not served here"),
+        ({"decoder": "edlm"}, "'edlm' needs an autoregressive partner"), ({"decoder": "none"}, "'none' is not served"),
         ({"cache_period": 2}, "leave cache_period out"), ({"schedule": "reference"}, "leave schedule at exact"),
         ({"options": {"tau": 1}}, "no option tau"),
     ]  # fmt: skip

@@ -67,8 +67,10 @@ def infill(engine: Engine, defaults: Defaults, ask: InfillAsk) -> tuple[Work, li
 def canvas(engine: Engine, defaults: Defaults, ask: CanvasAsk) -> tuple[Work, list[Prompt]]:
     """Work of /v1/canvas. Raises ApiError."""
     given = [name for name in ("prompt", "messages", "parts") if getattr(ask, name) is not None]
-    if len(given) > 1 or (ask.parts is None) != (ask.gaps is None):
-        raise ApiError(400, "give one of prompt, messages, or parts with gaps", param=given[-1] if given else "gaps")
+    if len(given) > 1:
+        raise ApiError(400, f"{' and '.join(given)}: give one", param=given[-1])
+    if (ask.parts is None) != (ask.gaps is None):
+        raise ApiError(400, "parts and gaps come together", param="gaps")
     if ask.nll and engine.partner is None:
         raise ApiError(400, "nll needs an autoregressive partner; start the server with --load-partner", param="nll")
     if ask.parts is not None and ask.gaps is not None:

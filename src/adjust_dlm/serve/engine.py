@@ -103,12 +103,10 @@ class Engine:
         """All of a request that can be refused before it waits.
 
         Raises:
-            InputError: a decoder that is not served, or settings that it does not take.
+            InputError: a decoder that is not served or lacks a helper, or settings that it does not take.
         """
-        require(
-            work.decoder in self.decoders,
-            f"decoder {work.decoder!r} is not served here; served are {', '.join(self.decoders)}",
-        )
+        able = work.decoder in DECODERS and DECODERS[work.decoder].resumable
+        require(able, f"decoder {work.decoder!r} is not served here; served are {', '.join(self.decoders)}")
         require(work.config.cache_period is None, "a prefix cache lasts between rounds; leave cache_period out")
         require(work.config.schedule == "exact", "reference schedules march in step; leave schedule at exact")
         most = self.limits.queue

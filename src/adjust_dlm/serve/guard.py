@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -41,7 +42,7 @@ class Rate:
         if len(self._left) > _CLIENTS:
             self._left.popitem(last=False)
         if not allowed:
-            wait = 1 + int((1 - left) * 60 / self.per_minute)
+            wait = math.ceil((1 - left) * 60 / self.per_minute)
             message = f"more than {self.per_minute} requests a minute"
             raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=wait)
 

@@ -39,7 +39,7 @@ _ERRORS: _Answers = {
     status: {"model": ErrorBody, "description": HTTPStatus(status).phrase}
     for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)
 }
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_STREAM: dict[str, Any] = {"text/event-stream": {}}
 
 
 @dataclass(frozen=True, kw_only=True)

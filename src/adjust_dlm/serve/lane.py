@@ -11,6 +11,7 @@ import torch
 from adjust_dlm.decoders import Plan
 from adjust_dlm.decoders.rows import RoundCanvas, join, take
 from adjust_dlm.serve.work import Commit, Cost, Failed, Finished, Progress, Row
+from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
 _CALLS = ("rounds_B", "base_calls_B", "sampler_calls_B", "partner_calls_B")
@@ -98,7 +99,8 @@ class Lane:
                     raise error
                 self._round(part)
             except Exception as own:
-                logger.exception("a request failed")
+                if not isinstance(own, InputError):
+                    logger.exception("a request failed")
                 row.ticket.tell(Failed(own))
             else:
                 kept.append(b)
