@@ -15,6 +15,7 @@ import torch
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.serve import http
 from adjust_dlm.serve.asks import Defaults
 from adjust_dlm.serve.engine import Engine, Limits
 from adjust_dlm.serve.guard import Rate
@@ -107,6 +108,22 @@ def test_stop_strings_never_leak(typist: Served, path: str, k: int, stop: Any, t
     assert (said(choice), choice["finish_reason"]) == (text, reason)
     assert whole["usage"]["completion_tokens"] == len(text)
     assert streamed(typist, path, body) == (text, reason, whole["usage"])
+
+
+def test_a_silent_stream_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the right nothing shows until the last round; comments are no events to any client."""
+    monkeypatch.setattr(http, "PING_SECONDS", 0.01)
+    base = Typist(HELLO)
+    base.sleep = 0.03
+    with serving(typing_engine(base)) as served:
+        body = {"prompt": "write:", "max_tokens": 5, "decoder": "joint"}
+        answer = served.client.post("/v1/completions", json={**body, "stream": True})
+        assert answer.text.count(": nothing yet\n\n") >= 4
+        assert "".join(said(piece["choices"][0]) for piece in chunks(answer.text)) == "hello"
+        stream = openai_client(served).completions.create(
+            model=MODEL, prompt="write:", max_tokens=5, stream=True, extra_body={"decoder": "joint"}
+        )
+        assert "".join(piece.choices[0].text for piece in stream) == "hello"
 
 
 @pytest.mark.parametrize("path", ANSWERS)

@@ -33,6 +33,7 @@ from adjust_dlm.serve.work import Finished, Progress, Work
 from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
+PING_SECONDS = 15.0
 PAGE = Path(__file__).parent / "page"
 _Answers = dict[int | str, dict[str, Any]]
 _ERRORS: _Answers = {
@@ -220,7 +221,27 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
 
 def _sse_response(pieces: AsyncIterator[str]) -> Response:
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_with_pings(pieces), media_type="text/event-stream", headers=headers)
+
+
+async def _with_pings(pieces: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The same, with a comment now and then while nothing comes: proxies close connections that are silent."""
+    coming: asyncio.Future[str] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(pieces))
+            if not (await asyncio.wait({coming}, timeout=PING_SECONDS))[0]:
+                yield ": nothing yet\n\n"
+                continue
+            try:
+                piece = coming.result()
+            except StopAsyncIteration:
+                return
+            coming = None
+            yield piece
+    finally:
+        if coming is not None:
+            coming.cancel()
 
 
 async def _pieces(
