@@ -27,7 +27,7 @@ def uniform(
     neighbours, ranks and devices cannot change a number, and nothing has to be stored.
 
     Args:
-        seed: the run's seed; as an int64 tensor `wrapped(seed)`.
+        seed: the run's seed; as an int64 tensor `wrapped(seed)`, one or of the shape of `row`.
         row: int64 row ids.
         commit: int64 commit numbers, broadcastable to `row`.
         position: int64 positions counted from the first real token, broadcastable to `row`.

@@ -175,20 +175,29 @@ class Base(ABC):
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
         """Prompt ids: BOS once in front, or the chat template's own form."""
-        require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; give token ids")
         if chat:
-            text = self._in_template(text)
+            return self.encode_messages([{"role": "user", "content": text}])
+        require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; give token ids")
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         bos = self.spec.bos_id
-        return ids if chat or bos is None or ids[:1] == [bos] else [bos, *ids]
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
-    def _in_template(self, text: str) -> str:
-        message = [{"role": "user", "content": text}]
+    def encode_messages(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a conversation in the chat template's own form, up to where the answer begins.
+
+        Args:
+            messages: `role` and `content` of each.
+
+        Raises:
+            InputError: no tokenizer, no template, or messages that do not fit it.
+        """
+        require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; give token ids")
         try:
-            out: str = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of its own
             raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
-        return out
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids up to the first end token, special tokens dropped."""

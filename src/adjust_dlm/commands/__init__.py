@@ -36,6 +36,10 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         "Joint, parallel and ADJUST side by side on one prompt.", "adjust_dlm.commands.compare", "CompareConfig"
     ),
+    "serve": Command(
+        "Serve a base to OpenAI's clients; infilling and a stream of every commit.",
+        "adjust_dlm.commands.serve", "ServeConfig",
+    ),
     "trajectories": Command(
         "Decode with K=1 and store the order: what training reads.",
         "adjust_dlm.data.trajectories", "TrajectoriesConfig", "make_trajectories",

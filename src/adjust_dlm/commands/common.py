@@ -17,8 +17,8 @@ DEFAULT_BASE = "smol"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFlags:
-    """Flags of every command that decodes.
+class LoadFlags:
+    """Flags of every command that loads a base and its helpers.
 
     Attributes:
         base: name of a base (see `adjust bases`), a folder that `adjust adapt` wrote, or a checkpoint: folder, GGUF, or
@@ -26,6 +26,30 @@ class DecodeFlags:
         sampler: folder or Hub id of a sampler; by default the one that ships for the base.
         partner: folder of an autoregressive model with the base's tokenizer, for decoders that ask one; by default the
             one that the base was made from.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: auto (float32 on the CPU, bfloat16 on a GPU), float32, bfloat16 or float16.
+        quantize: int8 or fp8 weights for a checkpoint's linear layers.
+        device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
+        revision: commit, tag or branch of a Hub id.
+        compile: compile the layers, once for all lengths (10-30 s at the first pass).
+    """
+
+    base: str = DEFAULT_BASE
+    sampler: Path | None = None
+    partner: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str | None = None
+    device_map: str | None = None
+    revision: str | None = None
+    compile: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFlags(LoadFlags):
+    """Flags of every command that decodes.
+
+    Attributes:
         tokens_per_step: K, tokens committed per base pass.
         max_new_tokens: length of the canvas behind the prompt.
         temperature: 0 is argmax.
@@ -43,20 +67,11 @@ class DecodeFlags:
         chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
         seed: with a sample's row number the only source of randomness.
         num_samples: samples per prompt.
-        device: auto, cpu, cuda or cuda:N.
-        dtype: auto (float32 on the CPU, bfloat16 on a GPU), float32, bfloat16 or float16.
-        quantize: int8 or fp8 weights for a checkpoint's linear layers.
-        device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
-        revision: commit, tag or branch of a Hub id.
-        compile: compile the layers, once for all lengths (10-30 s at the first pass).
         eager: run the reference decoders where their fast form on CUDA would be taken.
         json: JSON lines on stdout instead of text.
         output: folder for result.json, samples.jsonl and run.yaml.
     """
 
-    base: str = DEFAULT_BASE
-    sampler: Path | None = None
-    partner: str | None = None
     tokens_per_step: int = 4
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -73,12 +88,6 @@ class DecodeFlags:
     chat: bool = True
     seed: int = 0
     num_samples: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    quantize: str | None = None
-    device_map: str | None = None
-    revision: str | None = None
-    compile: bool = False
     eager: bool = False
     json: bool = False
     output: Path | None = None
@@ -102,7 +111,7 @@ def pick_dtype(name: str) -> torch.dtype | None:
     return known[name]
 
 
-def load_for(flags: DecodeFlags) -> Base:
+def load_for(flags: LoadFlags) -> Base:
     """The base that the flags name, on their device."""
     from adjust_dlm.bases import load_base
 
@@ -114,7 +123,7 @@ def load_for(flags: DecodeFlags) -> Base:
     return base
 
 
-def load_sampler_for(flags: DecodeFlags, base: Base) -> Any:
+def load_sampler_for(flags: LoadFlags, base: Base) -> Any:
     """The sampler that the flags name (a folder or a Hub id), else the one that ships for the base, else None."""
     from adjust_dlm.artifacts import from_pretrained
     from adjust_dlm.sampler import default_sampler

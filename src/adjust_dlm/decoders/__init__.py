@@ -39,11 +39,13 @@ __all__ = [
     "DECODERS",
     "Canvas",
     "Decoder",
+    "Plan",
     "Variant",
     "build_options",
     "decode",
     "decode_many",
     "generate",
+    "make_plan",
     "read_options",
     "read_variant",
 ]
@@ -61,6 +63,7 @@ class Decoder:
         needs_partner: whether it takes an autoregressive partner (`bases.partner`).
         takes_k: whether `tokens_per_step` says how many tokens a pass commits.
         takes_candidates: whether its rounds heed `DecodeConfig.candidates`.
+        resumable: whether it keeps nothing between rounds, so that rows of a batch may come and go (`decoders.rows`).
         options: dataclass of settings that only this decoder has.
     """
 
@@ -69,26 +72,29 @@ class Decoder:
     needs_partner: bool = False
     takes_k: bool = False
     takes_candidates: bool = False
+    resumable: bool = False
     options: Callable[..., Any] | None = None
 
 
 DECODERS: dict[str, Decoder] = {
-    "joint": Decoder(joint),
-    "parallel": Decoder(parallel, takes_k=True),
-    "adjust": Decoder(adjust, needs_sampler=True, takes_k=True, takes_candidates=True, options=AdjustOptions),
-    "adaptive": Decoder(adaptive, needs_sampler=True, takes_candidates=True, options=AdaptiveOptions),
+    "joint": Decoder(joint, resumable=True),
+    "parallel": Decoder(parallel, resumable=True, takes_k=True),
+    "adjust": Decoder(
+        adjust, resumable=True, needs_sampler=True, takes_k=True, takes_candidates=True, options=AdjustOptions
+    ),
+    "adaptive": Decoder(adaptive, resumable=True, needs_sampler=True, takes_candidates=True, options=AdaptiveOptions),
     "verified": Decoder(verified, needs_sampler=True, options=VerifiedOptions),
-    "cascade": Decoder(cascade, needs_sampler=True, options=CascadeOptions),
-    "threshold": Decoder(threshold, options=ThresholdOptions),
-    "factor": Decoder(factor, options=FactorOptions),
-    "entropy_bound": Decoder(entropy_bound, options=EntropyBoundOptions),
+    "cascade": Decoder(cascade, resumable=True, needs_sampler=True, options=CascadeOptions),
+    "threshold": Decoder(threshold, resumable=True, options=ThresholdOptions),
+    "factor": Decoder(factor, resumable=True, options=FactorOptions),
+    "entropy_bound": Decoder(entropy_bound, resumable=True, options=EntropyBoundOptions),
     "klass": Decoder(klass, options=KlassOptions),
-    "edlm": Decoder(edlm, needs_partner=True, takes_k=True, options=EdlmOptions),
+    "edlm": Decoder(edlm, resumable=True, needs_partner=True, takes_k=True, options=EdlmOptions),
     "origin": Decoder(origin, takes_k=True, options=OriginOptions),
-    "soft_order": Decoder(soft_order, takes_k=True, options=SoftOrderOptions),
-    "guided": Decoder(guided, takes_k=True, options=GuidedOptions),
-    "apd": Decoder(apd, needs_partner=True, options=ApdOptions),
-    "dcd": Decoder(dcd, needs_partner=True, takes_k=True, options=DcdOptions),
+    "soft_order": Decoder(soft_order, resumable=True, takes_k=True, options=SoftOrderOptions),
+    "guided": Decoder(guided, resumable=True, takes_k=True, options=GuidedOptions),
+    "apd": Decoder(apd, resumable=True, needs_partner=True, options=ApdOptions),
+    "dcd": Decoder(dcd, resumable=True, needs_partner=True, takes_k=True, options=DcdOptions),
 }
 
 
@@ -154,6 +160,61 @@ def read_variant(text: str) -> Variant:
     return Variant(name, settings, options)
 
 
+class Plan(NamedTuple):
+    """A decoder with its helpers and settings, all checked.
+
+    Attributes:
+        base: what its canvases are made for; a twin of the given one where a sampler wants more states.
+        config: settings of its canvases.
+        own: the decoder's own options, one object or nothing.
+        run: fills a canvas.
+    """
+
+    base: Base
+    config: DecodeConfig
+    own: list[Any]
+    run: Callable[[Canvas], None]
+
+
+def make_plan(
+    base: Base, config: DecodeConfig, *, decoder: str, sampler: Any = None, partner: Partner | None = None,
+    **options: Any,
+) -> Plan:  # fmt: skip
+    """Everything that can be refused before there is a canvas; see `decode`.
+
+    Raises:
+        InputError: unknown decoder or option, missing sampler or partner, or a setting that it does not know.
+    """
+    own = build_options(decoder, options)
+    entry = DECODERS[decoder]
+    require(
+        not entry.needs_sampler or sampler is not None,
+        f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
+    )
+    require(
+        not entry.needs_partner or partner is not None,
+        f"decoder {decoder!r} needs an autoregressive partner of base {base.spec.name!r}: see `load_partner`",
+    )
+    able = [name for name, known in DECODERS.items() if known.takes_candidates]
+    require(
+        config.candidates == 0 or entry.takes_candidates or decoder == "joint",
+        f"candidates is {config.candidates}; of the decoders only {', '.join(able)} know them, {decoder!r} does not",
+    )
+    if decoder == "joint":
+        config = config.but(tokens_per_step=1, schedule="exact")
+    if entry.needs_sampler and isinstance(sampler, Sampler):
+        base = sampler.on(base)
+
+    def run(canvas: Canvas) -> None:
+        helpers = [sampler] if entry.needs_sampler else []
+        if entry.needs_partner and partner is not None:
+            partner.require_start(canvas)
+            helpers.append(partner)
+        entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
+
+    return Plan(base, config, own, run)
+
+
 @torch.no_grad()
 def decode(
     base: Base,
@@ -188,37 +249,22 @@ def decode(
     Raises:
         InputError: unknown decoder or option, missing sampler or partner, or a canvas that does not fit the base.
     """
-    own = build_options(decoder, options)
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
-    entry = DECODERS[decoder]
     require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")
-    require(
-        not entry.needs_sampler or sampler is not None,
-        f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
-    )
-    require(
-        not entry.needs_partner or partner is not None,
-        f"decoder {decoder!r} needs an autoregressive partner of base {base.spec.name!r}: see `load_partner`",
-    )
-    able = [name for name, known in DECODERS.items() if known.takes_candidates]
-    require(
-        config.candidates == 0 or entry.takes_candidates or decoder == "joint",
-        f"candidates is {config.candidates}; of the decoders only {', '.join(able)} know them, {decoder!r} does not",
-    )
-    if decoder == "joint":
-        config = config.but(tokens_per_step=1, schedule="exact")
-    if entry.needs_sampler and isinstance(sampler, Sampler):
-        base = sampler.on(base)
+    plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()
-    canvas = Canvas(base, prompts, config, rows=rows)
+    canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
     canvas.watch = watch
-    reason = fast.why_not(base, decoder, config, sampler, watch) if fast.wanted(base, eager) else "not asked for"
+    reason = (
+        fast.why_not(plan.base, decoder, plan.config, sampler, watch) if fast.wanted(base, eager) else "not asked for"
+    )
     if reason is None:
-        fast.run_fast(base, sampler, canvas, decoder=decoder, options=own[0] if own else None, slots=slots)
+        own = plan.own[0] if plan.own else None
+        fast.run_fast(plan.base, sampler, canvas, decoder=decoder, options=own, slots=slots)
     else:
         if fast.wanted(base, eager):
             fast.log_fallback(reason)
-        _run_reference(entry, base, canvas, own, sampler=sampler, partner=partner)
+        plan.run(canvas)
     if canvas.open:
         raise RuntimeError(f"decoder {decoder!r} left {int(canvas.masked_BL.sum())} masks on the canvas")
     return DecodeResult(
@@ -230,18 +276,10 @@ def decode(
         partner_calls_B=canvas.partner_calls_B,
         rounds_B=canvas.rounds_B,
         rows_B=canvas.rows_B,
-        config=config,
+        config=plan.config,
         decoder=decoder,
         seconds=time.perf_counter() - started,
     )
-
-
-def _run_reference(entry: Decoder, base: Base, canvas: Canvas, own: list[Any], *, sampler: Any, partner: Any) -> None:
-    helpers = [sampler] if entry.needs_sampler else []
-    if entry.needs_partner:
-        partner.require_start(canvas)
-        helpers.append(partner)
-    entry.run(with_prefix_cache(base, canvas.config), *helpers, canvas, *own)
 
 
 def decode_many(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base
-from adjust_dlm.sampling import NOISE, ORDER, draw, gumbel, process, score_rows, uniform
+from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.sampling import NOISE, ORDER, confidence, draw, gumbel, process, score_rows, uniform, wrapped
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, State, require
 
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
@@ -38,50 +38,59 @@ class Canvas(State):
     Attributes:
         order_BL: commit number of each position, `GIVEN` or `MASKED`.
         commits_B: commits so far, per row.
-        rows_B: global row ids; with the seed they fix every random number of a row.
+        rows_B, seeds_B: global row ids and seeds; together they fix every random number of a row.
+        new_B: masks that were appended to each row's prompt.
         base_calls_B, sampler_calls_B, partner_calls_B: passes each row needed.
         rounds_B: rounds of each row; a round waits for one pass, which may be over several canvases (`verified`).
         quota_B: commits left in this round, per row.
         block_B: the block that each row is in, 0-based.
+        chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
+            temperature and filters), for every position that they propose a token for.
     """
 
-    def __init__(
-        self, base: Base, prompts: list[list[int]], config: DecodeConfig, *, rows: list[int] | None = None
-    ) -> None:
-        """Left-pads the prompts and appends `config.max_new_tokens` masks to each.
+    chance_BL: Tensor | None = None
 
-        Masks inside a prompt are kept and filled in too. Raises InputError for a canvas longer than the
-        base's context, an empty prompt without masks to fill is fine.
+    def __init__(
+        self, base: Base, prompts: list[list[int]], config: DecodeConfig, *, rows: list[int] | None = None,
+        seeds: list[int] | None = None, new: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Left-pads the prompts and appends masks to each.
+
+        Args:
+            base: the frozen model.
+            prompts: token ids; masks inside them are kept and filled in too, an empty one is fine.
+            config: all settings.
+            rows: row ids, 0..B-1 unless given.
+            seeds: one for each row; that of the config unless given.
+            new: masks for each row, 0 or more; `config.max_new_tokens` unless given.
+
+        Raises:
+            InputError: a canvas longer than the base's context, or an id that the base does not have.
         """
         self.base, self.config = base, config
-        spec, new = base.spec, config.max_new_tokens
-        rows = list(range(len(prompts))) if rows is None else rows
-        require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
-        longest = max(len(p) for p in prompts)
-        require(
-            longest + new <= spec.context,
-            f"prompt of {longest} tokens plus {new} new ones make {longest + new}; "
-            f"base {spec.name!r} takes at most {spec.context}",
-        )
-        shape = (len(prompts), longest + new)
-        tokens_BL = torch.full(shape, spec.pad_id, dtype=torch.long)
-        real_BL = torch.zeros(shape, dtype=torch.bool)
-        for b, prompt in enumerate(prompts):
-            wrong = [t for t in prompt if not 0 <= t < spec.vocab_size]
-            require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
-            tokens_BL[b, longest - len(prompt) :] = torch.tensor([*prompt, *[spec.mask_id] * new])
-            real_BL[b, longest - len(prompt) :] = True
+        spec, count = base.spec, len(prompts)
+        rows = list(range(count)) if rows is None else rows
+        seeds = [config.seed] * count if seeds is None else seeds
+        require(len(rows) == count, f"{len(rows)} row ids for {count} prompts; give one each")
+        require(len(seeds) == count, f"{len(seeds)} seeds for {count} prompts; give one each")
+        require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
+        tokens_BL, real_BL = _left_padded(spec, prompts, [config.max_new_tokens] * count if new is None else new)
+        padded = not bool(real_BL.all())
         tokens_BL, real_BL = tokens_BL.to(base.device), real_BL.to(base.device)
         masked_BL = (tokens_BL == spec.mask_id) & real_BL
-        super().__init__(tokens_BL, real_BL, masked_BL, padded=len({len(p) for p in prompts}) > 1)
+        super().__init__(tokens_BL, real_BL, masked_BL, padded=padded)
         self.order_BL = torch.where(masked_BL, MASKED, GIVEN)
         self.rows_B = torch.tensor(rows, device=base.device)
+        self.seeds_B = torch.tensor([wrapped(seed) for seed in seeds], device=base.device)
+        self.new_B = torch.full_like(self.rows_B, config.max_new_tokens)
+        if new is not None:
+            self.new_B = torch.tensor(new, device=base.device)
         self.commits_B = torch.zeros_like(self.rows_B)
         self.base_calls_B, self.sampler_calls_B = self.commits_B.clone(), self.commits_B.clone()
         self.partner_calls_B, self.rounds_B = self.commits_B.clone(), self.commits_B.clone()
         self.quota_B = self.commits_B.clone()
         self._round = 0
-        self._column_L = torch.arange(shape[1], device=base.device)
+        self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
         self._candidate_BL: Tensor | None = None
         self._before_B = self.commits_B.clone()  # commits before this round
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
@@ -109,8 +118,7 @@ class Canvas(State):
         """Positions that may be committed now: the masks of each row's block, and of its candidates."""
         open_BL = self.masked_BL
         if self.config.block_length is not None:
-            new = self.config.max_new_tokens
-            end_B = len(self._column_L) - new + (self.block_B + 1) * self.config.block_length
+            end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
             open_BL = open_BL & (self._column_L < end_B[:, None])
         return open_BL if self._candidate_BL is None else open_BL & self._candidate_BL
 
@@ -119,7 +127,7 @@ class Canvas(State):
         """The block of each row's first mask; one block unless told."""
         if self.config.block_length is None:
             return torch.zeros_like(self.rows_B)
-        first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.config.max_new_tokens)
+        first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.new_B)
         return first_B.clamp_min(0) // self.config.block_length
 
     def narrow(self, score_BL: Tensor) -> None:
@@ -248,7 +256,32 @@ class Canvas(State):
 
     def _keys(self, position: Tensor, row: Tensor) -> tuple[int | Tensor, Tensor, Tensor, Tensor]:
         start_B = self.real_BL.long().argmax(-1)
-        return self.config.seed, self.rows_B[row], self.commits_B[row], position - start_B[row]
+        return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - start_B[row]
+
+    def note_chance(self, row: Tensor, position: Tensor, processed_RV: Tensor, token_R: Tensor) -> None:
+        """Keeps the probability of drawn tokens, if anyone wants to know: (row index, position index) of each."""
+        if self.chance_BL is not None:
+            self.chance_BL[row.flatten(), position.flatten()] = confidence(processed_RV, token_R)
+
+
+def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
+    """Ids with masks behind them, and which of them are real: [B, L] on the CPU."""
+    require(len(new) == len(prompts), f"{len(new)} lengths for {len(prompts)} prompts; give one each")
+    long, masks = max(zip(map(len, prompts), new, strict=True), key=sum)
+    width = long + masks
+    require(
+        width <= spec.context,
+        f"prompt of {long} tokens plus {masks} new ones make {width}; base {spec.name!r} takes at most {spec.context}",
+    )
+    tokens_BL = torch.full((len(prompts), width), spec.pad_id, dtype=torch.long)
+    real_BL = torch.zeros(tokens_BL.shape, dtype=torch.bool)
+    for b, (prompt, masks) in enumerate(zip(prompts, new, strict=True)):
+        wrong = [t for t in prompt if not 0 <= t < spec.vocab_size]
+        require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
+        first = width - len(prompt) - masks
+        tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
+        real_BL[b, first:] = True
+    return tokens_BL, real_BL
 
 
 def columns_of(marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -296,6 +329,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     processed_RV = process(logits_RV, canvas.config)
     refuse_nan(base, score_BL, processed_RV)
     token_R = draw(processed_RV, u_R, canvas.config.temperature)
+    canvas.note_chance(row_BN, position_BN, processed_RV, token_R)
     return Picks(position_BN, token_R.view_as(position_BN), valid_BN, processed_RV)
 
 

@@ -16,7 +16,7 @@ from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
-_COUNTS = ("rows_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
+_COUNTS = ("rows_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -46,7 +46,9 @@ def propose(
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = logits(row, position)
         refuse_nan(base, logits_RV)
-        token_R = draw(process(logits_RV, config), canvas.uniforms(position, row, stream), config.temperature)
+        processed_RV = process(logits_RV, config)
+        token_R = draw(processed_RV, canvas.uniforms(position, row, stream), config.temperature)
+        canvas.note_chance(row, position, processed_RV, token_R)
         token_BL[row, position] = token_R
         score_BL[row, position] = score(logits_RV, token_R, row, position).double()
     return score_BL, token_BL

@@ -1,0 +1,191 @@
+"""Load on a running server: throughput and latency by number of clients, and mixed good and bad traffic.
+
+    adjust serve --base smol --port 8000 &
+    python recipes/serve_load.py --clients 1 4 16 64 --seconds 30
+    python recipes/serve_load.py --clients --soak-minutes 30 --pid $(pgrep -f 'adjust serve')
+
+The first part lets every client ask again as soon as it has its answer, and prints requests and completion tokens a
+second and the quantiles of latency. The second part sends, from 16 clients, plain and streamed requests, bad ones of
+many kinds, and requests whose client hangs up; it reads the server's memory and its own view of itself, and fails
+(exit 1) if a good request fails, a bad one is a 5xx, anything stays in the server, or memory is not flat: the median
+of the last third may exceed that of the middle third by `--growth` at most. Results go to stdout as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PROMPTS = ["Once upon a time", "The capital of France is", "A recipe for bread:", "Dear reader,", "Rain falls because"]
+BAD: list[tuple[str, Any]] = [
+    ("/v1/completions", b"{"), ("/v1/completions", []), ("/v1/completions", {"prompt": ""}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}), ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}),
+    ("/v1/completions", {"prompt": "x", "logprobs": 3}), ("/v1/completions", {"prompt": "x " * 100_000}),
+    ("/v1/completions", {"prompt": "x", "decoder": "none"}), ("/v1/chat/completions", {"messages": []}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}), ("/v1/infill", {"parts": ["a"]}),
+    ("/v1/canvas", {"prompt": "x", "temperature": -1}), ("/v1/none", {}),
+]  # fmt: skip
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Of latencies: the smallest that the given share does not exceed."""
+    ranked = sorted(seconds)
+    return {f"p{q}": round(ranked[min(len(ranked) - 1, len(ranked) * q // 100)], 4) for q in (50, 95, 99)}
+
+
+def good_body(flags: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
+    """A request that must succeed."""
+    return {"prompt": rng.choice(PROMPTS), "max_tokens": flags.max_tokens, "seed": rng.randrange(2**31), **flags.extra}
+
+
+async def measure(client: httpx.AsyncClient, flags: argparse.Namespace, clients: int) -> dict[str, Any]:
+    """So many clients, one request after another each, until the time is over; what is under way then still counts."""
+    latencies: list[float] = []
+    tokens, statuses = 0, Counter[int]()
+    started = time.perf_counter()
+
+    async def one(number: int) -> None:
+        nonlocal tokens
+        rng = random.Random(number)
+        while time.perf_counter() - started < flags.seconds:
+            sent = time.perf_counter()
+            answer = await client.post("/v1/completions", json=good_body(flags, rng))
+            statuses[answer.status_code] += 1
+            if answer.status_code == 200:
+                latencies.append(time.perf_counter() - sent)
+                tokens += answer.json()["usage"]["completion_tokens"]
+
+    await asyncio.gather(*(one(number) for number in range(clients)))
+    wall = time.perf_counter() - started
+    return {
+        "clients": clients, "requests": len(latencies), "seconds": round(wall, 3),
+        "requests_per_second": round(len(latencies) / wall, 3), "tokens_per_second": round(tokens / wall, 2),
+        "mean": round(statistics.fmean(latencies), 4) if latencies else None,
+        **(quantiles(latencies) if latencies else {}), "statuses": dict(statuses),
+    }  # fmt: skip
+
+
+async def soak(client: httpx.AsyncClient, flags: argparse.Namespace) -> dict[str, Any]:
+    """Mixed traffic for the given minutes; what came back, and the server's memory over time."""
+    end = time.monotonic() + 60 * flags.soak_minutes
+    outcomes: Counter[str] = Counter()
+    memory: list[int] = []
+
+    async def one(number: int) -> None:
+        rng = random.Random(number)
+        while time.monotonic() < end:
+            outcomes[await _act(client, flags, rng)] += 1
+
+    async def watch() -> None:
+        pause = max(0.2, flags.soak_minutes * 60 / 120)
+        while time.monotonic() < end:
+            await asyncio.sleep(pause)
+            if flags.pid:
+                memory.append(resident(flags.pid))
+
+    await asyncio.gather(watch(), *(one(number) for number in range(flags.soak_clients)))
+    await _until_idle(client)
+    return {
+        "minutes": flags.soak_minutes, "outcomes": dict(sorted(outcomes.items())), "memory_mib": memory,
+        "faults": _faults(outcomes, memory, flags.growth),
+    }  # fmt: skip
+
+
+async def _act(client: httpx.AsyncClient, flags: argparse.Namespace, rng: random.Random) -> str:
+    """One request of a random kind; says how it went."""
+    kind = rng.choices(("plain", "stream", "canvas", "bad", "hang up"), (4, 2, 1, 2, 2))[0]
+    body = good_body(flags, rng)
+    if kind == "bad":
+        path, content = rng.choice(BAD)
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+        answer = await client.post(path, content=raw, headers={"content-type": "application/json"})
+        return f"bad: {answer.status_code}"
+    if kind == "hang up":
+        try:
+            await client.post("/v1/completions", json=body, timeout=rng.uniform(0.01, 0.2))
+        except httpx.TimeoutException:
+            return "hung up"
+        return "hung up too late"
+    path = "/v1/canvas" if kind == "canvas" else "/v1/completions"
+    answer = await client.post(path, json={**body, **({"stream": True} if kind == "stream" else {})})
+    whole = kind == "plain" or answer.text.rstrip().endswith("[DONE]") or "event: end" in answer.text
+    return f"{kind}: {answer.status_code}" + ("" if whole or answer.status_code != 200 else " cut off")
+
+
+async def _until_idle(client: httpx.AsyncClient) -> None:
+    for _ in range(100):
+        seen = (await client.get("/health")).json()
+        if not seen["waiting"] and not seen["running"]:
+            return
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"the server keeps rows that nobody waits for: {seen}")
+
+
+def resident(pid: int) -> int:
+    """MiB of a process in memory (Linux)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def _faults(outcomes: Counter[str], memory: list[int], growth: float) -> list[str]:
+    """What is wrong; empty if nothing is. A full queue (429) is an answer like any other."""
+    wrong = [name for name in outcomes if name.startswith("bad: ") and not name.startswith("bad: 4")]
+    good = ("plain: 200", "stream: 200", "canvas: 200")
+    ended = [name for name in outcomes if not name.startswith(("bad", "hung")) and name not in good]
+    faults = [name for name in (*wrong, *ended) if not name.endswith(" 429")]
+    third = len(memory) // 3
+    if third:
+        before, after = (statistics.median_low(memory[n * third : (n + 1) * third]) for n in (1, 2))
+        if after > before * (1 + growth):
+            faults.append(f"memory grew from {before} to {after} MiB")
+    return faults
+
+
+async def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Both parts."""
+    headers = {"authorization": f"Bearer {flags.api_key}"} if flags.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    async with httpx.AsyncClient(base_url=flags.url, headers=headers, limits=limits, timeout=600) as client:
+        await client.post("/v1/completions", json=good_body(flags, random.Random(0)))  # what is done only once
+        results: dict[str, Any] = {"model": (await client.get("/v1/models")).json()["data"][0]}
+        results["load"] = [await measure(client, flags, clients) for clients in flags.clients]
+        if flags.soak_minutes:
+            results["soak"] = await soak(client, flags)
+    return results
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--api-key")
+    parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 16, 64])
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each number of clients")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--extra", type=json.loads, default={}, help="JSON merged into good bodies")
+    parser.add_argument("--soak-minutes", type=float, default=0.0)
+    parser.add_argument("--soak-clients", type=int, default=16)
+    parser.add_argument("--pid", type=int, help="of the server, for its memory")
+    parser.add_argument("--growth", type=float, default=0.02, help="that still counts as flat memory")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the results; 1 if the mixed traffic went wrong."""
+    results = asyncio.run(run(parse(argv)))
+    sys.stdout.write(json.dumps(results, indent=2) + "\n")
+    return int(bool(results.get("soak", {}).get("faults")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Rows that come and go between rounds: what a server needs to decode requests together that did not start together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.types import require
+
+_WIDE = {"tokens_BL": None, "real_BL": False, "masked_BL": False, "order_BL": -1}  # and what stands on more left pads
+_LONG = (
+    "rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B",
+    "quota_B",
+)  # fmt: skip
+
+
+class RoundCanvas(Canvas):
+    """A canvas that hands control back after every round.
+
+    Decoders loop `while canvas.open`. Of those that keep nothing between rounds (`Decoder.resumable`) a round may be
+    run at a time, and the rest of them never notices: same tokens, same order, same calls.
+    """
+
+    _started = False
+
+    @property
+    def open(self) -> bool:
+        """Whether this call of the decoder still has its round to do (waits for the device)."""
+        return not self._started and super().open
+
+    def start_round(self, wanted_B: Tensor | None = None, *, same_pass: bool = False) -> int:
+        """See `Canvas.start_round`."""
+        self._started = True
+        return super().start_round(wanted_B, same_pass=same_pass)
+
+    def play(self, run: Callable[[Canvas], None]) -> None:
+        """One round of a decoder."""
+        self._started = False
+        run(self)
+
+
+def take(canvas: RoundCanvas, rows: Sequence[int]) -> RoundCanvas:
+    """A copy with some rows only, in the given order, between rounds; columns that are pads in all of them go.
+
+    Raises:
+        InputError: a reference schedule, whose rows march in step.
+    """
+    require(canvas.config.schedule == "exact", "rows come and go with the exact schedule only")
+    index_B = torch.tensor(rows, device=canvas.rows_B.device, dtype=torch.long)
+    real_BL = canvas.real_BL[index_B]
+    first = int(real_BL.any(0).long().argmax()) if len(rows) else 0
+    out = copy.copy(canvas)
+    for name in _wide(canvas):
+        setattr(out, name, getattr(canvas, name)[index_B][:, first:])
+    for name in _LONG:
+        setattr(out, name, getattr(canvas, name)[index_B])
+    return _settled(out)
+
+
+def join(parts: Sequence[RoundCanvas]) -> RoundCanvas:
+    """All rows of canvases of one base and one config as one canvas, between rounds; short ones get left pads."""
+    first, width = parts[0], max(part.tokens_BL.shape[1] for part in parts)
+    require(all(part.config.schedule == "exact" for part in parts), "rows come and go with the exact schedule only")
+    out = copy.copy(first)
+    for name, pad in _wide(first).items():
+        value = first.base.spec.pad_id if pad is None else pad
+        wide = [_padded(getattr(part, name), width, value) for part in parts]
+        setattr(out, name, torch.cat(wide))
+    for name in _LONG:
+        setattr(out, name, torch.cat([getattr(part, name) for part in parts]))
+    return _settled(out)
+
+
+def _wide(canvas: Canvas) -> dict[str, float | None]:
+    return {**_WIDE, **({} if canvas.chance_BL is None else {"chance_BL": torch.nan})}
+
+
+def _padded(part_BL: Tensor, width: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(part_BL, (width - part_BL.shape[1], 0), value=value)
+
+
+def _settled(canvas: RoundCanvas) -> RoundCanvas:
+    """What follows from the rows."""
+    canvas._column_L = torch.arange(canvas.tokens_BL.shape[1], device=canvas.rows_B.device)
+    canvas._candidate_BL, canvas._before_B = None, canvas.commits_B.clone()
+    canvas.padded = not bool(canvas.real_BL.all())
+    return canvas

@@ -1,0 +1,279 @@
+"""The engine: one thread owns the model; requests join and leave between rounds.
+
+Rows with the same decoder and settings share a lane; lanes take turns, a round each. A row's tokens are a function of
+its prompt, seed and row id alone (see `sampling.uniform`), so they are what `decode` gives for it, whoever its
+neighbours are. Waiting rows come in strictly in the order in which they were asked for, so none starves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.partner import Partner
+from adjust_dlm.decoders import DECODERS, Plan, make_plan
+from adjust_dlm.serve.errors import draining, queue_full, timed_out
+from adjust_dlm.serve.lane import Lane
+from adjust_dlm.serve.text import Words, Writer
+from adjust_dlm.serve.work import Event, Failed, Row, Ticket, Work
+from adjust_dlm.types import InputError, require
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much an engine takes on.
+
+    Attributes:
+        rows: decoded at a time, over all lanes.
+        tokens: of a lane's padded batch (rows times the longest canvas); a single row is always let in.
+        queue: rows that may wait.
+        seconds: after which a request is given up, waiting included.
+    """
+
+    rows: int = 16
+    tokens: int = 16384
+    queue: int = 256
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens", "queue"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; it must be at least 1")
+        require(self.seconds > 0, f"seconds is {self.seconds}; it must be above 0")
+
+
+@dataclass
+class Counters:
+    """What the engine has done: passes are over whole batches; tokens are commits."""
+
+    rounds: int = 0
+    base_passes: int = 0
+    sampler_passes: int = 0
+    partner_passes: int = 0
+
+
+def served(*, sampler: bool, partner: bool) -> list[str]:
+    """Decoders whose rows may come and go, of those that have what they need."""
+    return [
+        name for name, entry in DECODERS.items()
+        if entry.resumable and (sampler or not entry.needs_sampler) and (partner or not entry.needs_partner)
+    ]  # fmt: skip
+
+
+class Engine:
+    """Decodes requests together.
+
+    Attributes:
+        words: the base's tokenizer.
+        counters: of the passes so far.
+        decoders: names of what it can run.
+        draining: whether new requests are refused.
+    """
+
+    def __init__(
+        self, base: Base, *, sampler: Any = None, partner: Partner | None = None, limits: Limits | None = None
+    ) -> None:
+        """Starts nothing; see `start`."""
+        self.base, self.sampler, self.partner = base, sampler, partner
+        self.limits, self.words, self.counters = limits or Limits(), Words(base), Counters()
+        self.decoders = served(sampler=sampler is not None, partner=partner is not None)
+        self.draining = self._closing = False
+        self._wake = threading.Condition()
+        self._waiting: deque[Row] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._lanes: dict[Key, Lane] = {}
+        self._turns = itertools.count()
+        self._thread: threading.Thread | None = None
+
+    # Any thread ------------------------------------------------------------------------------------------------
+
+    def plan(self, work: Work) -> Plan:
+        """All of a request that can be refused before it waits.
+
+        Raises:
+            InputError: a decoder that is not served or lacks a helper, or settings that it does not take.
+        """
+        able = work.decoder in DECODERS and DECODERS[work.decoder].resumable
+        require(able, f"decoder {work.decoder!r} is not served here; served are {', '.join(self.decoders)}")
+        require(work.config.cache_period is None, "a prefix cache lasts between rounds; leave cache_period out")
+        require(work.config.schedule == "exact", "reference schedules march in step; leave schedule at exact")
+        most = self.limits.queue
+        require(len(work.rows) <= most, f"{len(work.rows)} rows in one request; this server takes at most {most}")
+        return make_plan(
+            self.base, work.config, decoder=work.decoder, sampler=self.sampler, partner=self.partner, **work.options
+        )
+
+    def submit(self, work: Work, sink: Callable[[Event], None]) -> Ticket:
+        """Puts a request into the queue; its events go to `sink`, in the engine's thread.
+
+        Raises:
+            InputError: see `plan`.
+            ApiError: the queue is full, or the server is shutting down.
+        """
+        self.plan(work)
+        ticket, ends = Ticket(work, sink, self.limits.seconds), self.base.spec.end_ids
+        rows = [
+            Row(ticket, spec, index, Writer(self.words.decode, ends, work.stops))
+            for index, spec in enumerate(work.rows)
+        ]
+        with self._wake:
+            if self.draining or self._closing:
+                raise draining()
+            if len(self._waiting) + len(rows) > self.limits.queue:
+                raise queue_full(len(self._waiting), self.limits.queue)
+            self._waiting.extend(rows)
+            self._wake.notify()
+        return ticket
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function in the engine's thread, between rounds: whatever else needs the device."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._closing:
+                raise draining()
+            self._calls.append((function, future))
+            self._wake.notify()
+        return future
+
+    @property
+    def waiting(self) -> int:
+        """Rows in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Rows in lanes."""
+        return sum(len(lane.rows) for lane in list(self._lanes.values()))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits and nothing runs."""
+        with self._wake:
+            return not (self._waiting or self._lanes or self._calls)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread = threading.Thread(target=self._work, name="adjust-engine", daemon=True)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """From now on nothing new is taken; what is there goes on."""
+        self.draining = True
+
+    def close(self) -> None:
+        """Gives up whatever is left and ends the thread, after the present round."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    # The engine's thread ---------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self._waiting or self._lanes or self._calls)
+                if self._closing:
+                    break
+            try:
+                self.turn()
+            except Exception as error:  # a fault of ours: nobody may wait for ever, and the next request may work
+                logger.exception("the engine failed")
+                self._give_up(error)
+        self._give_up(draining())
+
+    def _give_up(self, error: Exception) -> None:
+        with self._wake:
+            rows = [*self._waiting, *(row for lane in self._lanes.values() for row in lane.rows)]
+            self._waiting.clear()
+            self._lanes.clear()
+            calls = list(self._calls)
+            self._calls.clear()
+        for row in rows:
+            row.ticket.tell(Failed(error))
+        for _, future in calls:
+            future.set_exception(error)
+
+    def turn(self) -> None:
+        """Rows nobody waits for leave, waiting ones come in, and the lane that waited longest plays one round."""
+        self._do_calls()
+        self._drop()
+        self._admit()
+        if self._lanes:
+            key, lane = min(self._lanes.items(), key=lambda item: item[1].turn)
+            lane.turn = next(self._turns)
+            cost = lane.play()
+            self.counters.rounds += cost.rounds
+            self.counters.base_passes += cost.base_calls
+            self.counters.sampler_passes += cost.sampler_calls
+            self.counters.partner_passes += cost.partner_calls
+            self._forget_empty(key)
+
+    def _forget_empty(self, *keys: Key) -> None:
+        for key in keys:
+            if not self._lanes[key].rows:
+                with self._wake:
+                    del self._lanes[key]
+
+    def _do_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _drop(self) -> None:
+        now = time.monotonic()
+        with self._wake:
+            for row in [*self._waiting, *(row for lane in self._lanes.values() for row in lane.rows)]:
+                if now > row.ticket.deadline:
+                    row.ticket.tell(Failed(timed_out(row.ticket.seconds)))
+            if any(row.ticket.over for row in self._waiting):
+                self._waiting = deque(row for row in self._waiting if not row.ticket.over)
+        for lane in self._lanes.values():
+            lane.drop_over()
+        self._forget_empty(*self._lanes)
+
+    def _admit(self) -> None:
+        """Lets rows in from the head of the queue as long as they fit; the first that does not holds the others."""
+        while self.running < self.limits.rows:
+            with self._wake:
+                if not self._waiting:
+                    return
+                row = self._waiting[0]
+                key = _key(row.ticket.work)
+                lane = self._lanes.get(key)
+                if lane is not None and not lane.fits(row, self.limits.tokens):
+                    return
+            try:
+                if lane is None:
+                    work = row.ticket.work
+                    self._lanes[key] = Lane(self.plan(work), row, next(self._turns), chance=work.chance)
+                else:
+                    lane.add(row)
+            except Exception as error:
+                if not isinstance(error, InputError):
+                    logger.exception("a request failed")
+                row.ticket.tell(Failed(error))
+            with self._wake:  # only now: a row is always in one place or the other
+                self._waiting.popleft()
+
+
+def _key(work: Work) -> Key:
+    """What rows must have in common to share a pass: everything but seed and length."""
+    settings = work.config.but(seed=0, max_new_tokens=1)
+    return work.decoder, settings, repr(sorted(work.options.items())), work.chance

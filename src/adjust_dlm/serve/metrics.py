@@ -1,0 +1,77 @@
+"""What /metrics tells Prometheus; a registry for each server, so that several live in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from adjust_dlm.serve.engine import Engine
+from adjust_dlm.serve.work import Finished
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
+
+
+class _EngineCollector:
+    """Reads the engine when it is asked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        engine, done = self.engine, self.engine.counters
+        yield GaugeMetricFamily("adjust_queue_rows", "Rows that wait.", value=engine.waiting)
+        yield GaugeMetricFamily("adjust_running_rows", "Rows that are decoded.", value=engine.running)
+        yield GaugeMetricFamily("adjust_draining", "1 while new requests are refused.", value=int(engine.draining))
+        yield CounterMetricFamily("adjust_rounds", "Rounds of batches.", value=done.rounds)
+        for kind in ("base", "sampler", "partner"):
+            passes = getattr(done, f"{kind}_passes")
+            yield CounterMetricFamily(f"adjust_{kind}_passes", f"Passes of the {kind} over batches.", value=passes)
+
+
+class Metrics:
+    """Counters and histograms of one server."""
+
+    def __init__(self, engine: Engine) -> None:
+        """All at zero."""
+        registry = self.registry = CollectorRegistry()
+        registry.register(_EngineCollector(engine))
+        self.requests = Counter(
+            "adjust_requests", "Requests by path and status.", ["path", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "adjust_request_seconds", "From request to last byte.", ["path"], buckets=_SECONDS, registry=registry
+        )
+        self.queued = Histogram(
+            "adjust_queue_seconds", "Of rows, before their first round.", buckets=_SECONDS, registry=registry
+        )
+        self.decoding = Histogram(
+            "adjust_row_seconds", "Of rows, from request to last token.", buckets=_SECONDS, registry=registry
+        )
+        self.tokens = Counter("adjust_tokens", "Tokens by kind.", ["kind"], registry=registry)
+        self._known: set[str] = set()
+
+    def know(self, paths: set[str]) -> None:
+        """Paths that get a label of their own; strangers share one."""
+        self._known = paths
+
+    def request(self, path: str, status: int, seconds: float) -> None:
+        """A request is over."""
+        label = path if path in self._known else "other"
+        self.requests.labels(label, str(status)).inc()
+        self.seconds.labels(label).observe(seconds)
+
+    def row(self, event: Finished) -> None:
+        """A row is over."""
+        self.queued.observe(event.queued)
+        self.decoding.observe(event.seconds)
+        self.tokens.labels("completion").inc(event.tokens)
+
+    def prompt(self, tokens: int) -> None:
+        """A request came in."""
+        self.tokens.labels("prompt").inc(tokens)
+
+    def text(self) -> bytes:
+        """The exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,135 @@
+"""Text in and out of a server: prompts to ids, and the part of a row's text that can no longer change."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+from adjust_dlm.bases import Base, cut_at_end
+from adjust_dlm.types import InputError, require
+
+logger = logging.getLogger(__name__)
+HALF = "\ufffd"  # what half a character decodes to
+FinishReason = Literal["stop", "length"]
+
+
+class Words:
+    """A base's tokenizer for several threads; a base without one reads and writes ids separated by spaces."""
+
+    def __init__(self, base: Base) -> None:
+        """See the class."""
+        self.base, self._lock = base, threading.Lock()
+
+    def start(self) -> list[int]:
+        """Ids in front of text without a prompt."""
+        return [] if self.base.spec.bos_id is None else [self.base.spec.bos_id]
+
+    def encode(self, text: str, *, first: bool = True) -> list[int]:
+        """Ids; `first` puts the family's start token in front. Raises InputError for words that are no ids."""
+        if self.base.tokenizer is None:
+            return self._numbers(text)
+        with self._lock:
+            if first:
+                return self.base.encode(text)
+            ids: list[int] = self.base.tokenizer.encode(text, add_special_tokens=False)
+            return ids
+
+    def _numbers(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError:
+            name = self.base.spec.name
+            raise InputError(f"base {name!r} has no tokenizer; give token ids separated by spaces") from None
+
+    def encode_messages(self, messages: list[dict[str, str]]) -> list[int]:
+        """Ids of a conversation. Raises InputError where the base has no chat template."""
+        template = getattr(self.base.tokenizer, "chat_template", None)
+        require(
+            bool(template),
+            f"base {self.base.spec.name!r} has no chat template; continue plain text with /v1/completions",
+        )
+        with self._lock:
+            return self.base.encode_messages(messages)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text up to the first end token, special tokens dropped."""
+        if self.base.tokenizer is None:
+            return " ".join(map(str, cut_at_end(ids, self.base.spec.end_ids)))
+        with self._lock:
+            return self.base.decode(ids)
+
+    def whole(self, ids: list[int]) -> str:
+        """Text of all ids, whatever stands behind an end token; special tokens dropped."""
+        if self.base.tokenizer is None:
+            return " ".join(map(str, ids))
+        with self._lock:
+            text: str = self.base.tokenizer.decode(ids, skip_special_tokens=True)
+            return text
+
+
+class Writer:
+    """The text of one row. Only what stands left of the first mask is final, and only that is ever shown.
+
+    Held back are also half a character, and the longest end that may turn out to begin a stop string. Of several stop
+    strings the one that is complete first counts (of two that end together the longer), so that the text does not
+    depend on how many tokens come at a time.
+
+    Attributes:
+        text: what may be shown.
+        reason: why the row is over; None while it is not.
+        tokens: of `text`, once it is over: up to the end token, or up to the last one that a cut text needs.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], end_ids: Collection[int], stops: Sequence[str]) -> None:
+        """Nothing is written yet."""
+        self._decode, self._end_ids, self._stops = decode, end_ids, stops
+        self.text, self.tokens = "", 0
+        self.reason: FinishReason | None = None
+
+    def feed(self, ids: Sequence[int], *, done: bool) -> str:
+        """What is new in the text.
+
+        Args:
+            ids: all new tokens left of the row's first mask, old ones too.
+            done: nothing is masked any more.
+        """
+        if self.reason is not None:
+            return ""
+        words = cut_at_end(ids, self._end_ids)
+        ended = len(words) < len(ids)
+        full = self._decode(words)
+        if not (ended or done):
+            full = full.rstrip(HALF)
+        stop = _first_stop(full, self._stops)
+        if stop is not None:
+            shown, self.reason = full[:stop], "stop"
+        elif ended or done:
+            shown, self.reason = full, "stop" if ended else "length"
+        else:
+            shown = full[: len(full) - _held(full, self._stops)]
+        if not shown.startswith(self.text):
+            logger.warning("the tokenizer rewrote text that was already sent")
+        fresh, self.text = shown[len(self.text) :], shown
+        if self.reason is not None:
+            self.tokens = self._needed(words) if stop is not None else len(words)
+        return fresh
+
+    def _needed(self, ids: list[int]) -> int:
+        """How many ids it takes to write the text."""
+        lengths = range(len(ids) + 1)
+        return bisect.bisect_left(lengths, len(self.text), key=lambda n: len(self._decode(ids[:n]).rstrip(HALF)))
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the stop string begins that is complete first."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+def _held(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of the text that begins a stop string."""
+    most = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
+    return next((n for n in range(most, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)

@@ -1,0 +1,179 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from adjust_dlm.serve.text import FinishReason, Writer
+from adjust_dlm.types import DecodeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSpec:
+    """One row of a request: what is given, and what fixes its random numbers.
+
+    Attributes:
+        ids: token ids; masks among them are filled in.
+        new: masks behind them.
+        seed, row: as in `decode(config=..., rows=...)`: the row comes out as it would there.
+    """
+
+    ids: list[int]
+    new: int
+    seed: int
+    row: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A request. All rows share decoder and settings.
+
+    Attributes:
+        rows: one for each choice.
+        decoder: a name in `DECODERS`.
+        config: settings; seed and max_new_tokens are those of the rows.
+        options: settings that only this decoder has.
+        stops: stop strings; a row is over once its finished text holds one.
+        chance: report with what probability each token was drawn.
+    """
+
+    rows: tuple[RowSpec, ...]
+    decoder: str
+    config: DecodeConfig
+    options: Mapping[str, Any] = field(default_factory=dict)
+    stops: tuple[str, ...] = ()
+    chance: bool = False
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A position got its token.
+
+    Attributes:
+        position: counted from the row's first token.
+        token: its id.
+        order: commit number in the row, from 0.
+        chance: probability that the token was drawn with; None where it is not known.
+    """
+
+    position: int
+    token: int
+    order: int
+    chance: float | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a row has cost so far; see `DecodeResult`."""
+
+    rounds: int
+    base_calls: int
+    sampler_calls: int
+    partner_calls: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """After a round: what is new in a row.
+
+    Attributes:
+        index: of the row in the request.
+        text: what was added to the finished left part.
+        commits: of this round, in order.
+        cost: of all rounds.
+    """
+
+    index: int
+    text: str
+    commits: tuple[Commit, ...]
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A row is over.
+
+    Attributes:
+        index: of the row in the request.
+        text: all of it, cut at end tokens and stop strings.
+        reason: stop or length.
+        tokens: of the text.
+        ids: the whole canvas without pads; masks are left in it where a stop string ended the row early.
+        cost: of all rounds.
+        seconds: since the request came.
+        queued: of these, before its first round.
+    """
+
+    index: int
+    text: str
+    reason: FinishReason
+    tokens: int
+    ids: list[int]
+    cost: Cost
+    seconds: float
+    queued: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The whole request is over, and has no answer."""
+
+    error: Exception
+
+
+Event = Progress | Finished | Failed
+
+
+class Ticket:
+    """A request on its way. `over` may be set from any thread; nothing is reported after that.
+
+    Attributes:
+        live: rows that are not finished.
+        over: nobody waits for it any more.
+        deadline: when it is given up, by `time.monotonic`.
+    """
+
+    def __init__(self, work: Work, sink: Callable[[Event], None], seconds: float) -> None:
+        """`sink` is called from the engine's thread with every event."""
+        self.work, self._sink, self.seconds = work, sink, seconds
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
+        self.live, self.over = len(work.rows), False
+        self._lock = threading.Lock()
+
+    def tell(self, event: Event) -> None:
+        """Reports; the last row's end and any failure are the last word."""
+        with self._lock:
+            if self.over:
+                return
+            self.live -= isinstance(event, Finished)
+            self.over = isinstance(event, Failed) or self.live == 0
+        try:
+            self._sink(event)
+        except Exception:  # a loop that is closed: the client is gone
+            self.over = True
+
+    def cancel(self) -> None:
+        """Nobody waits any more: its rows leave before the next round."""
+        with self._lock:
+            self.over = True
+
+
+@dataclass
+class Row:
+    """A row in the queue or in a lane."""
+
+    ticket: Ticket
+    spec: RowSpec
+    index: int
+    writer: Writer
+    first_round: float | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of its canvas."""
+        return len(self.spec.ids) + self.spec.new

@@ -1,0 +1,244 @@
+"""How requests and servers end: clients that hang up (H18), SIGTERM, a fuzzed schema, a real process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from adjust_dlm.commands.serve import ServeConfig, run
+from adjust_dlm.serve.run import bound, is_loopback
+from adjust_dlm.types import InputError
+from serving import Served, Typist, serving, typing_engine, wait_for
+
+PASS = 0.02  # seconds of a base pass where it matters
+LONG = {"prompt": "write:", "max_tokens": 200, "decoder": "joint"}
+SHORT = {"prompt": "write:", "max_tokens": 2, "decoder": "joint"}
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[tuple[Typist, Served]]:
+    base = Typist("x" * 200)
+    base.sleep = PASS
+    with serving(typing_engine(base)) as served:
+        yield base, served
+
+
+def left_alone(base: Typist, served: Served) -> None:
+    """The work of a client that hung up stops within a round: one that runs, and one that may have begun since."""
+    begun = base.passes
+    wait_for(lambda: served.engine.idle, 2.0)
+    assert base.passes - begun <= 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/canvas"])
+def test_a_stream_that_is_closed_stops_its_work(slow: tuple[Typist, Served], path: str) -> None:
+    """Also where the text of the left part shows nothing yet, so that nothing is written that could fail."""
+    base, served = slow
+    for n in range(10):
+        body = {**LONG, "stream": True, **({"block_length": 1} if n % 2 and path != "/v1/canvas" else {})}
+        body = body if path != "/v1/canvas" else {key: body[key] for key in LONG}
+        with served.client.stream("POST", path, json=body) as answer:
+            assert answer.status_code == 200
+            if path == "/v1/canvas" or n % 2:
+                next(answer.iter_lines())
+        time.sleep(PASS)
+        left_alone(base, served)
+
+
+def test_a_client_that_stops_waiting_stops_its_work(
+    slow: tuple[Typist, Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """20 times: a request without a stream times out at the client; the next one is as quick as ever."""
+    base, served = slow
+    with caplog.at_level(logging.INFO):
+        for _ in range(20):
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=0.06)
+            begun = base.passes
+            answer = served.client.post("/v1/completions", json=SHORT)
+            assert answer.json()["choices"][0]["text"] == "xx"
+            assert base.passes - begun <= 2 + 2  # its own, one that runs, and one that may have begun since
+            wait_for(lambda: served.engine.idle, 2.0)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+
+
+def test_half_a_request_hurts_nobody(slow: tuple[Typist, Served]) -> None:
+    _, served = slow
+    host, port = served.url.removeprefix("http://").split(":")
+    for raw in (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{",
+        b"\x00\x01\r\n\r\n",
+        b"GET",
+    ):
+        with socket.create_connection((host, int(port)), timeout=5) as half:
+            half.sendall(raw)
+    assert served.client.post("/v1/completions", json=SHORT).status_code == 200
+
+
+# The schema ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_the_schema_allows_or_forbids_is_a_server_error() -> None:
+    """Schemathesis: valid and broken requests for every route; answers keep to the documented statuses and types."""
+    base = Typist("hello world foo", context=64)
+    base.poison = base.crash = -1
+    engine = typing_engine(base, queue=8)
+    checks = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
+    with serving(engine) as served:
+        schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+        operations = [operation.ok() for operation in schema.get_all_operations()]
+        assert {operation.path for operation in operations} >= {
+            "/v1/completions",
+            "/v1/infill",
+            "/v1/canvas",
+            "/health",
+        }
+        for operation in operations:
+            _fuzz(operation, checks)
+        assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+
+
+def _fuzz(operation: Any, checks: Any) -> None:
+    quiet = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+        if mode is schemathesis.GenerationMode.NEGATIVE and operation.method == "get":
+            continue
+
+        @settings(max_examples=15, deadline=None, suppress_health_check=quiet, phases=[Phase.generate], database=None)
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Any) -> None:
+            case.call_and_validate(checks=checks, timeout=60)
+
+        check()
+
+
+# Draining --------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
+    base = Typist("x" * 100)
+    base.sleep = PASS
+    with serving(typing_engine(base, rows=1)) as served, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "write:", "max_tokens": 20, "decoder": "joint"}
+        served.client.get("/health")  # the connection that stays
+        running = pool.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=20)
+        waiting = pool.submit(httpx.post, f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=20)
+        wait_for(lambda: served.engine.running and served.engine.waiting)
+        served.server.handle_exit(signal.SIGTERM, None)
+        refused = served.client.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert served.client.get("/health").json()["status"] == "draining"
+        assert running.result().json()["choices"][0]["text"] == "x" * 20
+        assert waiting.result().text.endswith("data: [DONE]\n\n")
+        wait_for(lambda: served.server.should_exit)
+
+
+def test_a_second_signal_ends_what_is_left() -> None:
+    base = Typist("x" * 200)
+    base.sleep = PASS
+    with serving(typing_engine(base)) as served, ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(httpx.post, f"{served.url}{path}", json=LONG, timeout=20)
+            for path in ("/v1/completions", "/v1/canvas")
+        ]
+        wait_for(lambda: base.passes > 8)  # of two lanes in turn: both streams have begun
+        for _ in range(2):
+            served.server.handle_exit(signal.SIGTERM, None)
+        plain, stream = (future.result() for future in asked)
+        assert plain.status_code == 503 and plain.json()["error"]["code"] == "shutting_down"
+        assert stream.status_code == 200 and "event: error" in stream.text and "shutting_down" in stream.text
+    assert base.passes < 100
+
+
+@contextmanager
+def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """`adjust serve` on the enumerable base; its log lines as they come."""
+    command = [sys.executable, "-m", "adjust_dlm.cli", "serve", "--base", "exact", "--decoder", "joint", *flags]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    lines: list[str] = []
+    assert running.stderr is not None
+    reader = threading.Thread(target=lambda: lines.extend(iter(running.stderr.readline, "")))  # type: ignore[union-attr]
+    reader.start()
+    try:
+        yield running, lines
+    finally:
+        running.kill()
+        running.wait(10)
+        reader.join(10)
+
+
+def test_the_command_serves_and_leaves_with_zero() -> None:
+    with process("--port", "0", "--max-new-tokens", "3", ADJUST_API_KEY="k") as (running, lines):
+        wait_for(lambda: any("serving exact on" in line for line in lines), 60)
+        (url,) = re.findall(r"http://127\.0\.0\.1:\d+", "".join(lines))
+        client = httpx.Client(base_url=url, headers={"authorization": "Bearer k"}, timeout=20)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        answer = client.post("/v1/completions", json={"prompt": "1", "seed": 2})
+        assert re.fullmatch(r"[0-3] [0-3] [0-3]", answer.json()["choices"][0]["text"])
+        for body in ({"prompt": "1 2", "max_tokens": 3}, {"prompt": "1", "max_tokens": 1}):  # it takes four tokens
+            assert client.post("/v1/completions", json=body).status_code == 400
+        taken = subprocess.run(
+            [sys.executable, "-m", "adjust_dlm.cli", "serve", "--base", "exact", "--port", url.split(":")[-1],
+             "--decoder", "joint"], capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert taken.returncode == 1 and "Address already in use" in taken.stderr and "Traceback" not in taken.stderr
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 0
+    assert "Traceback" not in "".join(lines) and "SIGTERM: finishing what runs" in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"decoder": "adjust"}, "needs a sampler"), ({"decoder": "klass"}, "not served here; served are joint"),
+        ({"port": 70000}, "port is 70000"), ({"max_rows": 0}, "rows is 0"), ({"set": ("tau=1",)}, "has no option tau"),
+        ({"temperature": -1.0}, "temperature is -1.0"), ({"rate_limit": -1}, "rate_limit is -1"),
+    ],
+)  # fmt: skip
+def test_flags_that_make_no_sense_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run(ServeConfig(**{"base": "exact", "decoder": "joint", "port": 0, **flags}))
+
+
+def test_who_can_reach_an_address() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "127.9.9.9")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "10.1.2.3", "::", "example.org")] == [False] * 4
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(OSError, match="in use") as error:
+            bound(*taken.getsockname())
+    assert error.value.filename == "127.0.0.1:" + str(error.value.filename).split(":")[1]
+
+
+def test_serving_is_imported_by_nothing_else() -> None:
+    """The command's own module, and so `adjust --help`, loads neither fastapi nor torch."""
+    program = (
+        "import sys, adjust_dlm.commands.serve; print([m for m in ('fastapi', 'torch', 'uvicorn') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert Path(sys.modules["adjust_dlm.serve.run"].__file__ or "").is_file()

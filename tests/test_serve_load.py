@@ -1,0 +1,62 @@
+"""recipes/serve_load.py: ten seconds of load and of mixed traffic against a tiny server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import pytest
+
+from helpers import tiny_sampler
+from serving import serving
+from test_ablations import ROOT
+from tiny_ar import chat_base
+
+RECIPE = ROOT / "recipes" / "serve_load.py"
+
+
+def load() -> object:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("serve_load_recipe", RECIPE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+recipe = load()
+
+
+def test_ten_seconds_of_load_and_mixed_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    from adjust_dlm.serve.engine import Engine
+
+    base = chat_base(context=256)
+    engine = Engine(base, sampler=tiny_sampler(base))
+    with serving(engine) as served:
+        flags = ["--url", served.url, "--clients", "1", "4", "16", "--seconds", "1.5", "--max-tokens", "16"]
+        code = recipe.main([*flags, "--soak-minutes", "0.08", "--pid", str(os.getpid()), "--growth", "0.2"])  # type: ignore[attr-defined]
+        assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+    results = json.loads(capsys.readouterr().out)
+    assert code == 0 and results["soak"]["faults"] == []
+    for clients, row in zip((1, 4, 16), results["load"], strict=True):
+        assert row["clients"] == clients and row["statuses"] == {"200": row["requests"]}
+        assert row["requests"] >= clients and 0 < row["p50"] <= row["p95"] <= row["p99"]
+    outcomes = results["soak"]["outcomes"]
+    assert {"plain: 200", "stream: 200", "canvas: 200", "bad: 400", "bad: 404"} <= outcomes.keys()
+    assert len(results["soak"]["memory_mib"]) >= 6
+
+
+def test_what_counts_as_a_fault() -> None:
+    faults = recipe._faults  # type: ignore[attr-defined]
+    fine = Counter({"plain: 200": 3, "bad: 413": 1, "hung up": 2, "stream: 429": 1})
+    assert faults(fine, [100, 200, 210, 205, 211, 208], 0.02) == []
+    assert faults(fine, [100, 100, 100, 100, 103, 103], 0.02) == ["memory grew from 100 to 103 MiB"]
+    assert faults(Counter({"bad: 500": 1, "bad: 200": 1, "plain: 504": 1, "stream: 200 cut off": 1}), [], 0.02) == [
+        "bad: 500", "bad: 200", "plain: 504", "stream: 200 cut off",
+    ]  # fmt: skip
+
+
+def test_quantiles() -> None:
+    assert recipe.quantiles([n / 100 for n in range(100)]) == {"p50": 0.5, "p95": 0.95, "p99": 0.99}  # type: ignore[attr-defined]

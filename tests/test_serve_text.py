@@ -1,0 +1,80 @@
+"""What a client may see of a row's text: no stop strings, no half characters, whatever arrives together (H10, H13)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adjust_dlm.serve.text import HALF, Writer
+from serving import byte_tokenizer
+from tiny_ar import IM_END
+
+TOKENIZER = byte_tokenizer(b"\xf0\x9f", b"\x98\x80")
+
+
+def decode(ids: list[int]) -> str:
+    text: str = TOKENIZER.decode(ids)
+    return text
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text)
+    return ids
+
+
+def pieces(ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()) -> tuple[list[str], Writer]:
+    """What a writer shows when the finished part grows to each of `cuts`, then to the whole."""
+    writer = Writer(decode, (IM_END,), stops)
+    shown = [writer.feed(ids[:cut], done=False) for cut in cuts] + [writer.feed(ids, done=True)]
+    return shown, writer
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 8], [5], [3, 6, 9]])
+def test_a_stop_string_never_leaks(cuts: list[int]) -> None:
+    shown, writer = pieces(encode("hello world foo"), cuts, ("lo wo",))
+    assert "".join(shown) == writer.text == "hel" and writer.reason == "stop" and writer.tokens == 3
+
+
+def test_what_might_begin_a_stop_string_is_held_back_and_let_go() -> None:
+    shown, writer = pieces(encode("hello there"), [3, 4, 5, 6, 7], ("lo wo",))
+    assert shown == ["he", "l", "", "", "lo t", "here"] and writer.reason == "length" and writer.tokens == 11
+
+
+def test_the_stop_string_that_is_complete_first_counts() -> None:
+    for cuts in ([], [4], [1, 2, 3, 4, 5]):
+        assert "".join(pieces(encode("hello!"), cuts, ("hello!", "ell"))[0]) == "h"
+        assert "".join(pieces(encode("hello"), cuts, ("lo", "hello"))[0]) == ""
+
+
+def test_an_end_token_ends_the_text() -> None:
+    shown, writer = pieces([*encode("ab"), IM_END, *encode("cd")], [3])
+    assert shown == ["ab", ""] and (writer.reason, writer.tokens) == ("stop", 2)
+
+
+def test_half_a_character_waits_for_the_other_half() -> None:
+    ids = encode("a\U0001f600\ud55c\uad6d")
+    assert len(ids) == 1 + 2 + 6
+    shown, writer = pieces(ids, list(range(1, 9)))
+    assert shown == ["a", "", "\U0001f600", "", "", "\ud55c", "", "", "\uad6d"] and HALF not in writer.text
+
+
+def test_a_character_that_the_length_cuts_shows_at_the_end() -> None:
+    shown, writer = pieces(encode("a\U0001f600")[:2], [1])
+    assert shown == ["a", HALF] and writer.text == decode(encode("a\U0001f600")[:2])
+
+
+@given(
+    text=st.text(alphabet="ab \u00e9\U0001f600", max_size=12),
+    stops=st.lists(st.text(alphabet="ab \u00e9", min_size=1, max_size=3), max_size=4),
+    cuts=st.lists(st.integers(0, 40), max_size=8),
+)
+def test_any_pieces_make_the_same_text(text: str, stops: list[str], cuts: list[int]) -> None:
+    ids = encode(text)
+    shown, writer = pieces(ids, sorted(min(cut, len(ids)) for cut in cuts), tuple(stops))
+    ends = [(at + len(stop), at) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
+    expected = text[: min(ends)[1]] if ends else text
+    assert "".join(shown) == writer.text == expected
+    assert all(stop not in expected for stop in stops)
+    assert decode(ids[: writer.tokens]).startswith(expected)
+    assert writer.tokens == 0 or len(decode(ids[: writer.tokens - 1]).rstrip(HALF)) < len(expected)
