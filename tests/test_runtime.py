@@ -20,7 +20,15 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench import measure, runtime
 from adjust_dlm.bench.cells import COMPONENTS, Cell, card_plan, cell_of, cpu_plan, grid
 from adjust_dlm.bench.clock import Ceilings, Clock, Spread
-from adjust_dlm.bench.measure import Bench, component_cell, decode_cell, shares, text_tokens
+from adjust_dlm.bench.measure import (
+    Bench,
+    component_cell,
+    decode_cell,
+    eager_parts,
+    half_filled,
+    shares,
+    text_tokens,
+)
 from adjust_dlm.bench.public_loop import public_loop
 from adjust_dlm.bench.runtime import Book, RuntimeConfig, make_runtime, plan
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
@@ -37,7 +45,7 @@ from adjust_dlm.cli import main
 from adjust_dlm.decoders import decode, read_variant
 from adjust_dlm.sampler import SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError, State
-from helpers import BOS, FAMILIES, count_passes, tiny_base, tiny_sampler, writer
+from helpers import BOS, END, FAMILIES, count_passes, tiny_base, tiny_sampler, writer
 
 CPU = torch.device("cpu")
 MOST = Ceilings(flops=1e9, bytes=1e9)
@@ -198,6 +206,19 @@ def test_components_cover_a_round(form: Any) -> None:
     assert flops["base pass"] == pytest.approx(base_work(base, 2, 18).flops)
     whole = flops["base pass"] + 3 * flops["g step"] + 2 * head * (8 + 7 + 6 + 5)
     assert flops["round"] == pytest.approx(whole)
+
+
+def test_a_timed_round_commits_all_its_tokens_again_and_again() -> None:
+    """Also where the tokens around are end tokens: they were given, so they end nothing."""
+    base = tiny_base("dream")
+    bench = bench_on(base, tiny_sampler(base), suppress_eos=True)
+    bench.prompt = [BOS, END]
+    canvas = half_filled(bench, cell_of("eager", COMPONENTS, 4, 2, 16))
+    assert canvas.masked_BL.sum(-1).tolist() == [8, 8]
+    whole, _ = eager_parts(bench, canvas)["round"]
+    for _ in range(2):
+        whole()
+        assert canvas.masked_BL.sum(-1).tolist() == [4, 4] and canvas.commits_B.tolist() == [4, 4]
 
 
 def test_compiled_and_other_forms_do_not_mix() -> None:

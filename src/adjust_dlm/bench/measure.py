@@ -31,7 +31,7 @@ from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.decoders.lane import Lane
 from adjust_dlm.decoders.static_pick import pick
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import DecodeConfig
+from adjust_dlm.types import GIVEN, DecodeConfig
 
 Row = dict[str, Any]
 _SETTLED = 3  # decodes of a fast form that may capture something before one is timed whatever it does
@@ -201,10 +201,10 @@ Parts = dict[str, tuple[Callable[[], Any], list[Work]]]
 
 
 def half_filled(bench: Bench, cell: Cell) -> Canvas:
-    """Every second new position holds a token: the mean of a decode."""
+    """Every second new position holds a given token, which ends no text: the mean of a decode."""
     canvas = Canvas(bench.base, [bench.prompt] * cell.batch, bench.config(cell))
-    given = slice(len(bench.prompt), None, 2)
-    canvas.tokens_BL[:, given], canvas.masked_BL[:, given], canvas.order_BL[:, given] = 0, False, 0
+    given, token = slice(len(bench.prompt), None, 2), bench.prompt[-1]
+    canvas.tokens_BL[:, given], canvas.masked_BL[:, given], canvas.order_BL[:, given] = token, False, GIVEN
     return canvas
 
 
