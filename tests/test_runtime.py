@@ -154,7 +154,7 @@ def test_numbers_of_a_decode_follow_from_the_clock() -> None:
     assert (row["tokens"], row["rounds"], row["sampler_passes"]) == (30, 3, 3 + 3 + 1)
     assert row["tokens_per_second"] == 10 and row["ms_per_round"] == 1000
     assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (7.5, 12.0)
-    assert row["setup_seconds"] == 6.0  # the warm-up took so much longer
+    assert row["setup_seconds"] is None and row["captures"] == 0
     parts = decode_work(
         base, bench.sampler, read_variant("adjust"), bench.config(cell_of("eager", "adjust", 4, 3, 10)), 3, 2
     )

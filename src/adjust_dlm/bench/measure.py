@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -112,14 +113,17 @@ def decode_cell(bench: Bench, cell: Cell) -> list[Row]:
     bench.use(cell.form)
     forget_peak(bench.base.device)
     run = _public(bench, cell) if cell.form == "public" else _decoder(bench, cell)
-    before, made = captures(bench.base), Row()
-    warm, samples = list[float](), list[float]()
+    before, made, captured = captures(bench.base), Row(), cell.form in ("fast", "compiled")
+    warm, samples, host = list[float](), list[float](), list[float]()
     try:
+        if not captured:
+            warm.append(bench.clock(lambda: run(*_short(bench, cell))))
         while len(samples) < bench.runs and (not samples or sum(samples) + samples[-1] <= bench.seconds):
-            known = captures(bench.base)
-            seconds = bench.clock(lambda: made.update(run(bench.config(cell))))
+            known, busy = captures(bench.base), time.process_time()
+            seconds = bench.clock(lambda: made.update(run(bench.config(cell), bench.prompt)))
             settled = captures(bench.base) == known or len(warm) >= _SETTLED
             (samples if warm and settled else warm).append(seconds)
+            host.append(time.process_time() - busy)
     except TimeoutError:
         bench.base.workspace = None  # what was interrupted may hold half a graph
         if not samples:
@@ -127,14 +131,24 @@ def decode_cell(bench: Bench, cell: Cell) -> list[Row]:
     spread = Spread.of(samples)
     parts = _parts(bench, cell)
     return [{
-        "part": "decode", **_spread(spread), "tokens": made["tokens"],
+        "part": "decode", **_spread(spread), "cpu_seconds": Spread.of(host[-len(samples) :]).median,
+        "tokens": made["tokens"],
         "tokens_per_second": made["tokens"] / spread.median,
         "tokens_per_second_low": made["tokens"] / spread.high, "tokens_per_second_high": made["tokens"] / spread.low,
         "ms_per_round": 1000 * spread.median / made["rounds"], "rounds": made["rounds"],
         "sampler_passes": made["sampler_passes"],
-        "captures": captures(bench.base) - before, "setup_seconds": max(0.0, sum(warm) - len(warm) * spread.median),
+        "captures": captures(bench.base) - before,
+        "setup_seconds": max(0.0, sum(warm) - len(warm) * spread.median) if captured else None,
         **shares(parts, spread.median, bench.most), "memory_gib": peak_gib(bench.base.device),
     }]  # fmt: skip
+
+
+def _short(bench: Bench, cell: Cell) -> tuple[DecodeConfig, list[int]]:
+    """Two rounds at the end of a canvas of the same length: enough to warm up what captures nothing."""
+    config = bench.config(cell)
+    new = min(config.max_new_tokens, 2 * config.tokens_per_step)
+    filler = (bench.prompt or [0])[-1:] * (config.max_new_tokens - new)
+    return config.but(max_new_tokens=new), [*bench.prompt, *filler]
 
 
 def _spread(spread: Spread) -> Row:
@@ -142,12 +156,12 @@ def _spread(spread: Spread) -> Row:
     return {"seconds": facts["median"], "seconds_low": facts["low"], "seconds_high": facts["high"], "n": facts["n"]}
 
 
-def _decoder(bench: Bench, cell: Cell) -> Callable[[DecodeConfig], Row]:
+def _decoder(bench: Bench, cell: Cell) -> Callable[[DecodeConfig, list[int]], Row]:
     variant, base = read_variant(cell.decoder), bench.base
 
-    def run(config: DecodeConfig) -> Row:
+    def run(config: DecodeConfig, prompt: list[int]) -> Row:
         how = {**bench.helpers, **variant.options, "decoder": variant.name, "eager": cell.form == "eager"}
-        result = decode(base, [bench.prompt] * cell.batch, config, **how)
+        result = decode(base, [prompt] * cell.batch, config, **how)
         tokens = text_tokens(result.tokens_BL[:, -config.max_new_tokens :], base.spec.end_ids)
         rounds, steps = int(result.rounds_B.max()), int(result.sampler_calls_B.max())
         return {"tokens": tokens, "rounds": rounds, "sampler_passes": steps}
@@ -155,11 +169,11 @@ def _decoder(bench: Bench, cell: Cell) -> Callable[[DecodeConfig], Row]:
     return run
 
 
-def _public(bench: Bench, cell: Cell) -> Callable[[DecodeConfig], Row]:
+def _public(bench: Bench, cell: Cell) -> Callable[[DecodeConfig, list[int]], Row]:
     sampler = bench.sampler if cell.decoder == "adjust" else None
 
-    def run(config: DecodeConfig) -> Row:
-        result = public_loop(bench.base, sampler, [bench.prompt] * cell.batch, config)
+    def run(config: DecodeConfig, prompt: list[int]) -> Row:
+        result = public_loop(bench.base, sampler, [prompt] * cell.batch, config)
         tokens = text_tokens(result.tokens_BL[:, -config.max_new_tokens :], bench.base.spec.end_ids)
         return {"tokens": tokens, "rounds": result.base_passes, "sampler_passes": result.sampler_passes}
 

@@ -59,8 +59,9 @@ class RuntimeConfig:
         top_p: nucleus mass.
         suppress_eos: never end a text, so that every row is full; without it only tokens before the end count.
         seed: of every decode.
-        runs: timed decodes of a cell at most, after one that does not count.
-        seconds: for everything, loading included; cells that do not fit are listed as left out.
+        runs: timed decodes of a cell at most, after a warm-up that does not count.
+        seconds: for everything, loading included; cells that do not fit are listed as left out. By default 150 on a
+            card, 300 on a CPU.
         cell_seconds: no timed decode of a cell begins later; with warm-up a cell has three times as long.
         layers: of a shape, instead of its own number; 0 keeps that.
         device: auto, cpu, cuda or cuda:N.
@@ -83,7 +84,7 @@ class RuntimeConfig:
     suppress_eos: bool = True
     seed: int = 0
     runs: int = 3
-    seconds: float = 240.0
+    seconds: float | None = None
     cell_seconds: float = 10.0
     layers: int = 0
     device: str = "auto"
@@ -97,7 +98,8 @@ class RuntimeConfig:
         for name in ("prompt_tokens", "runs"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("seconds", "cell_seconds"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be above 0")
+            value: float | None = getattr(self, name)
+            require(value is None or value > 0, f"{name} is {value}; it must be above 0")
         unknown = [form for form in self.forms if form not in FORMS]
         require(not unknown, f"forms are {self.forms}; known are {', '.join(FORMS)}")
         for decoder in self.decoders:
@@ -135,12 +137,13 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
         `rows` (see `speed_tables.COLUMNS`), `left_out` (cell and reason), `ceilings`, and facts of the machine.
     """
     started = time.monotonic()
-    cells = plan(config, cuda=pick_device(config.device).type == "cuda")
+    cuda = pick_device(config.device).type == "cuda"
+    cells, seconds = plan(config, cuda=cuda), config.seconds or (150.0 if cuda else 300.0)
     bench = bench or open_bench(config, [cell.decoder for cell in cells])
     book = Book(Path(config.output), digest(config, bench), bench.most)
     left_out: list[Row] = []
     for cell in book.missing(cells):
-        left = config.seconds - (time.monotonic() - started)
+        left = seconds - (time.monotonic() - started)
         try:
             with limit(min(left, 3 * config.cell_seconds)):
                 rows = (component_cell if cell.decoder == COMPONENTS else decode_cell)(bench, cell)

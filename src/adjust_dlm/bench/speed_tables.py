@@ -11,7 +11,8 @@ from typing import Any
 Row = dict[str, Any]
 COLUMNS = (
     "run", "part", "form", "decoder", "tokens_per_step", "batch", "new_tokens", "n", "seconds", "seconds_low",
-    "seconds_high", "tokens", "tokens_per_second", "tokens_per_second_low", "tokens_per_second_high", "over_parallel",
+    "seconds_high", "cpu_seconds",
+    "tokens", "tokens_per_second", "tokens_per_second_low", "tokens_per_second_high", "over_parallel",
     "over_parallel_low", "over_parallel_high", "speed_over_joint", "speed_over_public", "ms_per_round", "rounds",
     "sampler_passes", "captures", "setup_seconds", "tflops", "share_of_gemm", "share_of_copy", "share_of_roofline",
     "memory_gib",
@@ -97,15 +98,15 @@ def markdown(out: Row) -> str:
         f"{most['copy_gb_per_second']:.4g} GB/s of a large copy. Medians (quartiles) of n.", "",
     ]  # fmt: skip
     head = [
-        "form", "decoder", "K", "B", "L", "n", "tokens/s", "s", "time / parallel", "speed / joint", "speed / public",
-        "ms a round", "of the roofline", "of GEMM", "of copy", "GiB", "set-up s", "captures",
+        "form", "decoder", "K", "B", "L", "n", "tokens/s", "s", "CPU s", "time / parallel", "speed / joint",
+        "speed / public", "ms a round", "of the roofline", "of GEMM", "of copy", "GiB", "set-up s", "captures",
     ]  # fmt: skip
     if decodes:
         lines += _table(head, [
             [
                 row["form"], f"`{row['decoder']}`", str(row["tokens_per_step"] or ""), str(row["batch"]),
                 str(row["new_tokens"]), str(row["n"]), _range(row, "tokens_per_second", ".1f"),
-                _range(row, "seconds", ".3f"), _range(row, "over_parallel", ".2f"),
+                _range(row, "seconds", ".3f"), _number(row["cpu_seconds"], ".2f"), _range(row, "over_parallel", ".2f"),
                 _number(row["speed_over_joint"], ".2f"), _number(row["speed_over_public"], ".2f"),
                 _number(row["ms_per_round"], ".2f"), _share(row["share_of_roofline"]), _share(row["share_of_gemm"]),
                 _share(row["share_of_copy"]), _number(row["memory_gib"], ".1f"), _number(row["setup_seconds"], ".1f"),
