@@ -309,7 +309,7 @@ def test_a_plan_without_a_cell_is_refused() -> None:
         ({"batch_sizes": (0,)}, "batch_sizes is"), ({"runs": 0}, "runs is 0"), ({"seconds": 0.0}, "seconds is"),
         ({"forms": ("slow",)}, "known are eager, fast"), ({"decoders": ("nothing",)}, "unknown decoder"),
         ({"layers": 2}, "layers can be set for"), ({"quantize": "int3"}, "quantize is"),
-        ({"temperature": -1.0}, "temperature is"),
+        ({"temperature": -1.0}, "temperature is"), ({"order": "alphabet"}, "order is"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_named(changes: Row, told: str) -> None:

@@ -28,7 +28,7 @@ from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import default_sampler
-from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.types import DecodeConfig, OrderRule, require
 
 log = logging.getLogger(__name__)
 CELLS = "cells.jsonl"
@@ -57,6 +57,8 @@ class RuntimeConfig:
         prompt_tokens: length of every prompt.
         temperature: 0 is argmax.
         top_p: nucleus mass.
+        order: rule of the next position; the base's own by default. LLaDA's, confidence, draws a token for every row at
+            T > 0 and so has no kernels; the public loop always takes entropy.
         suppress_eos: never end a text, so that every row is full; without it only tokens before the end count.
         seed: of every decode.
         runs: timed decodes of a cell at most, after a warm-up that does not count.
@@ -81,6 +83,7 @@ class RuntimeConfig:
     prompt_tokens: int = 8
     temperature: float = 1.0
     top_p: float = 1.0
+    order: OrderRule | None = None
     suppress_eos: bool = True
     seed: int = 0
     runs: int = 3
@@ -110,7 +113,7 @@ class RuntimeConfig:
         check_placement(self.quantize, None)
         require(not self.plot or find_spec("matplotlib") is not None, "the plot needs matplotlib: use --no-plot, or "
                 "pip install 'adjust-dlm[eval]'")  # fmt: skip
-        DecodeConfig(temperature=self.temperature, top_p=self.top_p)
+        DecodeConfig(temperature=self.temperature, top_p=self.top_p, order=self.order)
 
 
 def plan(config: RuntimeConfig, *, cuda: bool) -> list[Cell]:
@@ -228,7 +231,11 @@ def open_bench(config: RuntimeConfig, decoders: list[str]) -> Bench:
     helpers |= open_helpers(config, base, without)
     start = base.spec.bos_id or 0
     settings = DecodeConfig(
-        temperature=config.temperature, top_p=config.top_p, suppress_eos=config.suppress_eos, seed=config.seed
+        temperature=config.temperature,
+        top_p=config.top_p,
+        order=config.order,
+        suppress_eos=config.suppress_eos,
+        seed=config.seed,
     )
     return Bench(
         base, helpers, settings, [start] * config.prompt_tokens, config.runs, config.cell_seconds,
