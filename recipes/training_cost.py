@@ -18,11 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.dream import dream_base, dream_config
-from adjust_dlm.bases.llada import llada_base, llada_config
 from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.bench.clock import Clock, gemm_ceiling, limit
+from adjust_dlm.bench.shapes import random_base
+from adjust_dlm.bench.work import base_flops, sampler_flops
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.losses import KernelName, pick_delta, row_shares
 from adjust_dlm.sampler import Sampler
@@ -43,10 +43,7 @@ from adjust_dlm.train.unroll import Frames, Step, observe, unroll_frames, unroll
 from adjust_dlm.types import MASKED, Trajectory
 
 PAPER_WINDOWS = 100_000 * 128
-TINY: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64,
-}  # fmt: skip
+SHAPES = {"dream": "dream-7b-shape", "llada": "llada-8b-shape", "tiny": "tiny-shape"}
 
 
 @dataclass(frozen=True)
@@ -111,67 +108,7 @@ class Bench:
 
 def build(shape: str, device: torch.device) -> TransformerBase:
     """Random weights, made where they stay; bf16 on a card."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    try:
-        with device:
-            if shape == "tiny":
-                base: TransformerBase = dream_base(dream_config(**TINY), mask_id=95, end_ids=(94,), bos_id=93)
-            else:
-                base = dream_base(dream_config()) if shape == "dream" else llada_base(llada_config())
-        base.model.to(device)  # the rotary frequencies
-        return base
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def layer_flops(base: TransformerBase, length: int) -> float:
-    """Multiplications and additions of one layer on one canvas."""
-    s = base.model.config
-    queries, keys = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
-    matrices = s.hidden_size * (2 * queries + 2 * keys) + 3 * s.hidden_size * s.intermediate_size
-    return float(2 * length * matrices + 4 * length * length * queries)
-
-
-def base_flops(base: TransformerBase, length: int) -> float:
-    """Of f on one canvas."""
-    return base.model.config.num_hidden_layers * layer_flops(base, length)
-
-
-def sampler_flops(base: TransformerBase, length: int) -> float:
-    """Of g on one canvas, forward."""
-    return layer_flops(base, length) + 4 * length * base.width * base.width
-
-
-class Clock:
-    """Seconds of parts by CUDA events (a CPU's by its own clock)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-
-    def __call__(self, part: Callable[[], Any]) -> float:
-        """Runs it and waits."""
-        if not self.cuda:
-            started = time.perf_counter()
-            part()
-            return time.perf_counter() - started
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        first.record()
-        part()
-        last.record()
-        torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / 1000
-
-    def median(self, part: Callable[[], Any], *, warm: int, runs: int) -> float:
-        """After `warm` runs that do not count."""
-        return statistics.median([self(part) for _ in range(warm + runs)][warm:])
-
-
-def gemm_ceiling(device: torch.device) -> float:
-    """FLOP/s of one large bf16 product: what the shares refer to."""
-    n = 8192 if device.type == "cuda" else 256
-    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in "ab")
-    return 2 * n**3 / Clock(device).median(lambda: a @ b, warm=5, runs=20)
+    return random_base(SHAPES[shape], device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def slices_of(bench: Bench, length: int, count: int) -> Frames:
@@ -303,24 +240,6 @@ def waiting_states(bench: Bench) -> Tensor:
     return torch.empty(count, dtype=base.dtype, device=base.device)
 
 
-@contextlib.contextmanager
-def limit(seconds: float) -> Iterator[None]:
-    """TimeoutError inside once the time is over."""
-
-    def late(*_: Any) -> None:
-        raise TimeoutError
-
-    if seconds <= 0:
-        raise TimeoutError
-    old = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
-
-
 def forms(options: argparse.Namespace) -> list[Form]:
     """In the order of their worth, those that need compiling last."""
     few = options.rows
@@ -342,7 +261,7 @@ def say(line: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """One shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=("dream", "llada", "tiny"))
+    parser.add_argument("shape", choices=tuple(SHAPES))
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--forms", nargs="+", default=["plain", "sliced", "one-pass"])
     parser.add_argument("--states", type=int, default=11, help="of a slice; a pool has states x slices rows")
@@ -368,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         bench = Bench(base, Sampler(base).to(device), options)
     result: dict[str, Any] = {
         "shape": options.shape, "card": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__, "gemm_tflops": gemm_ceiling(device) / 1e12, "options": vars(options) | {
+        "torch": torch.__version__, "gemm_tflops": gemm_ceiling(device, base.dtype) / 1e12, "options": vars(options) | {
             "output": str(options.output)}, "g_parameters": sum(p.numel() for p in bench.sampler.parameters()),
         "forms": [], "left_out": [],
     }  # fmt: skip

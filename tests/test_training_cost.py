@@ -37,9 +37,9 @@ def run(recipe: ModuleType, output: Path, *flags: str) -> dict[str, Any]:
 
 
 def watched(forward: Any, shapes: set[Any], name: str) -> Any:
-    def seen(self: Any, x: Any, *rest: Any) -> Any:
+    def seen(self: Any, x: Any, *rest: Any, **more: Any) -> Any:
         shapes.add((name, *x.shape[:2]))
-        return forward(self, x, *rest)
+        return forward(self, x, *rest, **more)
 
     return seen
 

@@ -81,6 +81,10 @@ COMMANDS: dict[str, Command] = {
         "Waiting lines, puzzles and sentences: what parallel decoding loses.",
         "adjust_dlm.eval.parallelbench", "ParallelBenchConfig", "run_parallelbench",
     ),
+    "bench runtime": Command(
+        "Tokens per second and components beside parallel decoding and the device's ceilings.",
+        "adjust_dlm.commands.bench", "RuntimeConfig",
+    ),
     "export": Command(
         "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
     ),

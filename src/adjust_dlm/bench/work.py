@@ -1,0 +1,156 @@
+"""Arithmetic and traffic of passes, counted from the shapes: what a time is compared with.
+
+Arithmetic is that of matrices and attention, a multiplication and an addition being two operations. Traffic is the
+least there can be: weights once, what a part takes and gives once. Neither asks how a part is really computed, so a
+form that leaves something out shows a larger share of its ceiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.shape import Shape
+from adjust_dlm.bench.clock import Ceilings
+from adjust_dlm.decoders import Variant
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import DecodeConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOP and bytes of one part."""
+
+    flops: float
+    bytes: float
+
+    def floor(self, most: Ceilings) -> float:
+        """Seconds that it takes at least: the roofline."""
+        return max(self.flops / most.flops, self.bytes / most.bytes)
+
+
+def layer_flops(shape: Shape, length: int, columns: int | None = None) -> float:
+    """Of one layer on one canvas; with `columns`, queries and MLP at that many columns only (keys and values there)."""
+    count = length if columns is None else columns
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    matrices = shape.hidden_size * (2 * queries + 2 * keys) + 3 * shape.hidden_size * shape.intermediate_size
+    return float(2 * count * matrices + 4 * count * length * queries)
+
+
+def base_flops(base: Base, length: int) -> float:
+    """Of f on one canvas."""
+    shape = Shape.of(base.layer_config)
+    return shape.num_hidden_layers * layer_flops(shape, length)
+
+
+def sampler_flops(base: Base, length: int, sampler: Sampler | None = None, columns: int | None = None) -> float:
+    """Of g on one canvas, forward; of the default g unless one is given."""
+    count = length if columns is None else columns
+    if sampler is None:
+        return layer_flops(Shape.of(base.layer_config), length, columns) + 4 * count * base.width * base.width
+    shape = sampler.config.shape(Shape.of(base.layer_config))
+    mix = 2 * count * sampler.mix.in_features * sampler.mix.out_features
+    return float(sampler.config.layers * layer_flops(shape, length, columns) + mix)
+
+
+def head_flops(base: Base, rows: int) -> float:
+    """Of W on that many rows."""
+    return 2.0 * rows * base.width * base.spec.vocab_size
+
+
+def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
+    """Of all its matrices; in linear layers one byte a weight where they are quantized."""
+    total = 0
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            total += part.in_features * part.out_features * (1 if kind else part.weight.element_size())
+    return float(total)
+
+
+def base_work(base: Base, rows: int, length: int) -> Work:
+    """One base pass over `rows` canvases of `length` columns."""
+    states = 2 * rows * length * base.width * base.dtype.itemsize
+    body: nn.Module = base.model  # type: ignore[attr-defined]
+    return Work(rows * base_flops(base, length), weight_bytes(body, base.quantized) + states)
+
+
+def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, columns: int | None = None) -> Work:
+    """One step of g; with `columns`, at that many columns of each canvas only."""
+    states = 2 * rows * (length if columns is None else columns) * base.width * base.dtype.itemsize
+    return Work(rows * sampler_flops(base, length, sampler, columns), weight_bytes(sampler) + states)
+
+
+def head_work(base: Base, rows: int) -> Work:
+    """W on some rows, and their logits read once more for scores and draw."""
+    size = base.dtype.itemsize
+    traffic = base.spec.vocab_size * base.width + rows * base.width + 2 * rows * base.spec.vocab_size
+    return Work(head_flops(base, rows), float(traffic * size))
+
+
+def open_counts(config: DecodeConfig, decoder: str) -> Iterator[list[int]]:
+    """Rows that each commit of a round scores, on one canvas with no text that ends early, round after round.
+
+    Parallel decoding scores once for all commits of its round.
+    """
+    width = config.block_length or config.max_new_tokens
+    for first in range(0, config.max_new_tokens, width):
+        left = min(width, config.max_new_tokens - first)
+        while left:
+            most = 1 if decoder == "joint" else config.tokens_per_step
+            most = min(most, left, config.candidates + 1 if config.candidates else left)
+            later = min(left - 1, config.candidates or left)
+            yield [left] if decoder == "parallel" else [left, *range(later, later - most + 1, -1)]
+            left -= most
+
+
+def decode_work(
+    base: Base, sampler: Sampler | None, variant: Variant, config: DecodeConfig, rows: int, prompt: int
+) -> list[Work] | None:
+    """Every part of a whole decode; None for decoders whose passes depend on what they write.
+
+    Args:
+        base: whose shape counts.
+        sampler: g, for adjust.
+        variant: joint, parallel or adjust with its settings.
+        config: all settings.
+        rows: canvases.
+        prompt: tokens of a prompt.
+    """
+    if variant.name not in ("joint", "parallel", "adjust") or config.schedule != "exact" or config.cache_period:
+        return None
+    length = prompt + config.max_new_tokens
+    sparse = bool(variant.options.get("sparse"))
+    parts = []
+    for scored in open_counts(config, variant.name):
+        parts.append(base_work(base, rows, length))
+        for k, count in enumerate(scored):
+            if k and sampler is not None:
+                columns = min(config.candidates + 1 + k, length) if sparse else None
+                parts.append(sampler_work(base, sampler, rows, length, columns))
+            parts.append(head_work(base, rows * count))
+    return parts
+
+
+def public_work(
+    base: Base, sampler: Sampler | None, config: DecodeConfig, rows: int, prompt: int, decoder: str
+) -> list[Work]:
+    """Of `public_loop`: the head on all rows, K steps of g a round, the last of which is for nothing."""
+    length = prompt + config.max_new_tokens
+    full = head_work(base, rows * length)
+    parts, left = list[Work](), config.max_new_tokens
+    while left:
+        count = min(config.tokens_per_step, left)
+        parts += [base_work(base, rows, length), full]
+        if decoder == "adjust":
+            assert sampler is not None
+            parts += [sampler_work(base, sampler, rows, length), full] * count
+        left -= count
+    return parts
+
+
+def floor_seconds(parts: Iterable[Work], most: Ceilings) -> float:
+    """Seconds that parts take at least, one after another."""
+    return sum(part.floor(most) for part in parts)

@@ -1,0 +1,16 @@
+"""`adjust bench runtime`: measures, and prints the table of `runtime.md`."""
+
+from __future__ import annotations
+
+from adjust_dlm.bench.runtime import RuntimeConfig, make_runtime
+from adjust_dlm.bench.speed_tables import markdown
+from adjust_dlm.commands.output import Outcome, say
+
+__all__ = ["RuntimeConfig", "run"]
+
+
+def run(config: RuntimeConfig) -> Outcome:
+    """All cells that fit into the time."""
+    results = make_runtime(config)
+    say(markdown(results))
+    return Outcome(results=results)

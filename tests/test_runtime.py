@@ -1,0 +1,451 @@
+"""`adjust bench runtime`: what it counts, what it divides by what, and what a stopped run keeps."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from adjust_dlm.bases.layers import Body
+from adjust_dlm.bases.shape import Shape
+from adjust_dlm.bench import measure, runtime
+from adjust_dlm.bench.cells import COMPONENTS, Cell, card_plan, cell_of, cpu_plan, grid
+from adjust_dlm.bench.clock import Ceilings, Clock, Spread
+from adjust_dlm.bench.measure import (
+    Bench,
+    component_cell,
+    decode_cell,
+    eager_parts,
+    half_filled,
+    shares,
+    text_tokens,
+)
+from adjust_dlm.bench.public_loop import public_loop
+from adjust_dlm.bench.runtime import Book, RuntimeConfig, make_runtime, plan
+from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
+from adjust_dlm.bench.speed_tables import COLUMNS, with_ratios
+from adjust_dlm.bench.work import (
+    Work,
+    base_work,
+    decode_work,
+    head_work,
+    public_work,
+    sampler_work,
+)
+from adjust_dlm.cli import main
+from adjust_dlm.decoders import decode, read_variant
+from adjust_dlm.sampler import SamplerConfig
+from adjust_dlm.types import DecodeConfig, InputError, State
+from helpers import BOS, END, FAMILIES, count_passes, tiny_base, tiny_sampler, writer
+
+CPU = torch.device("cpu")
+MOST = Ceilings(flops=1e9, bytes=1e9)
+Row = dict[str, Any]
+
+
+def bench_on(base: Any, sampler: Any = None, *, runs: int = 3, seconds: float = 100.0, **settings: Any) -> Bench:
+    helpers = {} if sampler is None else {"sampler": sampler}
+    return Bench(base, helpers, DecodeConfig(**settings), [BOS, 5], runs, seconds, MOST)
+
+
+def clock_of(bench: Bench, seconds: Iterable[float]) -> None:
+    """Every part that is timed takes the next of these seconds."""
+    moments = itertools.chain.from_iterable((0.0, s) for s in seconds)
+    bench.clock = Clock(CPU, now=lambda: next(moments))
+
+
+# Arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def counted(run: Callable[[], Any]) -> int:
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arithmetic_of_passes_is_what_torch_counts(family: str) -> None:
+    base = tiny_base(family)
+    tokens_BL = torch.full((3, 7), 5)
+    state = State(tokens_BL, torch.ones_like(tokens_BL).bool(), tokens_BL == 0, padded=False)
+    h_BLD = base.hidden(state)
+    assert base_work(base, 3, 7).flops == counted(lambda: base.hidden(state))
+    assert head_work(base, 5).flops == counted(lambda: base.head(h_BLD[0, :5]))
+    for config in ({}, {"layers": 2, "mlp": 0.5}, {"anchor": True}):
+        sampler = tiny_sampler(base, **config)
+        assert sampler_work(base, sampler, 3, 7).flops == counted(lambda g=sampler: g(h_BLD, state))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("variant", ["joint", "parallel", "adjust", "adjust:candidates=3", "parallel:block_length=5"])
+def test_arithmetic_of_a_decode_is_what_torch_counts(variant: str) -> None:
+    base = tiny_base("dream")
+    sampler, prompts, read = tiny_sampler(base), [[BOS, 5], [BOS, 7]], read_variant(variant)
+    config = DecodeConfig(tokens_per_step=4, max_new_tokens=11, suppress_eos=True).but(**read.settings)
+    work = decode_work(base, sampler, read, config, 2, 2)
+    assert work is not None
+    seen = counted(lambda: decode(base, prompts, config, decoder=read.name, sampler=sampler))
+    assert sum(part.flops for part in work) == seen
+
+
+@pytest.mark.parametrize("decoder", ["parallel", "adjust"])
+def test_arithmetic_of_the_public_loop_is_what_torch_counts(decoder: str) -> None:
+    base = tiny_base("llada")
+    sampler, config = tiny_sampler(base), DecodeConfig(tokens_per_step=4, max_new_tokens=8)
+    own = sampler if decoder == "adjust" else None
+    work = public_work(base, sampler, config, 2, 2, decoder)
+    assert sum(part.flops for part in work) == counted(lambda: public_loop(base, own, [[BOS, 5]] * 2, config))
+
+
+def test_traffic_is_weights_once_and_states_twice() -> None:
+    """D = 32, MLP 64, 4 query and 2 key heads of 8, two layers, V = 24, fp32."""
+    base = tiny_base("dream")
+    layer = 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64
+    assert base_work(base, 3, 7).bytes == 4 * (2 * layer + 2 * 3 * 7 * 32)
+    assert head_work(base, 5).bytes == 4 * (24 * 32 + 5 * 32 + 2 * 5 * 24)
+    assert sampler_work(base, tiny_sampler(base), 3, 7).bytes == 4 * (layer + 2 * 32 * 32 + 2 * 3 * 7 * 32)
+
+
+def test_shares_refer_to_the_slower_ceiling_part_by_part() -> None:
+    """1 s of arithmetic and .5 s of traffic, then .2 and 2: at least 3 s; 6 were taken."""
+    parts = [Work(1e9, 0.5e9), Work(0.2e9, 2e9)]
+    assert shares(parts, 6.0, MOST) == {
+        "tflops": pytest.approx(0.2e-3), "share_of_gemm": pytest.approx(0.2),
+        "share_of_copy": pytest.approx(2.5 / 6), "share_of_roofline": pytest.approx(0.5),
+    }  # fmt: skip
+
+
+# Clock ---------------------------------------------------------------------------------------------------------
+
+
+def test_quartiles() -> None:
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+
+
+def test_short_parts_are_timed_in_batches() -> None:
+    """1 ms at the second warm run: six a batch; batches of 6, 12 and 18 ms."""
+    moments = itertools.chain.from_iterable((0.0, s) for s in (0.9, 0.001, 0.006, 0.012, 0.018))
+    runs: list[int] = []
+    clock = Clock(CPU, now=lambda: next(moments))
+    assert clock.samples(lambda: runs.append(1), runs=3, seconds=9.0) == pytest.approx([0.001, 0.002, 0.003])
+    assert len(runs) == 2 + 3 * 6
+
+
+# Decodes -------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_a_decode_follow_from_the_clock() -> None:
+    base = tiny_base("dream")
+    bench = bench_on(base, tiny_sampler(base), suppress_eos=True)
+    clock_of(bench, [9.0, 2.0, 5.0, 3.0])
+    cell = cell_of("eager", "adjust", 4, 3, 10)
+    (row,) = decode_cell(bench, cell)
+    assert (row["seconds"], row["seconds_low"], row["seconds_high"], row["n"]) == (3.0, 2.5, 4.0, 3)
+    assert (row["tokens"], row["rounds"], row["sampler_passes"]) == (30, 3, 3 + 3 + 1)
+    assert row["tokens_per_second"] == 10 and row["ms_per_round"] == 1000
+    assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (7.5, 12.0)
+    assert row["setup_seconds"] is None and row["captures"] == 0
+    parts = decode_work(
+        base, bench.sampler, read_variant("adjust"), bench.config(cell_of("eager", "adjust", 4, 3, 10)), 3, 2
+    )
+    assert parts is not None and row["share_of_gemm"] == pytest.approx(sum(p.flops for p in parts) / 3.0 / 1e9)
+
+
+def test_a_slow_cell_is_timed_fewer_times() -> None:
+    base = tiny_base("dream")
+    bench = bench_on(base, runs=5, seconds=10.0)
+    clock_of(bench, [50.0, 4.0, 4.0, 4.0])
+    assert decode_cell(bench, cell_of("eager", "joint", 1, 1, 4))[0]["n"] == 2
+    clock_of(bench, [50.0, 40.0])
+    assert decode_cell(bench, cell_of("eager", "joint", 1, 1, 4))[0]["n"] == 1
+
+
+def test_decodes_that_capture_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny_base("dream")
+    bench = bench_on(base, runs=2)
+    known = iter([0, 0, 7, 7, 9, 9, 9, 9, 9, 9])  # before, then before and after each decode, and at the end
+    monkeypatch.setattr(measure, "captures", lambda _base: next(known))
+    clock_of(bench, [8.0, 6.0, 1.0, 3.0])
+    (row,) = decode_cell(bench, cell_of("fast", "parallel", 2, 1, 4))
+    assert (row["seconds"], row["n"], row["captures"], row["setup_seconds"]) == (2.0, 2, 9, 14.0 - 2 * 2.0)
+
+
+def test_only_tokens_before_an_end_count() -> None:
+    """Five positions, the end token at the third: two tokens of each row."""
+    assert text_tokens(torch.tensor([[4, 4, 1, 4, 4], [1, 4, 4, 4, 4], [4, 4, 4, 4, 4]]), (1,)) == 2 + 0 + 5
+    base = writer([3, 4, 1, 5, 6], [9.0, 8.0, 7.0, 6.0, 5.0], end_ids=(1,))
+    bench = Bench(base, {}, DecodeConfig(temperature=0.0), [], 1, 9.0, MOST)
+    (row,) = decode_cell(bench, cell_of("eager", "joint", 1, 2, 5))
+    assert row["tokens"] == 4 and row["rounds"] == 3
+    assert row["share_of_roofline"] is None  # nobody knows how long texts will be
+
+
+@pytest.mark.parametrize("form", ["eager", "fast"])
+def test_components_cover_a_round(form: Any) -> None:
+    base = tiny_base("dream")
+    bench = bench_on(base, tiny_sampler(base), suppress_eos=True)
+    rows = {row["part"]: row for row in component_cell(bench, cell_of(form, COMPONENTS, 4, 2, 16))}
+    extra = {"head, all rows"} if form == "eager" else set()
+    names = {"base pass", "g step", "head", "head, scores and draw", "scores and draw", "round"}
+    assert rows.keys() == names | extra
+    difference = rows["head, scores and draw"]["seconds"] - rows["head"]["seconds"]
+    assert rows["scores and draw"]["seconds"] == difference
+    flops = {name: row["share_of_gemm"] * row["seconds"] * 1e9 for name, row in rows.items() if "tflops" in row}
+    head = 2 * 32 * 24
+    assert flops["head"] == pytest.approx(2 * 8 * head)  # half of the new positions are open
+    assert flops["base pass"] == pytest.approx(base_work(base, 2, 18).flops)
+    whole = flops["base pass"] + 3 * flops["g step"] + 2 * head * (8 + 7 + 6 + 5)
+    assert flops["round"] == pytest.approx(whole)
+
+
+def test_a_timed_round_commits_all_its_tokens_again_and_again() -> None:
+    """Also where the tokens around are end tokens: they were given, so they end nothing."""
+    base = tiny_base("dream")
+    bench = bench_on(base, tiny_sampler(base), suppress_eos=True)
+    bench.prompt = [BOS, END]
+    canvas = half_filled(bench, cell_of("eager", COMPONENTS, 4, 2, 16))
+    assert canvas.masked_BL.sum(-1).tolist() == [8, 8]
+    whole, _ = eager_parts(bench, canvas)["round"]
+    for _ in range(2):
+        whole()
+        assert canvas.masked_BL.sum(-1).tolist() == [4, 4] and canvas.commits_B.tolist() == [4, 4]
+
+
+def test_compiled_and_other_forms_do_not_mix() -> None:
+    base = tiny_base("dream")
+    bench = bench_on(base, tiny_sampler(base))
+    base.workspace = kept = object()
+    bench.use("fast")
+    assert base.workspace is kept and not base.compiled
+    bench.use("compiled")
+    assert base.workspace is None and base.compiled and bench.sampler is not None and bench.sampler.layer.compiled
+    bench.use("eager")
+    assert not base.compiled and not bench.sampler.layer.compiled
+
+
+# The public loop -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("new", "k", "rounds"), [(12, 4, 3), (10, 4, 3), (8, 1, 8)])
+def test_the_public_loop_calls_g_after_every_commit(new: int, k: int, rounds: int) -> None:
+    base = tiny_base("dream")
+    passes, config = count_passes(base), DecodeConfig(tokens_per_step=k, max_new_tokens=new)
+    out = public_loop(base, tiny_sampler(base), [[BOS, 5], [BOS, 6]], config)
+    assert passes.calls == out.base_passes == rounds
+    assert out.sampler_passes == new  # K a round where K - 1 would do
+    assert out.head_rows == (rounds + new) * 2 * (2 + new)
+    assert not (out.tokens_BL == base.spec.mask_id).any()
+    assert out.tokens_BL[:, :2].tolist() == [[BOS, 5], [BOS, 6]]
+
+
+@pytest.mark.parametrize("decoder", ["parallel", "adjust"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_public_loop_writes_what_the_decoders_write(family: str, decoder: str) -> None:
+    """Greedy, entropy order: the same rule by another way."""
+    base = tiny_base(family)
+    sampler, prompts = tiny_sampler(base), [[BOS, 5, 9], [BOS, 6, 3]]
+    config = DecodeConfig(
+        tokens_per_step=3, max_new_tokens=10, temperature=0.0, order="entropy", order_on="processed", suppress_eos=True
+    )
+    expected = decode(base, prompts, config, decoder=decoder, sampler=sampler).tokens_BL
+    own = sampler if decoder == "adjust" else None
+    assert public_loop(base, own, prompts, config).tokens_BL.tolist() == expected.tolist()
+
+
+def test_the_public_loop_draws_from_the_nucleus() -> None:
+    """One position with p = (.5, .3, .2): top_p .6 leaves the first two."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    base = writer([0], [0.0], words=3)
+    base._h_LD = torch.cat([logits, torch.full((1, 1), -9.0)], -1)
+    config = DecodeConfig(max_new_tokens=1, top_p=0.6)
+    seen = public_loop(base, None, [[]] * 400, config).tokens_BL.flatten()
+    assert set(seen.tolist()) == {0, 1}
+    assert abs((seen == 0).float().mean().item() - 0.5 / 0.8) < 4 * (0.625 * 0.375 / 400) ** 0.5
+
+
+# Cells ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_most_important_cells_come_first() -> None:
+    first = [(c.decoder, c.tokens_per_step, c.batch) for c in card_plan()[:4]]
+    assert first == [(d, 4, b) for b in (8, 32) for d in ("parallel", "adjust")]
+    assert all(len(set(cells)) == len(cells) for cells in (card_plan(), cpu_plan()))
+    assert cpu_plan()[0].decoder == "joint" and cpu_plan()[0].tokens_per_step == 1
+
+
+def test_a_grid_has_each_cell_once_and_parallel_first() -> None:
+    cells = grid(["compiled", "fast"], ["adjust", "joint", "parallel", "edlm"], [2, 4], [1], [8])
+    assert [(c.form, c.decoder, c.tokens_per_step) for c in cells] == [
+        (form, decoder, k)
+        for form in ("fast", "compiled")
+        for decoder, k in (("parallel", 2), ("adjust", 2), ("joint", 1), ("parallel", 4), ("adjust", 4))
+    ]
+    assert cell_of("eager", "adjust:tokens_per_step=8", 4, 1, 8).tokens_per_step == 8
+    assert cell_of("eager", "threshold:tau=0.9", 4, 1, 8).tokens_per_step == 0
+    with pytest.raises(InputError, match="no public form"):
+        cell_of("public", "joint", 1, 1, 8)
+    assert cells[1].yardstick == cells[0] and cells[0].yardstick is None
+
+
+def test_a_plan_without_a_cell_is_refused() -> None:
+    with pytest.raises(InputError, match="none of edlm"):
+        plan(RuntimeConfig(decoders=("edlm",), forms=("fast",)), cuda=False)
+    assert plan(RuntimeConfig(), cuda=True) == card_plan() and plan(RuntimeConfig(), cuda=False) == cpu_plan()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"batch_sizes": (0,)}, "batch_sizes is"), ({"runs": 0}, "runs is 0"), ({"seconds": 0.0}, "seconds is"),
+        ({"forms": ("slow",)}, "known are eager, fast"), ({"decoders": ("nothing",)}, "unknown decoder"),
+        ({"layers": 2}, "layers can be set for"), ({"quantize": "int3"}, "quantize is"),
+        ({"temperature": -1.0}, "temperature is"), ({"order": "alphabet"}, "order is"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_named(changes: Row, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        RuntimeConfig(**changes)
+
+
+# Ratios --------------------------------------------------------------------------------------------------------
+
+
+def line(run: str, form: str, decoder: str, k: int, seconds: float, **more: Any) -> Row:
+    ends = {"seconds_low": 0.9 * seconds, "seconds_high": 1.2 * seconds}
+    cell = {"form": form, "decoder": decoder, "tokens_per_step": k, "batch": 8, "new_tokens": 128}
+    return {"run": run, "part": "decode", "seconds": seconds, **ends, "tokens_per_second": 12 / seconds, **cell, **more}
+
+
+def test_ratios_stay_within_a_run() -> None:
+    rows = with_ratios([
+        line("a", "fast", "parallel", 4, 2.0), line("a", "fast", "adjust", 4, 3.0), line("a", "fast", "joint", 1, 6.0),
+        line("a", "public", "adjust", 4, 12.0), line("b", "fast", "adjust", 4, 4.0),
+        line("b", "fast", "adjust", 8, 1.0), line("b", "fast", "parallel", 8, 0.5), line("b", "eager", "joint", 1, 1.0),
+        line("b", "fast", "parallel", 8, 99.0, batch=1),
+    ])  # fmt: skip
+    assert all(tuple(row) == COLUMNS for row in rows)
+    assert [row["over_parallel"] for row in rows] == [1.0, 1.5, None, None, None, 2.0, 1.0, None, 1.0]
+    assert rows[1]["over_parallel_low"] == pytest.approx(0.9 * 3 / (1.2 * 2))
+    assert rows[1]["over_parallel_high"] == pytest.approx(1.2 * 3 / (0.9 * 2))
+    assert [row["speed_over_joint"] for row in rows] == [3.0, 2.0, 1.0, None, None, None, None, 1.0, None]
+    assert [row["speed_over_public"] for row in rows] == [None, 4.0, None, 1.0, None, None, None, None, None]
+
+
+# Whole runs ----------------------------------------------------------------------------------------------------
+
+
+def tiny_run(folder: Path, **changes: Any) -> RuntimeConfig:
+    given: Row = {"decoders": ("parallel", "adjust"), "new_tokens": (8,), "forms": ("eager",), "batch_sizes": (2,)}
+    return RuntimeConfig(base="tiny-shape", device="cpu", output=str(folder), plot=False, **(given | changes))
+
+
+@pytest.fixture
+def tiny_bench() -> Bench:
+    base = random_base("tiny-shape", device=CPU, dtype=torch.float32)
+    return Bench(base, {"sampler": random_sampler(base)}, DecodeConfig(suppress_eos=True), [93], 1, 5.0, MOST)
+
+
+def test_finished_cells_are_kept(tmp_path: Path, tiny_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def seen(bench: Bench, cell: Cell) -> list[Row]:
+        done.append(f"{cell.decoder} {cell.tokens_per_step}")
+        return decode_cell(bench, cell)
+
+    monkeypatch.setattr(runtime, "decode_cell", seen)
+    first = make_runtime(tiny_run(tmp_path), tiny_bench)
+    assert done == ["parallel 4", "adjust 4"] and len(first["rows"]) == 2
+    cells = tmp_path / "cells.jsonl"
+    cells.write_text(cells.read_text() + '{"digest": "torn')
+    again = make_runtime(tiny_run(tmp_path), tiny_bench)
+    assert again["rows"] == first["rows"] and len(done) == 2
+    wider = make_runtime(tiny_run(tmp_path, decoders=("parallel", "adjust", "joint")), tiny_bench)
+    assert done[2:] == ["joint 1"] and [row["decoder"] for row in wider["rows"]] == ["parallel", "adjust", "joint"]
+    lower = make_runtime(tiny_run(tmp_path, decoders=("parallel", "adjust", "adjust:candidates=2")), tiny_bench)
+    assert done[3:] == ["parallel 4", "adjust:candidates=2 4"]  # a ratio needs parallel decoding of its own run
+    runs = [(row["decoder"], row["run"]) for row in lower["rows"]]
+    assert len({run for _, run in runs}) == 2 and runs[2][1] == runs[0][1] != runs[1][1] == runs[3][1]
+    assert lower["rows"][3]["over_parallel"] == lower["rows"][3]["seconds"] / lower["rows"][1]["seconds"]
+    make_runtime(tiny_run(tmp_path, seed=1), tiny_bench)
+    assert done[5:] == ["parallel 4", "adjust 4"]  # other settings, other cells
+
+
+def test_what_does_not_fit_is_left_out_by_name(
+    tmp_path: Path, tiny_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(bench: Bench, cell: Cell) -> list[Row]:
+        if cell.decoder == "adjust":
+            time.sleep(30)
+        return decode_cell(bench, cell)
+
+    monkeypatch.setattr(runtime, "decode_cell", slow)
+    config = tiny_run(tmp_path, decoders=("parallel", "adjust", "joint"), cell_seconds=1.0)
+    out = make_runtime(config, tiny_bench)
+    assert out["left_out"] == [{"cell": "eager adjust K=4 B=2 L=8", "reason": "took longer than 3 s"}]
+    assert [row["decoder"] for row in out["rows"]] == ["parallel", "joint"]
+    assert "| eager adjust K=4 B=2 L=8 | took longer than 3 s |" in (tmp_path / "runtime.md").read_text()
+    out = make_runtime(tiny_run(tmp_path / "late", seconds=1e-9), tiny_bench)
+    assert out["rows"] == [] and [item["reason"] for item in out["left_out"]] == ["no time was left"] * 2
+
+    def full(bench: Bench, cell: Cell) -> list[Row]:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(runtime, "decode_cell", full)
+    out = make_runtime(tiny_run(tmp_path / "full"), tiny_bench)
+    assert [item["reason"] for item in out["left_out"]] == ["out of memory"] * 2
+
+
+def test_a_book_of_another_model_does_not_count(tmp_path: Path) -> None:
+    cell = cell_of("eager", "joint", 1, 1, 8)
+    Book(tmp_path, "one", MOST).add(cell, [{"part": "decode"}])
+    assert Book(tmp_path, "one", MOST).missing([cell]) == []
+    assert Book(tmp_path, "two", MOST).missing([cell]) == [cell]
+
+
+def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--base", "tiny-shape", "--device", "cpu", "--output", str(tmp_path), "--new-tokens", "8", "--batch-sizes", "1",
+        "2", "--forms", "eager", "fast", "public", "--runs", "1", "--decoders", "parallel", "adjust", COMPONENTS,
+    ]  # fmt: skip
+    assert main(["bench", "runtime", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert (tmp_path / "runtime.md").read_text().strip() in shown
+    rows = list(csv.DictReader((tmp_path / "runtime.csv").read_text().splitlines()))
+    decodes = [row for row in rows if row["part"] == "decode"]
+    assert [(r["form"], r["decoder"], r["batch"]) for r in decodes] == [
+        (form, decoder, batch)
+        for form in ("eager", "fast", "public")
+        for batch in ("1", "2")
+        for decoder in ("parallel", "adjust")
+    ]
+    assert [int(r["tokens"]) for r in decodes] == [8, 8, 16, 16] * 3
+    assert [int(r["sampler_passes"]) for r in decodes] == [0, 6, 0, 6] * 2 + [0, 8, 0, 8]
+    assert (tmp_path / "runtime.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["results"]["left_out"] == [] and result["config"]["base"] == "tiny-shape"
+    assert len(result["results"]["rows"]) == len(rows)
+
+
+def test_shapes_are_the_models() -> None:
+    """On no memory: what Dream-7B and LLaDA-8B count (base and head, without the embedding)."""
+    meta = torch.device("meta")
+    for name, layers, width, vocab in (("dream-7b-shape", 28, 3584, 152064), ("llada-8b-shape", 32, 4096, 126464)):
+        shape = Shape.of(SHAPES[name].config())
+        with meta:
+            body = Body(shape)
+        assert (len(body.layers), shape.hidden_size, shape.vocab_size) == (layers, width, vocab)
+    with pytest.raises(InputError, match="known are dream-7b-shape"):
+        random_base("gpt-shape", device=CPU, dtype=torch.float32)
+    one, two = (random_base("tiny-shape", device=CPU, dtype=torch.float32, num_hidden_layers=1) for _ in "ab")
+    assert len(one.model.layers) == 1 and one.fingerprint == two.fingerprint
+    assert random_sampler(one, SamplerConfig(layers=2)).config.layers == 2
