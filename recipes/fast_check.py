@@ -4,7 +4,8 @@
     python recipes/fast_check.py --output runs/dream                      # and `adjust bench runtime`
     python recipes/fast_check.py --output runs/llada --base llada-8b-shape --forms fast compiled
 
-The check is fp32 with random weights of the default model's shape; flags behind `--output` are those of
+The check is fp32 with random weights of the default model's shape, and greedy rows must be equal (tests/test_fast.py and
+tests/test_gpu.py compare draws, on small vocabularies); flags behind `--output` are those of
 `adjust bench runtime`.
 """
 
@@ -23,11 +24,12 @@ from adjust_dlm.cli import main as adjust
 from adjust_dlm.decoders import decode
 from adjust_dlm.types import DecodeConfig
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0}, "T=1": {"temperature": 1.0}, "T=.7": {"temperature": 0.7},
-    "margin": {"order": "margin"}, "confidence": {"temperature": 0.0, "order": "confidence"},
-    "top_p": {"top_p": 0.9}, "blocks": {"block_length": 16}, "candidates": {"candidates": 8},
+GREEDY: dict[str, dict[str, Any]] = {
+    "entropy": {}, "margin": {"order": "margin"}, "confidence": {"order": "confidence"}, "blocks": {"block_length": 16},
+    "candidates": {"candidates": 8},
 }  # fmt: skip
+# Told, not judged: random weights give 49,152 tokens nearly equal chances, so that rounding decides among neighbours.
+DRAWN: dict[str, dict[str, Any]] = {"T=1": {}, "T=.7": {"temperature": 0.7}, "top_p": {"top_p": 0.9}}
 
 
 def same_tokens(shape: str, new_tokens: int, lengths: Sequence[int]) -> list[tuple[str, str, float, float]]:
@@ -38,7 +40,8 @@ def same_tokens(shape: str, new_tokens: int, lengths: Sequence[int]) -> list[tup
     sampler = random_sampler(base)
     prompts = [[1, *range(20, 20 + n)] for n in lengths]
     found = []
-    for name, settings in SETTINGS.items():
+    judged = {name: {"temperature": 0.0, **changes} for name, changes in GREEDY.items()}
+    for name, settings in {**judged, **DRAWN}.items():
         for decoder in ("joint", "parallel", "adjust"):
             if name == "candidates" and decoder == "parallel":
                 continue
@@ -55,7 +58,7 @@ def same_tokens(shape: str, new_tokens: int, lengths: Sequence[int]) -> list[tup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if every row is the reference's."""
+    """0 if every greedy row is the reference's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="small-shape")
     parser.add_argument("--check-tokens", type=int, default=48)
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if more and not flags.output:
         parser.error(f"{' '.join(more)}: flags of `adjust bench runtime` need --output")
     found = same_tokens(flags.shape, flags.check_tokens, (3, 40, 17, 9, 25))
-    code = int(any(share < 1 for *_, one, two in found for share in (one, two)))
+    code = int(any(min(shares) < 1 for _, name, *shares in found if name in GREEDY))
     if flags.output:
         base = [] if "--base" in more else ["--base", "dream-7b-shape"]
         code = adjust(["bench", "runtime", "--output", flags.output, *base, *more]) or code
