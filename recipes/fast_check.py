@@ -4,9 +4,8 @@
     python recipes/fast_check.py --output runs/dream                      # and `adjust bench runtime`
     python recipes/fast_check.py --output runs/llada --base llada-8b-shape --forms fast compiled
 
-The check is fp32 with random weights of the default model's shape, and greedy rows must be equal (tests/test_fast.py and
-tests/test_gpu.py compare draws, on small vocabularies); flags behind `--output` are those of
-`adjust bench runtime`.
+The check is fp32 with random weights of the default model's shape, and greedy rows must be equal (the tests compare
+draws, on small vocabularies); flags behind `--output` are those of `adjust bench runtime`.
 """
 
 from __future__ import annotations
