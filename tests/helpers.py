@@ -132,9 +132,11 @@ class Counted:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.calls = function, 0
+        self.seen: list[Any] = []  # first arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
+        self.seen += args[:1]
         return self.function(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjust_dlm.eval import downstream, generation
+from adjust_dlm.eval import downstream
 from tiny_ar import IM_END, chat_base
 
 TAIL = " garbage 99 #### 99 The answer is 99. \\boxed{99}"  # what stands behind the end token, as on a real canvas
@@ -27,10 +27,10 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[s
         full = [[*base.tokenizer.encode(texts[row]), IM_END, *tail * new][:new] for row in rows]
         calls = torch.full((len(rows),), new)
         return SimpleNamespace(
-            tokens_BL=torch.tensor(full), base_calls_B=calls, sampler_calls_B=calls * 0, partner_calls_B=calls * 0,
-            seconds=1.0,
+            tokens_BL=torch.tensor(full), rounds_B=calls, base_calls_B=calls, sampler_calls_B=calls * 0,
+            partner_calls_B=calls * 0, seconds=1.0,
         )  # fmt: skip
 
-    monkeypatch.setattr(generation, "decode", decode)
+    monkeypatch.setattr("adjust_dlm.decoders.decode", decode)
     monkeypatch.setattr(downstream, "load_base", lambda *_, **__: base)
     return seen

@@ -23,7 +23,7 @@ from adjust_dlm.bases.check import ProtocolError, check_base, check_frame
 from adjust_dlm.bases.exact import two_sentences
 from adjust_dlm.bases.smol_files import Source
 from adjust_dlm.decoders import decode
-from adjust_dlm.losses import kl_rows, weighted_kl
+from adjust_dlm.losses import Student, kl_rows, weighted_kl
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
     FAMILIES,
@@ -146,7 +146,7 @@ def test_the_gradient_of_the_loss_is_right_with_a_bias(base: BertBase) -> None:
     teacher_RD, student_RD = torch.randn(2, 6, 32, generator=generator)
     weight_R = torch.rand(6, generator=generator)
     ours, theirs = student_RD.clone().requires_grad_(), student_RD.clone().requires_grad_()
-    loss = weighted_kl(teacher_RD, ours, weight_R, base.logits, base.head_matrix, chunk=4)
+    loss = weighted_kl(teacher_RD, [Student(ours, weight_R)], base.logits, base.head_matrix, chunk=4)
     plain = (weight_R * kl_rows(base.logits(teacher_RD), base.logits(theirs))).sum()
     loss.backward()
     plain.backward()
@@ -314,10 +314,14 @@ class Faulty(BertBase):
     def head(self, h_RD: Tensor) -> Tensor:
         return super().head(h_RD.tanh() if self.fault == "head" else h_RD)
 
+    def forbid(self, logits_RV: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        return logits_RV if self.fault == "mask allowed" else super().forbid(logits_RV, suppress_eos=suppress_eos)
+
     def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
-        if self.fault == "mask allowed":
-            return self.head(h_RD).float()
-        return super().logits(h_RD, suppress_eos=suppress_eos)
+        logits_RV = super().logits(h_RD, suppress_eos=suppress_eos)
+        if self.fault == "logits alone":
+            logits_RV[:, -1] = -torch.inf
+        return logits_RV
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         e_BLD = super().embed(tokens_BL)
@@ -336,6 +340,7 @@ class Faulty(BertBase):
         ("nan", "NaN"),
         ("head", "head is not W h"),
         ("mask allowed", r"tokens \[4\] can be committed"),
+        ("logits alone", "logits and plain_logits differ: override `forbid`"),
         ("embed", "embed of a token depends on its place"),
     ],
 )

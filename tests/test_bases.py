@@ -42,7 +42,7 @@ PLAIN = {"dream": Qwen2Model, "llada": LlamaModel}
 def states(base: TransformerBase, rows: list[list[int]]) -> torch.Tensor:
     """The body's states in its own frame, before any shift."""
     state = left_pad(rows)
-    return base._forward(state.tokens_BL, state.real_BL if state.padded else None, state.positions_BL)
+    return base.model(state.tokens_BL, state.real_BL if state.padded else None, state.positions_BL)
 
 
 def changed(a: torch.Tensor, b: torch.Tensor) -> list[bool]:

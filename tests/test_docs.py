@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#]+)")
+_TORCHRUN = re.compile(r"^torchrun .*-m adjust_dlm\.cli ")
 _CODE = re.compile(r"`[^`\n]*`")  # what stands in code is no link
 SHELL = ("", "sh", "bash", "shell", "console")
 
@@ -37,9 +38,10 @@ LOADS = 2  # the first blocks of the README load, generate and decode; the third
 
 
 def command_lines() -> list[str]:
-    """Every line of a shell block that calls `adjust`, continuation lines joined, comments dropped."""
+    """Every line of a shell block that calls `adjust`, also by torchrun; lines joined, comments dropped."""
     texts = [block.text.replace("\\\n", " ") for block in BLOCKS if block.language in SHELL]
     lines = [line.strip().removeprefix("$ ") for text in texts for line in text.splitlines()]
+    lines = [_TORCHRUN.sub("adjust ", line) for line in lines]
     return [line for line in lines if line.startswith("adjust ")]
 
 

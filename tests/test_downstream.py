@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from adjust_dlm.bases import Base
-from adjust_dlm.eval import downstream, generation
+from adjust_dlm.decoders import decode
+from adjust_dlm.eval import downstream
 from adjust_dlm.eval.downstream import (
     DownstreamConfig,
     Problem,
@@ -80,7 +81,7 @@ def test_texts_are_kept_so_that_scoring_again_costs_no_pass(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = evaluate(letters([]), settings(tmp_path, decoders=("parallel",)), base)
-    monkeypatch.setattr(generation, "decode", None)
+    monkeypatch.setattr("adjust_dlm.decoders.decode", None)
     again = evaluate(letters([]), settings(tmp_path, decoders=("parallel",)), base)
     assert json.dumps(again) == json.dumps(first)
 
@@ -139,7 +140,7 @@ def test_a_run_that_stopped_goes_on(base: Base, tmp_path: Path, monkeypatch: pyt
     config = settings(tmp_path, decoders=("parallel:tokens_per_step=4",), num_samples=5, batch_size=2)
     whole = evaluate(letters([]), settings(tmp_path / "whole", decoders=config.decoders, num_samples=5), base)
     decoded: list[int] = []
-    real = generation.decode
+    real = decode
 
     def stops(*args: Any, rows: list[int], **more: Any) -> Any:
         if len(decoded) == 4:
@@ -147,7 +148,7 @@ def test_a_run_that_stopped_goes_on(base: Base, tmp_path: Path, monkeypatch: pyt
         decoded.extend(rows)
         return real(*args, rows=rows, **more)
 
-    monkeypatch.setattr(generation, "decode", stops)
+    monkeypatch.setattr("adjust_dlm.decoders.decode", stops)
     with pytest.raises(KeyboardInterrupt):
         evaluate(letters([]), config, base)
     part = next((tmp_path / "texts").glob("*.part"))
@@ -158,7 +159,7 @@ def test_a_run_that_stopped_goes_on(base: Base, tmp_path: Path, monkeypatch: pyt
         decoded.extend(rows)
         return real(*args, rows=rows, **more)
 
-    monkeypatch.setattr(generation, "decode", counts)
+    monkeypatch.setattr("adjust_dlm.decoders.decode", counts)
     again = evaluate(letters([]), settings(tmp_path, decoders=config.decoders, num_samples=5, batch_size=4), base)
     assert sorted(decoded) == [4, 5, 6, 7, 8, 9]
     assert [row["metrics"] for row in again["rows"]] == [row["metrics"] for row in whole["rows"]]

@@ -15,7 +15,7 @@ from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.data.lists import KINDS, ListTask, write_list
 from adjust_dlm.decoders import decode
-from adjust_dlm.eval import frontier, generation, table
+from adjust_dlm.eval import frontier, table
 from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
 from adjust_dlm.eval.generation import generate_rows
 from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
@@ -170,7 +170,7 @@ def test_finished_calls_are_read_and_not_repeated(tmp_path: Path, monkeypatch: p
     base = dream_base(tiny_config("dream"), mask_id=20, end_ids=(1,), bos_id=2, token_limit=20)
     g, other = Sampler(base).eval(), Sampler(base).eval()
     calls = Counted(decode)
-    monkeypatch.setattr(generation, "decode", calls)
+    monkeypatch.setattr("adjust_dlm.decoders.decode", calls)
 
     def make(sampler: Sampler = g, variant: str = "adjust", row: int = 0, **changes: Any) -> list[Any]:
         settings = DecodeConfig(**{"max_new_tokens": 6, "tokens_per_step": 3, "seed": 1, **changes})

@@ -9,10 +9,14 @@ import torch
 
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
-from adjust_dlm.decoders import decode
-from adjust_dlm.losses import kl_and_delta
+from adjust_dlm.data.prompts import PromptSource
+from adjust_dlm.decoders import decode, decode_many
+from adjust_dlm.decoders.fast import captures
+from adjust_dlm.losses import kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.sampling import uniform
+from adjust_dlm.train.one_pass import Pool, PoolConfig
+from adjust_dlm.train.unroll import unroll_frames, unrolled_kl
 from adjust_dlm.types import DecodeConfig, State
 from helpers import left_pad
 from test_checkpoint import write
@@ -72,6 +76,44 @@ def test_compiled_kl_equals_eager() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_fused_kl_equals_torch_at_full_vocabulary() -> None:
+    """Dream's V, bf16 as the head gives it, rows of a chunk that others share."""
+    from adjust_dlm.kernels import kl
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    teacher, student = ((3 * torch.randn(96, 152064, device="cuda", generator=generator)).bfloat16() for _ in "ab")
+    for logits in (teacher, student):
+        logits[:, 151666] = logits[:, 151670:] = -torch.inf
+    weight = torch.rand(64, device="cuda", generator=generator)
+    wanted_kl, wanted = kl_and_delta(teacher[16:80], student[16:80], weight)
+    got_kl, got = kl.kl_and_delta(teacher[16:80], student[16:80], weight)
+    torch.testing.assert_close(got_kl, wanted_kl, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=1e-10)
+    assert got.data_ptr() == student[16:].data_ptr()
+
+
+def test_one_pass_on_a_card_sees_what_the_cpu_sees() -> None:
+    """The same rows, ranks and loss; on the card by the fused KL."""
+    results = []
+    for device in ("cpu", "cuda"):
+        base, g = build(device)
+        config = PoolConfig(rows=8, max_new_tokens=12)
+        pool = Pool(base, config, PromptSource("two", PROMPTS), length=5, rollout=2, slices=4)
+        delta = pick_delta("auto", torch.device(device))
+        seen = []
+        for _ in range(8):
+            frames = pool.frames()
+            loss = unrolled_kl(base, unroll_frames(g, frames, rollout=2), (1, 2), delta=delta)
+            grad = torch.autograd.grad(loss, g.mix.weight)[0]
+            seen.append([t.cpu() for t in (frames.x.tokens_BL, frames.rank_BL, frames.text_SN, loss.detach(), grad)])
+        results.append(seen)
+    for here, there in zip(*results, strict=True):
+        for a, b in zip(here[:3], there[:3], strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(here[3:], there[3:], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
 def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Path) -> None:
     folder = str(write(tmp_path, "llada"))
     plain = load_base(folder, device="cuda", dtype=torch.float32)
@@ -126,3 +168,108 @@ def test_card_and_cpu_agree_with_cache_blocks_and_partner(decoder: str) -> None:
     assert torch.equal(here.tokens_BL, there.tokens_BL.cpu())
     for name in ("base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())
+
+
+# The fast form: captured graphs and kernels --------------------------------------------------------------------
+
+
+def wide(device: str) -> tuple[DreamBase, Sampler]:
+    """Like `build`, with logits far enough apart that fp32 rounding decides nothing."""
+    base, g = build(device)
+    base.head_matrix *= 8
+    return base, g
+
+
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "order_on": "raw", "suppress_eos": True},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+        {"temperature": 0.0, "order": "confidence"},
+        {"temperature": 1.0, "order": "confidence"},
+        {"temperature": 1.0, "order": "margin", "block_length": 5},
+        {"temperature": 1.0, "order": "random", "schedule": "reference"},
+        {"temperature": 1.0, "order": "left_to_right", "candidates": 3},
+    ],
+    ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()),
+)
+def test_captured_steps_write_the_same_tokens(decoder: str, changes: dict[str, object]) -> None:
+    base, g = wide("cuda")
+    if decoder == "parallel":
+        changes = {**changes, "candidates": 0}
+    own = [{"sparse": True}, {"restart": 1}, {}] if decoder == "adjust" and changes.get("candidates") else [{}]
+    for seed in (0, 1):  # the second decode replays what the first captured
+        config = DecodeConfig(**{"tokens_per_step": 4, "max_new_tokens": 13, "seed": seed, **changes})
+        for options in own:
+            slow = decode(base, PROMPTS * 3, config, decoder=decoder, sampler=g, eager=True, **options)
+            for slots in (None, 2):
+                quick = decode(
+                    base, PROMPTS * 3, config, decoder=decoder, sampler=g, eager=False, slots=slots, **options
+                )
+                for name in ("tokens_BL", "order_BL", "base_calls_B", "sampler_calls_B", "rounds_B"):
+                    assert torch.equal(getattr(slow, name), getattr(quick, name)), (name, seed, slots)
+    assert captures(base) > 0
+
+
+def test_captures_are_few_for_many_lengths_and_k(caplog: pytest.LogCaptureFixture) -> None:
+    """H25: 20 prompts of 20 lengths, K = 1..8: two shapes; the same prompts again capture nothing."""
+    base, g = wide("cuda")
+    seen = []
+    for _ in range(2):
+        for length in range(1, 21):
+            config = DecodeConfig(tokens_per_step=1 + length % 8, max_new_tokens=24, temperature=0.0)
+            prompt = [[47, *range(1, length)]]
+            slow, quick = (decode(base, prompt, config, sampler=g, eager=eager) for eager in (True, False))
+            assert torch.equal(slow.tokens_BL, quick.tokens_BL)
+        seen.append(captures(base))
+    assert seen[0] == seen[1] <= 2 * (1 + 3 + 1 + 3)  # of each shape: base pass, picks, whole step, last steps
+    assert not caplog.records
+
+
+def test_compiled_and_captured_together() -> None:
+    base, g = wide("cuda")
+    config = DecodeConfig(tokens_per_step=4, max_new_tokens=12, temperature=0.0)
+    want = decode(base, PROMPTS * 2, config, sampler=g, eager=True).tokens_BL
+    base.compile()
+    for _ in range(2):
+        assert torch.equal(decode(base, PROMPTS * 2, config, sampler=g).tokens_BL, want)
+
+
+def test_many_prompts_on_a_card() -> None:
+    base, g = wide("cuda")
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=8)
+    prompts = [[47, *range(1, 1 + n % 7)] for n in range(21)]
+    for which, result in decode_many(base, prompts, config, batch_size=4, sampler=g):
+        alone = decode(base, [prompts[n] for n in which], config, sampler=g, rows=which, eager=True)
+        assert torch.equal(alone.tokens_BL, result.tokens_BL)
+
+
+def test_what_cannot_be_captured_is_called_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A head that waits for the device: no graphs, the same tokens, one line in the log."""
+    base, g = wide("cuda")
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=6, temperature=0.0)
+    want = decode(base, PROMPTS, config, sampler=g, eager=True).tokens_BL
+    head = base.head
+    base.head = lambda h_RD: head(h_RD) if bool(h_RD.isfinite().all()) else h_RD  # type: ignore[method-assign]
+    assert torch.equal(decode(base, PROMPTS, config, sampler=g).tokens_BL, want)
+    assert [record.getMessage()[:34] for record in caplog.records] == ["CUDA graphs are off for this base:"]
+
+
+def test_nan_is_found_in_captured_steps() -> None:
+    base, g = wide("cuda")
+    base.head_matrix[7] = torch.nan
+    with pytest.raises(FloatingPointError, match="gave NaN"):
+        decode(base, PROMPTS, DecodeConfig(max_new_tokens=6), sampler=g)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_layers_in_the_fast_form(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("torchao")
+    base = load_base(str(write(tmp_path, "dream")), device="cuda", quantize=kind)
+    config = DecodeConfig(max_new_tokens=8, tokens_per_step=2, temperature=0.0)
+    g = Sampler(base).to("cuda", torch.bfloat16).eval()
+    result = decode(base, [[2, 5], [2, 5, 7]], config, sampler=g)
+    assert not bool((result.tokens_BL == base.spec.mask_id).any())

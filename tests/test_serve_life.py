@@ -75,14 +75,13 @@ def test_a_client_that_stops_waiting_stops_its_work(
     base, served = slow
     with caplog.at_level(logging.INFO):
         for _ in range(20):
-            with pytest.raises(httpx.ReadTimeout):
+            with pytest.raises(httpx.TimeoutException):
                 httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=0.06)
-            started = time.monotonic()
+            begun = base.passes
             answer = served.client.post("/v1/completions", json=SHORT)
             assert answer.json()["choices"][0]["text"] == "xx"
-            assert time.monotonic() - started < 6 * PASS + 0.15
+            assert base.passes - begun <= 2 + 2  # its own, one that runs, and one that may have begun since
             wait_for(lambda: served.engine.idle, 2.0)
-    assert base.passes < 20 * 20
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
 
@@ -107,7 +106,7 @@ def test_nothing_the_schema_allows_or_forbids_is_a_server_error() -> None:
     """Schemathesis: valid and broken requests for every route; answers keep to the documented statuses and types."""
     base = Typist("hello world foo", context=64)
     base.poison = base.crash = -1
-    engine = typing_engine(base)
+    engine = typing_engine(base, queue=8)
     checks = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
     with serving(engine) as served:
         schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
@@ -132,7 +131,7 @@ def _fuzz(operation: Any, checks: Any) -> None:
         @settings(max_examples=15, deadline=None, suppress_health_check=quiet, phases=[Phase.generate], database=None)
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
-            case.call_and_validate(checks=checks)
+            case.call_and_validate(checks=checks, timeout=60)
 
         check()
 
@@ -166,7 +165,7 @@ def test_a_second_signal_ends_what_is_left() -> None:
             pool.submit(httpx.post, f"{served.url}{path}", json=LONG, timeout=20)
             for path in ("/v1/completions", "/v1/canvas")
         ]
-        wait_for(lambda: served.engine.running == 2)
+        wait_for(lambda: base.passes > 8)  # of two lanes in turn: both streams have begun
         for _ in range(2):
             served.server.handle_exit(signal.SIGTERM, None)
         plain, stream = (future.result() for future in asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from adjust_dlm.bases.layers import new_model
 from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
-from adjust_dlm.losses import kl_rows, row_weights, weighted_kl
+from adjust_dlm.losses import Student, kl_rows, row_shares, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.metrics import held_out
@@ -67,7 +68,7 @@ def test_chunked_kl_equals_dense_in_value_and_gradient() -> None:
 
     dense, chunked = (torch.randn(37, 8, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in "ab")
     a = (kl_rows(logits(teacher), logits(dense)) * weight).sum()
-    b = weighted_kl(teacher, chunked, weight, logits, head, chunk=10)
+    b = weighted_kl(teacher, [Student(chunked, weight)], logits, head, chunk=10)
     (3 * a).backward()
     (3 * b).backward()
     torch.testing.assert_close(a, b)
@@ -157,6 +158,73 @@ def test_shared_base_passes_equal_the_plain_form() -> None:
         singles += [unrolled_kl(base, run, k) for k in (1, 2)]
     plain = gradient(singles)
     torch.testing.assert_close(sliced, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_depths_that_share_their_teacher_equal_the_dense_form() -> None:
+    """Every window and depth by itself, its logits whole: loss and gradient; also a chunk that cuts states in two."""
+    torch.manual_seed(0)
+    base = tiny_dream()
+    result = decode(base, [[47, 1], [47, 2, 3]], DecodeConfig(max_new_tokens=8), decoder="joint")
+    chosen, sampler = [result.trajectory(b) for b in range(2)], Sampler(base)
+    run = unroll(base, sampler, pack(chosen, [-1, 5], 6, 0), rollout=2)
+    for kind in ("next", "uniform"):
+        dense = torch.zeros(())
+        for k in (1, 2):
+            masked = run.rank[k - 1] >= 0
+            weight = row_weights(run.rank[k - 1], masked, kind)
+            own = [kl_rows(base.logits(run.teacher[k - 1][b]), base.logits(run.student[k - 1][b])) for b in range(8)]
+            states = masked.any(-1).nonzero()[:, 0].tolist()
+            assert 0 < len(states) < 8  # some hang over
+            dense = dense + sum((weight[b] * own[b])[masked[b]].sum() for b in states) / len(states) / 2
+        shared = unrolled_kl(base, run, (1, 2), weights=kind)
+        torch.testing.assert_close(shared, dense, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.autograd.grad(shared, sampler.mix.weight, retain_graph=True)[0],
+            torch.autograd.grad(dense, sampler.mix.weight, retain_graph=True)[0], rtol=1e-4, atol=1e-6,
+        )  # fmt: skip
+
+
+def test_left_out_rows_do_not_move_the_expected_weights() -> None:
+    """M = 3 of 6 rows: rank 0 stays, each of the five others is drawn with 2/5 and counts 5/2: all orders of lots."""
+    rank = torch.tensor([[4, -1, 0, 9, 2, 7, 1 << 20]])
+    total, orders = torch.zeros(1, 7), list(itertools.permutations(range(5)))
+    for order in orders:
+        u = torch.zeros(1, 7)
+        u[0, [0, 3, 4, 5, 6]] = torch.tensor(order) / 5
+        u[0, [1, 2]] = 0.1  # no lots in this draw
+        share = row_shares(rank, 3, u)
+        assert share[0, 1] == 0 and share[0, 2] == 1
+        assert sorted(share[0, [0, 3, 4, 5, 6]].tolist()) == [0, 0, 0, 2.5, 2.5]
+        total += share
+    torch.testing.assert_close(total / len(orders), (rank >= 0).float())
+    assert torch.equal(row_shares(rank, 6, torch.rand(1, 7)), (rank >= 0).float())
+    assert torch.equal(row_shares(rank, 99, torch.rand(1, 7)), (rank >= 0).float())
+    one = [row_shares(rank, 1, torch.rand(1, 7))[0].tolist() for _ in range(5)]
+    assert all(sorted(x) == [0] * 6 + [6] for x in one)  # M = 1: one row stands for all six
+
+
+def test_a_limit_on_rows_is_unbiased_in_loss_and_gradient() -> None:
+    """Each far row in turn, M = 2 of 4 masked rows (1 near, 1 of 3 drawn): the mean is the loss on all rows."""
+    torch.manual_seed(0)
+    base = tiny_dream()
+    x = decode(base, [[47, 1]], DecodeConfig(max_new_tokens=5), decoder="joint").trajectory(0)
+    sampler = Sampler(base)
+    run = unroll(base, sampler, pack([x], [0], 2, 0), rollout=1)
+    rank = run.rank_BL
+
+    def both(**changes: object) -> list[Tensor]:
+        loss = unrolled_kl(base, run, 1, **changes)  # type: ignore[arg-type]
+        return [loss.detach(), torch.autograd.grad(loss, sampler.mix.weight, retain_graph=True)[0]]
+
+    whole, parts = both(), []
+    for first in (1, 2, 3):
+        u = torch.where(rank == first, 0.0, 0.5)
+        parts.append(both(share_BL=row_shares(rank, 2, u)))
+        assert not torch.allclose(parts[-1][0], whole[0], rtol=1e-3)
+    for n in (0, 1):
+        torch.testing.assert_close(sum(part[n] for part in parts) / 3, whole[n], rtol=1e-4, atol=1e-7)
+    covered = both(share_BL=row_shares(rank, 5, torch.rand(rank.shape)))
+    assert all(torch.equal(a, b) for a, b in zip(covered, whole, strict=True))
 
 
 def test_left_pads_do_not_change_the_loss() -> None:

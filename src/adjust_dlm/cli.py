@@ -154,6 +154,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     output = getattr(settings, "output", None)
     folder = None if output is None else Path(output)
     check_folder(folder)
+    if getattr(settings, "dry_run", False):
+        folder = None
     outcome: Any = getattr(module, command.function)(settings)
     if os.environ.get("RANK", "0") != "0":
         return GOOD
@@ -163,6 +165,8 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
         write_outcome(folder, name, settings, outcome)
     if not shown:
         show_results(outcome.results)
+    if problems := outcome.results.get("problems"):  # a dry run found some
+        return _complain(f"error: {'; '.join(problems)}", FAILED)
     if outcome.results.get("finished") is False:  # `train` and `adapt` save when they are told to stop
         return _complain("stopped before the end; the same command goes on from here", INTERRUPTED)
     return GOOD

@@ -1,19 +1,27 @@
 """Forward KL between teacher and student rows of a shared frozen head, and the weights of its rows.
 
-`kl_rows` is the plain form. `ChunkedKL` gives the same values and gradients while no [rows, V] fp32 tensor
-outlives its chunk: the gradient w.r.t. the student's states is formed in the forward pass (q - p, times W),
-which is possible because the head is frozen.
+`kl_rows` is the plain form. `ChunkedKL` gives the same values and gradients while no [rows, V] tensor outlives its
+chunk: the gradient w.r.t. the student's states is formed in the forward pass (q - p, times W), which is possible
+because the head is frozen. Students of several depths share the teacher's logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from adjust_dlm.types import require
+
+log = logging.getLogger(__name__)
 RowWeights = Literal["next", "uniform"]
+KernelName = Literal["auto", "triton", "torch"]
 NEXT_DECAY = 3.0  # exp(-rank/3): measured best of the forms tried
 NEXT_SHARE = 0.9  # weight on the rows revealed next; the rest is spread over all masked rows
 
@@ -49,39 +57,102 @@ def row_weights(
     return torch.where(total_B1 > 0, mixed_BL, uniform_BL)
 
 
+def row_shares(rank_BL: Tensor, limit: int, u_BL: Tensor) -> Tensor:
+    """Factors on row weights that leave at most `limit` masked rows of a state, without moving the expected loss.
+
+    The nearest `limit // 2` rows by rank stay as they are. Of the others, as many as there is room for are drawn, all
+    equally likely, and count for those left out.
+
+    Args:
+        rank_BL: commits until a position is revealed; negative for rows that do not count.
+        limit: M.
+        u_BL: uniforms that decide the draw.
+
+    Returns:
+        fp32 [B, L]: 1 or (others / drawn) on rows that stay, 0 elsewhere.
+    """
+    masked_BL = rank_BL >= 0
+    near = limit // 2
+    far = torch.iinfo(rank_BL.dtype).max
+    order_BL = torch.where(masked_BL, rank_BL, far).argsort(dim=-1, stable=True).argsort(-1)
+    near_BL = masked_BL & (order_BL < near)
+    lot_BL = torch.where(masked_BL & ~near_BL, u_BL, 2.0).argsort(dim=-1, stable=True).argsort(-1)
+    drawn_BL = masked_BL & ~near_BL & (lot_BL < limit - near)
+    others_B1 = (masked_BL & ~near_BL).sum(-1, keepdim=True)
+    return near_BL.float() + drawn_BL * (others_B1 / (limit - near)).clamp_min(1.0)
+
+
 def kl_and_delta(teacher_RV: Tensor, student_RV: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-row KL and weight * d KL / d student logits = weight * (q - p). `torch.compile` fuses it well."""
-    log_p, log_q = teacher_RV.log_softmax(-1), student_RV.log_softmax(-1)
+    """Per-row KL and weight * d KL / d student logits = weight * (q - p), in fp32. `torch.compile` fuses it well."""
+    log_p, log_q = teacher_RV.float().log_softmax(-1), student_RV.float().log_softmax(-1)
     p_RV = log_p.exp()
     kl_R = (p_RV * torch.where(log_p.isfinite(), log_p - log_q, 0)).sum(-1)
     return kl_R, (log_q.exp() - p_RV) * weight_R[:, None]
 
 
+def pick_delta(kernel: KernelName, device: torch.device, *, compiled: bool = False) -> Delta:
+    """The KL kernel of a run: Triton's on a card, the torch form (or its compiled twin) elsewhere.
+
+    Raises:
+        InputError: Triton's was asked for and cannot be had.
+    """
+    able = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    require(kernel != "triton" or able, f"kernel is triton on {device}; it needs a CUDA device and the triton package")
+    if kernel != "torch" and able:
+        from adjust_dlm.kernels import kl
+
+        log.info("KL by the fused Triton kernel")
+        return kl.kl_and_delta
+    log.info("KL by torch%s", ", compiled" if compiled else "")
+    return _compiled() if compiled else kl_and_delta
+
+
+@functools.cache
+def _compiled() -> Delta:
+    """One for all runs of a process."""
+    return torch.compile(kl_and_delta, dynamic=True)
+
+
+@dataclass
+class Student:
+    """States that are compared with the teacher's rows `first`, `first + 1`, ...
+
+    Attributes:
+        h_RD: states of g.
+        weight_R: row weights.
+        first: the teacher row of the first one.
+    """
+
+    h_RD: Tensor
+    weight_R: Tensor
+    first: int = 0
+
+
 def weighted_kl(
     teacher_RD: Tensor,
-    student_RD: Tensor,
-    weight_R: Tensor,
+    students: Sequence[Student],
     logits: Head,
     head_VD: Tensor,
     *,
     chunk: int = 4096,
     delta: Delta = kl_and_delta,
 ) -> Tensor:
-    """sum_r weight_r KL(W teacher_r || W student_r), differentiable in the student's states.
+    """sum over students and rows of weight_r KL(W teacher_r || W student_r), differentiable in the students' states.
 
     Args:
         teacher_RD: states of the base on the true canvas.
-        student_RD: states of g, same rows.
-        weight_R: row weights.
-        logits: fp32 logits with forbidden tokens at -inf (`Base.logits`).
+        students: what is compared with runs of its rows; the logits of a chunk of it are computed once for all.
+        logits: fresh logits with forbidden tokens at -inf, in any dtype (`Base.logits`, `Base.plain_logits`).
         head_VD: the frozen head W, for the gradient.
         chunk: rows per piece.
-        delta: `kl_and_delta` or a compiled twin.
+        delta: `kl_and_delta` or a fused twin, which may write over the student's logits.
 
     Returns:
         fp32 scalar.
     """
-    total: Tensor = ChunkedKL.apply(student_RD, teacher_RD, weight_R, logits, head_VD, chunk, delta)  # type: ignore[no-untyped-call]
+    facts = [(student.first, student.weight_R) for student in students]
+    states = [student.h_RD for student in students]
+    total: Tensor = ChunkedKL.apply(teacher_RD, facts, logits, head_VD, chunk, delta, *states)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -89,21 +160,25 @@ class ChunkedKL(torch.autograd.Function):
     """See `weighted_kl`."""
 
     @staticmethod
-    def forward(ctx: Any, student_RD: Tensor, teacher_RD: Tensor, weight_R: Tensor, *rest: Any) -> Tensor:
-        """Loss and gradient, chunk by chunk."""
-        logits, head_VD, chunk, delta = rest
-        total = torch.zeros((), device=student_RD.device)
-        grad_RD = torch.empty_like(student_RD)
-        for start in range(0, len(student_RD), chunk):
-            part = slice(start, start + chunk)
-            kl_R, delta_RV = delta(logits(teacher_RD[part]), logits(student_RD[part]), weight_R[part])
-            total += (kl_R * weight_R[part]).sum()
-            grad_RD[part] = delta_RV.to(head_VD.dtype) @ head_VD
-        ctx.save_for_backward(grad_RD)
+    def forward(ctx: Any, teacher_RD: Tensor, *rest: Any) -> Tensor:
+        """Loss and gradients, chunk by chunk of the teacher's rows."""
+        facts, logits, head_VD, chunk, delta, *states = rest
+        total = torch.zeros((), device=teacher_RD.device)
+        grads = [torch.zeros_like(h_RD) for h_RD in states]
+        for start in range(0, len(teacher_RD), chunk):
+            teacher_RV = logits(teacher_RD[start : start + chunk])
+            for (first, weight_R), h_RD, grad_RD in zip(facts, states, grads, strict=True):
+                low, high = max(start, first), min(start + len(teacher_RV), first + len(h_RD))
+                if low >= high:
+                    continue
+                part = slice(low - first, high - first)
+                kl_R, delta_RV = delta(teacher_RV[low - start : high - start], logits(h_RD[part]), weight_R[part])
+                total += (kl_R * weight_R[part]).sum()
+                grad_RD[part] = delta_RV.to(head_VD.dtype) @ head_VD
+        ctx.save_for_backward(*grads)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Scales the stored gradient."""
-        (grad_RD,) = ctx.saved_tensors
-        return grads[0] * grad_RD, None, None, None, None, None, None
+        """Scales the stored gradients."""
+        return None, None, None, None, None, None, *(grads[0] * grad_RD for grad_RD in ctx.saved_tensors)

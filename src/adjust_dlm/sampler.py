@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -116,18 +116,8 @@ class Sampler(nn.Module):
             The next states, same shape and frame. Behind their D columns stand the features and, with an anchor, h_0,
             which are carried along through the round; `Base.head` reads the first D columns.
         """
-        count = len(self.config.features)
-        h_BLD, *rest = h_BLD.split(self.width, -1)
-        if self.config.anchor and len(rest) == count:
-            rest.append(h_BLD)  # the base's own states are their own anchor
-        e_BLD = self._embed(state.tokens_BL).to(h_BLD.dtype)
-        if self.config.pairing == "state":
-            e_BLD = self._to_frame(e_BLD, state)
-        parts = [self.norm_embed(e_BLD), self.norm_hidden(h_BLD)]
-        parts += [norm(f_BLD) for norm, f_BLD in zip(self.norm_features, rest, strict=False)]
-        if self.config.anchor:
-            parts.append(self.norm_anchor(rest[-1]))
-        z_BLD = self.layer(self.mix(torch.cat(parts, -1)), state)
+        h_BLD, *rest = self._parts(h_BLD)
+        z_BLD = self.layer(self._mixed(self._paired(state, h_BLD.dtype), h_BLD, rest), state)
         for layer in self.more:
             z_BLD = layer(z_BLD, state)
         z_BLD = self.norm_out(z_BLD)
@@ -137,6 +127,55 @@ class Sampler(nn.Module):
     def on(self, base: Base) -> Base:
         """The base, giving the features that g wants."""
         return base.with_features(self.config.features)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether `keys` and `rows` can make a step: one layer, and nothing but h behind it."""
+        config = self.config
+        return config.layers == 1 and not config.anchor and not config.features
+
+    def keys(self, h_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, heads, L, d] of one step, for `rows`."""
+        return self.layer.keys(self._mixed(self._paired(state, h_BLD.dtype), h_BLD), state)
+
+    def rows(self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+        """One step at some columns alone: [B, N, D]. With the `keys` of this very step it is exact.
+
+        Args:
+            h_BLD: current states.
+            state: the canvas after the latest commit.
+            column_BN: the columns, all different in a row.
+            keys: of all columns, from this step or an earlier one; made anew at these columns, in place.
+        """
+        h_BND, e_BND = at_columns(h_BLD, column_BN), at_columns(self._paired(state, h_BLD.dtype), column_BN)
+        z_BND = self.norm_out(self.layer.rows(self._mixed(e_BND, h_BND), state, column_BN, keys))
+        return h_BND + z_BND if self.config.residual else z_BND
+
+    def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
+        """The columns [B, L] whose input holds the embedding of a marked position's token."""
+        if self.config.pairing == "token":
+            return marked_BL
+        return self._to_frame(marked_BL[..., None].float(), state)[..., 0] > 0
+
+    def _paired(self, state: State, dtype: torch.dtype) -> Tensor:
+        """The embedding that meets each state."""
+        e_BLD = self._embed(state.tokens_BL).to(dtype)
+        return self._to_frame(e_BLD, state) if self.config.pairing == "state" else e_BLD
+
+    def _parts(self, h_BLD: Tensor) -> list[Tensor]:
+        """h, the features and, with an anchor, h_0."""
+        parts = list(h_BLD.split(self.width, -1))
+        if self.config.anchor and len(parts) == 1 + len(self.config.features):
+            parts.append(parts[0])  # the base's own states are their own anchor
+        return parts
+
+    def _mixed(self, e_BLD: Tensor, h_BLD: Tensor, rest: Sequence[Tensor] = ()) -> Tensor:
+        parts = [self.norm_embed(e_BLD), self.norm_hidden(h_BLD)]
+        parts += [norm(f_BLD) for norm, f_BLD in zip(self.norm_features, rest, strict=False)]
+        if self.config.anchor:
+            parts.append(self.norm_anchor(rest[-1]))
+        z_BLD: Tensor = self.mix(torch.cat(parts, -1))
+        return z_BLD
 
     def save(self, folder: Path | str, **provenance: Any) -> None:
         """Writes config and weights (bf16), whole or not at all; `provenance` goes into the config file."""
@@ -150,6 +189,11 @@ class Sampler(nn.Module):
         _replace(
             {folder / WEIGHTS: lambda p: p.write_bytes(save(weights)), folder / CONFIG: lambda p: p.write_text(text)}
         )
+
+
+def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
+    """States of some columns: [B, N, D]."""
+    return h_BLD.gather(1, column_BN[..., None].expand(-1, -1, h_BLD.shape[-1]))
 
 
 class _NoNorm(nn.Identity):

@@ -15,11 +15,7 @@ from adjust_dlm.types import DecodeConfig, OrderRule
 
 # Streams of the counter-based generator: a draw, an order and Gumbel noise never share a number.
 NOISE, DRAW, ORDER = 0, 1, 2
-
-
-def wrapped(number: int) -> int:
-    """Any whole number as the int64 that keeps its lowest 64 bits."""
-    return (number + 2**63) % 2**64 - 2**63
+STREAM = 0x632BE59BD9B4E019  # what the seed of one stream is from that of the next
 
 
 def uniform(
@@ -31,7 +27,7 @@ def uniform(
     neighbours, ranks and devices cannot change a number, and nothing has to be stored.
 
     Args:
-        seed: the run's seed, or int64 seeds of the shape of `row`.
+        seed: the run's seed; as an int64 tensor `wrapped(seed)`, one or of the shape of `row`.
         row: int64 row ids.
         commit: int64 commit numbers, broadcastable to `row`.
         position: int64 positions counted from the first real token, broadcastable to `row`.
@@ -41,13 +37,19 @@ def uniform(
     Returns:
         float64 tensor of the broadcast shape: multiples of 2**-32.
     """
-    shift = stream * 0x632BE59BD9B4E019
-    # A plain number is wrapped here: not every torch wraps it.
-    start = torch.tensor(wrapped(seed + shift), device=row.device) if isinstance(seed, int) else seed + wrapped(shift)
-    state = _mix(start)
+    first = stream * STREAM
+    if isinstance(seed, int):
+        state = _mix(torch.tensor(wrapped(seed + first), device=row.device))
+    else:
+        state = _mix(seed + wrapped(first))
     for key in (row, commit, position) if token is None else (row, commit, position, token):
         state = _mix(state ^ (key * -0x61C8864680B583EB))
     return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
+
+
+def wrapped(number: int) -> int:
+    """A whole number as int64 arithmetic keeps it (not every torch wraps one that is too large)."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def gumbel(u: Tensor) -> Tensor:

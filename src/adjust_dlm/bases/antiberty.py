@@ -105,9 +105,9 @@ class BertBase(Base):
         """W h + b."""
         return nn.functional.linear(h_RD[..., : self.width].to(self.head_matrix.dtype), self.head_matrix, self.bias_V)
 
-    def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
-        """See `Base.logits`; here special tokens are forbidden too, which `token_limit` cannot say: they come first."""
-        logits_RV = super().logits(h_RD, suppress_eos=suppress_eos)
+    def forbid(self, logits_RV: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """See `Base.forbid`; here special tokens are forbidden too, which `token_limit` cannot say: they come first."""
+        logits_RV = super().forbid(logits_RV, suppress_eos=suppress_eos)
         logits_RV[:, self.special_ids] = -torch.inf
         return logits_RV
 

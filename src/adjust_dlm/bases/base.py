@@ -61,6 +61,7 @@ class Base(ABC):
         tokenizer: any object with transformers' tokenizer interface, or None.
         compiled: whether `compile` was called; decoders then compile their row scores too.
         quantized: the kind of small weights that were asked for, or None.
+        workspace: what a decoder keeps with the base between two calls: buffers and captured graphs.
         ar_source: the autoregressive model that it was made from (see `bases.partner.load_partner`), or None.
     """
 
@@ -73,6 +74,7 @@ class Base(ABC):
     compiled: bool = False
     ar_source: str | None = None
     quantized: str | None = None
+    workspace: Any = None
 
     @abstractmethod
     def hidden(self, state: State) -> Tensor:
@@ -138,11 +140,19 @@ class Base(ABC):
 
     def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
         """fp32 logits [R, V] with MASK, padding ids and (optionally) end tokens at -inf."""
-        logits_RV = self.head(h_RD).float()
+        return self.forbid(self.head(h_RD).float(), suppress_eos=suppress_eos)
+
+    def plain_logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """The same numbers, in the head's own dtype: half the memory on a card."""
+        return self.forbid(self.head(h_RD), suppress_eos=suppress_eos)
+
+    def forbid(self, logits_RV: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """Writes -inf for tokens that are never committed into fresh logits, and returns them."""
         logits_RV[:, self.spec.mask_id] = -torch.inf
         logits_RV[:, self.spec.token_limit :] = -torch.inf
         if suppress_eos:
-            logits_RV[:, list(self.spec.end_ids)] = -torch.inf
+            for end in self.spec.end_ids:  # a list of ids would have to travel to the device first
+                logits_RV[:, end] = -torch.inf
         return logits_RV
 
     @property

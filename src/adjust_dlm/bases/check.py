@@ -168,6 +168,8 @@ def _check_forbidden(base: Base, rows: list[list[int]]) -> None:
     _hold(logits_RV.dtype == torch.float32, f"logits are {logits_RV.dtype}; order rules and draws want float32")
     _hold(torch.equal(h_RD, kept_RD), "logits write into the states they are given")
     _hold(not bool(logits_RV.isnan().any()), "logits hold NaN")
+    same = torch.equal(base.plain_logits(h_RD).float(), logits_RV)
+    _hold(same, "logits and plain_logits differ: override `forbid`, which both call, not `logits`")
     closed_RV = logits_RV == -torch.inf
     _hold(bool((closed_RV == closed_RV[:1]).all()), "which tokens are forbidden differs from row to row")
     closed = set(closed_RV[0].nonzero()[:, 0].tolist())

@@ -87,8 +87,44 @@ class Norm(nn.Module):
         return self.weight * F.rms_norm(h_BLD.float(), self.weight.shape, None, self.eps).to(h_BLD.dtype)
 
 
-class Attention(nn.Module):
+class _Joins(nn.Module):
+    """Projections of the same states that can be laid side by side in memory, so that one product makes them all."""
+
+    _names: tuple[str, ...]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined: tuple[Tensor, Tensor | None] | None = None
+
+    def join(self) -> None:
+        """Lays them so, each a view of its part; nothing for weights that are no plain tensors (quantized ones)."""
+        parts = [getattr(self, name) for name in self._names]
+        if self._joined is not None or any(type(part.weight.data) is not Tensor for part in parts):
+            return
+        sizes, biased = [part.out_features for part in parts], parts[0].bias is not None
+        weight = torch.cat([part.weight.data for part in parts])
+        bias = torch.cat([part.bias.data for part in parts]) if biased else None
+        for n, part in enumerate(parts):
+            part.weight.data = weight.split(sizes)[n]
+            if bias is not None:
+                part.bias.data = bias.split(sizes)[n]
+        self._joined = weight, bias
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._joined = None  # parameters move one by one
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _project(self, h_BLD: Tensor) -> list[Tensor]:
+        parts = [getattr(self, name) for name in self._names]
+        if self._joined is None:
+            return [part(h_BLD) for part in parts]
+        return list(F.linear(h_BLD, *self._joined).split([part.out_features for part in parts], -1))
+
+
+class Attention(_Joins):
     """Every position sees every real one."""
+
+    _names = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -107,13 +143,19 @@ class Attention(nn.Module):
 
         `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see.
         """
-        parts = (
-            proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        parts = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
         q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, L, d]
         q, k = _turn(q, *rotary), _turn(k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
+        return self._attend(q, k, v, mask_BHLL)
+
+    def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values alone: [B, heads, L, d] each."""
+        k, v = (proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return _turn(k.transpose(1, 2), *rotary), v.transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Tensor | None) -> Tensor:
         share = self.shape.num_attention_heads // self.shape.num_key_value_heads
         # With a mask, grouped heads would send CUDA to the slow kernel.
         grouped = share > 1 and mask_BHLL is None and q.is_cuda
@@ -130,8 +172,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
-class Mlp(nn.Module):
+class Mlp(_Joins):
     """down(silu(gate) * up)."""
+
+    _names = ("gate_proj", "up_proj")
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -142,7 +186,8 @@ class Mlp(nn.Module):
 
     def forward(self, h_BLD: Tensor) -> Tensor:
         """Same shape."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(h_BLD)) * self.up_proj(h_BLD))
+        gate, up = self._project(h_BLD)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
@@ -174,6 +219,24 @@ class _WithRotary(nn.Module):
         return self
 
 
+def join_projections(model: nn.Module) -> None:
+    """See `_Joins.join`, for all layers; the same numbers, up to rounding, from fewer and larger products."""
+    for part in model.modules():
+        if isinstance(part, _Joins):
+            part.join()
+
+
+def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    out: Tensor = layer(h_BLD, mask_BHLL, rotary)
+    return out
+
+
+@functools.cache
+def _compiled_layer() -> Any:
+    """One compiled function for the layers of all bodies and for all batch sizes and lengths."""
+    return torch.compile(_call_layer, dynamic=True)
+
+
 class Body(_WithRotary):
     """Embedding, layers and final norm."""
 
@@ -195,6 +258,7 @@ class Body(_WithRotary):
         *,
         causal: bool = False,
         keep: tuple[int, ...] = (),
+        compiled: bool = False,
     ) -> Tensor:
         """Post-final-norm states [B, L, D], row i at position i.
 
@@ -205,6 +269,7 @@ class Body(_WithRotary):
             memory: keys and values of columns that stay as they were; only those from `memory.first` on are computed
                 and returned.
             causal: row i sees positions up to i; not with a memory.
+            compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with a memory.
             keep: numbers of layers, from 1, whose states follow behind the D columns: [B, L, (1 + len(keep)) D].
         """
         first = 0 if memory is None else memory.first
@@ -214,8 +279,12 @@ class Body(_WithRotary):
             mask_BHLL = _causal(tokens_BL, mask_BHLL)
         rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
         kept: list[Tensor] = []
+        call = _compiled_layer() if compiled else _call_layer
         for n, layer in enumerate(self.layers):
-            h_BLD = layer(h_BLD, mask_BHLL, rotary, memory and functools.partial(memory.update, n))
+            if memory is not None:
+                h_BLD = layer(h_BLD, mask_BHLL, rotary, functools.partial(memory.update, n))
+            else:
+                h_BLD = call(layer, h_BLD, mask_BHLL, rotary)
             if n + 1 in keep:
                 kept.append(h_BLD)
         out: Tensor = self.norm(h_BLD)
@@ -273,13 +342,41 @@ class BidirectionalLayer(_WithRotary):
         """Fresh weights with the family's own initialiser range."""
         super().__init__()
         shape = Shape.of(config)
-        self.layer, self.rotary = Layer(shape), Rotary(shape)
+        self.layer, self.rotary, self.compiled = Layer(shape), Rotary(shape), False
         _draw_weights(self.layer, shape.initializer_range)
 
     def forward(self, z_BLD: Tensor, state: State) -> Tensor:
         """Same shape out; pads are invisible as keys."""
         mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
-        out: Tensor = self.layer(z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
+        call = _compiled_layer() if self.compiled else _call_layer
+        return call(self.layer, z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
+
+    def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """The keys and values that `forward` would make of z: [B, heads, L, d] each."""
+        normed_BLD = self.layer.input_layernorm(z_BLD)
+        keys: tuple[Tensor, Tensor] = self.layer.self_attn.keys(
+            normed_BLD, self.rotary(state.positions_BL, z_BLD.dtype)
+        )
+        return keys
+
+    def rows(self, z_BND: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+        """What `forward` gives at some columns, the others having left their keys and values.
+
+        Args:
+            z_BND: what stands at these columns.
+            state: the canvas.
+            column_BN: which columns, all different in a row.
+            keys: of all columns; those of `column_BN` are written into them.
+        """
+
+        def keep(*fresh: Tensor) -> tuple[Tensor, Tensor]:
+            for old, new in zip(keys, fresh, strict=True):
+                old.scatter_(2, column_BN[:, None, :, None].expand_as(new), new)
+            return keys
+
+        mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
+        rotary = self.rotary(state.positions_BL.gather(1, column_BN), z_BND.dtype)
+        out: Tensor = self.layer(z_BND, mask_B11L, rotary, keep)
         return out
 
 

@@ -56,16 +56,9 @@ class TransformerBase(Base):
         self.layer_config = self.model.config
         self.width = self.model.config.hidden_size
         self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix, spec.mask_id)
-        self._body = self._forward
-
-    def _forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor, **causal: bool) -> Tensor:
-        kept = {"keep": self.keep} if self.keep else {}
-        out: Tensor = self.model(tokens_BL, real_BL, positions_BL, **causal, **kept)
-        return out
 
     def compile(self) -> None:
-        """Compiles f for fixed shapes: 30-60 s each, and torch compiles a handful at most. Keep to few shapes."""
-        self._body = torch.compile(self._forward, dynamic=False)
+        """Compiles one layer for all layers, batch sizes and lengths, when it is first called (10-30 s)."""
         self.compiled = True
 
     def with_features(self, layers: tuple[int, ...]) -> Base:
@@ -76,9 +69,7 @@ class TransformerBase(Base):
         good = all(1 <= n <= most for n in layers) and list(layers) == sorted(set(layers))
         require(good, f"features are {layers}; base {self.spec.name!r} has layers 1..{most} below its last, ascending")
         twin = copy.copy(self)
-        twin.keep, twin._body = layers, twin._forward
-        if self.compiled:
-            twin.compile()
+        twin.keep = layers
         return twin
 
     def eager(self) -> Base:
@@ -86,7 +77,7 @@ class TransformerBase(Base):
         if not self.compiled:
             return self
         twin = copy.copy(self)
-        twin._body, twin.compiled = twin._forward, False
+        twin.compiled = False
         return twin
 
     @torch.no_grad()
@@ -102,7 +93,10 @@ class TransformerBase(Base):
     def _states(self, state: State, **causal: bool) -> Tensor:
         self.check_length(state)
         real_BL = state.real_BL if state.padded else None
-        return self.to_frame(self._body(state.tokens_BL, real_BL, state.positions_BL, **causal), state)
+        more: dict[str, Any] = {"keep": self.keep} if self.keep else {}
+        if self.compiled:
+            more["compiled"] = True
+        return self.to_frame(self.model(state.tokens_BL, real_BL, state.positions_BL, **causal, **more), state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:

@@ -31,6 +31,7 @@ class LoadFlags:
         quantize: int8 or fp8 weights for a checkpoint's linear layers.
         device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
         revision: commit, tag or branch of a Hub id.
+        compile: compile the layers, once for all lengths (10-30 s at the first pass).
     """
 
     base: str = DEFAULT_BASE
@@ -41,6 +42,7 @@ class LoadFlags:
     quantize: str | None = None
     device_map: str | None = None
     revision: str | None = None
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class DecodeFlags(LoadFlags):
         chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
         seed: with a sample's row number the only source of randomness.
         num_samples: samples per prompt.
+        eager: run the reference decoders where their fast form on CUDA would be taken.
         json: JSON lines on stdout instead of text.
         output: folder for result.json, samples.jsonl and run.yaml.
     """
@@ -85,6 +88,7 @@ class DecodeFlags(LoadFlags):
     chat: bool = True
     seed: int = 0
     num_samples: int = 1
+    eager: bool = False
     json: bool = False
     output: Path | None = None
 
@@ -113,7 +117,10 @@ def load_for(flags: LoadFlags) -> Base:
 
     given = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
     options = {key: value for key, value in given.items() if value is not None}
-    return load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype), **options)
+    base = load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype), **options)
+    if flags.compile:
+        base.compile()
+    return base
 
 
 def load_sampler_for(flags: LoadFlags, base: Base) -> Any:

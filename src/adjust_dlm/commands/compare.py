@@ -65,11 +65,14 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
     if sampler is None:
         logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
     prompts = [ids] * flags.num_samples
-    # One untimed pass: what a process does only once (loading kernels) is not the first decoder's cost.
-    decode(base, prompts, config.but(tokens_per_step=config.max_new_tokens), decoder="parallel")
+    eager = flags.eager or None
+    # One untimed pass: what a process does only once (loading kernels) is not the first decoder's cost. On a card every
+    # decoder captures its own steps, so there each runs once before.
+    decode(base, prompts, config.but(tokens_per_step=config.max_new_tokens), decoder="parallel", eager=eager)
     samples = []
     for name in _decoders(sampler):
-        result = decode(base, prompts, config, decoder=name, sampler=sampler)
+        for _ in range(2 if base.device.type == "cuda" else 1):
+            result = decode(base, prompts, config, decoder=name, sampler=sampler, eager=eager)
         samples += [{**sample_record(base, result, b), "row": b} for b in range(flags.num_samples)]
     return samples
 

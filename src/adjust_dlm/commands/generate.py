@@ -114,7 +114,8 @@ def _decode_all(
         with _watching(flags, base) as watch:
             result = decode(
                 base, [prompts[row // flags.num_samples] for row in batch], config,
-                decoder=flags.decoder, rows=list(batch), watch=watch, **helpers, **read_options(flags.set),
+                decoder=flags.decoder, rows=list(batch), watch=watch, eager=flags.eager or None, **helpers,
+                **read_options(flags.set),
             )  # fmt: skip
         for b, row in enumerate(batch):
             text = flags.prompt[row // flags.num_samples] if flags.prompt else ""

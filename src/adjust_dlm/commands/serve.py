@@ -76,9 +76,10 @@ def run(flags: ServeConfig) -> Outcome:
     """Serves until SIGTERM or Ctrl-C."""
     _require_extra()
     from adjust_dlm.serve.http import AppConfig, create_app
-    from adjust_dlm.serve.run import Server, bound, is_loopback
+    from adjust_dlm.serve.run import Server, bound, is_loopback, return_freed_memory
 
     defaults = _check(flags)
+    return_freed_memory()
     sock = bound(flags.host, flags.port)  # before the model is loaded: a port in use is known at once
     engine = _engine(flags, load_for(flags), defaults)
     key = flags.api_key or os.environ.get(KEY) or None

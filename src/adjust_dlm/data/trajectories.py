@@ -26,6 +26,7 @@ from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
+from adjust_dlm.data.ray_engine import make_with_ray
 from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require
@@ -59,6 +60,9 @@ class TrajectoriesConfig:
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is float32 on the CPU and bfloat16 on a GPU.
         compile: compile the base for fixed shapes (30-60 s at the start).
+        engine: local (this process, or the ranks of torchrun) or ray (actors of Ray Data; the extra `ray`).
+        actors: number of Ray actors; by default one a GPU, or one for four CPUs without any GPU.
+        ray_address: a cluster that is up, such as auto or HOST:6379; RAY_ADDRESS in the environment does the same.
     """
 
     output: str
@@ -80,6 +84,9 @@ class TrajectoriesConfig:
     device: str = "auto"
     dtype: DType = "auto"
     compile: bool = False
+    engine: Literal["local", "ray"] = "local"
+    actors: int | None = None
+    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         require(self.num >= 1, f"num is {self.num}; it must be at least 1")
@@ -90,6 +97,17 @@ class TrajectoriesConfig:
         require(
             self.batch_size >= 1 and self.shard_rows >= 1 and self.shard_rows % self.batch_size == 0,
             f"batch_size {self.batch_size} does not divide shard_rows {self.shard_rows}; for example 64 and 512",
+        )
+        require(self.engine in ("local", "ray"), f"engine is {self.engine!r}; it must be local or ray")
+        require(self.actors is None or self.actors >= 1, f"actors is {self.actors}; it must be at least 1")
+        for name in ("actors", "ray_address"):
+            require(
+                self.engine == "ray" or getattr(self, name) is None,
+                f"{name} is {getattr(self, name)} but the engine is local; add engine ray",
+            )
+        require(
+            self.engine == "local" or self.device in ("auto", "cpu", "cuda"),
+            f"device is {self.device!r}; Ray hands out the GPUs, so give auto, cpu or cuda",
         )
 
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
@@ -139,19 +157,51 @@ def make_trajectories(
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     require(0 <= rank < world, f"rank is {rank}; it must lie in 0..{world - 1}")
+    shown = progress and rank == 0 and sys.stderr.isatty()
+    if config.engine == "ray":
+        require(base is None and source is None, "engine ray loads base and prompts in its actors; give their names")
+        require(world == 1, f"world is {world}; engine ray starts its actors itself: run it without torchrun")
+        started = time.perf_counter()
+        with _progress_bar(config.num, shown=shown) as show:
+            made = make_with_ray(config, show)
+        return _report(config, made, time.perf_counter() - started)
+    run = prepared_run(config, base, source)
+    ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]
+    todo = [r for r in ranges if not store.is_whole(run.folder / store.shard_name(r))]
+    started = time.perf_counter()
+    with _progress_bar(sum(b - a for a, b in todo), shown=shown) as show:
+        for rows in todo:
+            run.make_shard(rows, show)
+    made = {
+        "rows_made": sum(b - a for a, b in todo), "shards_made": len(todo), "base_calls": run.base_calls,
+        "tokens": run.tokens,
+    }  # fmt: skip
+    return _report(config, made, time.perf_counter() - started)
+
+
+def prepared_run(config: TrajectoriesConfig, base: Base | None = None, source: PromptSource | None = None) -> _Run:
+    """A process's part of a folder that is there and fits the settings; loads what is not given."""
     base = base if base is not None else _load(config)
     if source is None:
         last = config.first_row + config.num
         source = open_prompts(config.prompts, base, chat=config.chat, rows=last, seed=config.seed)
     run = _Run(config, base, source)
     run.prepare()
-    ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]
-    todo = [r for r in ranges if not store.is_whole(run.folder / store.shard_name(r))]
-    started = time.perf_counter()
-    with _progress_bar(sum(b - a for a, b in todo), shown=progress and rank == 0 and sys.stderr.isatty()) as show:
-        for rows in todo:
-            run.make_shard(rows, show)
-    return run.report(todo, time.perf_counter() - started)
+    return run
+
+
+def _report(config: TrajectoriesConfig, made: dict[str, int], seconds: float) -> dict[str, Any]:
+    """The result of `make_trajectories`; the process that finds the folder complete closes its manifest."""
+    folder = Path(config.output)
+    left = store.missing(folder, config.num, config.shard_rows, first_row=config.first_row)
+    result: dict[str, Any] = {
+        "output": str(folder), "rows": config.num, **made, "complete": not left, "seconds": seconds,
+        "tokens_per_second": made["tokens"] / seconds if made["shards_made"] else math.nan,
+    }  # fmt: skip
+    if not left:
+        result["lengths"] = store.length_stats(store.TrajectoryStore(folder).columns)
+        store.write_manifest(folder, {**store.read_manifest(folder), "lengths": result["lengths"]})
+    return result
 
 
 def _load(config: TrajectoriesConfig) -> Base:
@@ -162,6 +212,27 @@ def _load(config: TrajectoriesConfig) -> Base:
 def _versions() -> dict[str, str]:
     others = {name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "torch", "transformers")}
     return {"adjust-dlm": __version__, **others}
+
+
+def manifest_of(config: TrajectoriesConfig, base: Base, source: PromptSource) -> dict[str, Any]:
+    """What a folder is made of; nothing in it depends on time, place or world size."""
+    spec = base.spec
+    return {
+        "format": store.FORMAT,
+        "base": spec.name,
+        "base_fingerprint": base.fingerprint,
+        "mask_id": spec.mask_id,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "seed": config.seed,
+        "temperatures": list(config.temperature),
+        "decode": asdict(config.decode_configs(base)[0]),
+        "prompts": source.facts(),
+        "first_row": config.first_row,
+        "rows": config.num,
+        "shard_rows": config.shard_rows,
+        "lengths": None,
+        "versions": _versions(),
+    }
 
 
 Show = Callable[[float], None]
@@ -206,25 +277,9 @@ class _Run:
         require(not shards, f"{self.folder} holds shards but no {store.MANIFEST}; use another output folder")
         store.write_manifest(self.folder, self.manifest())
 
-    def manifest(self, lengths: dict[str, float] | None = None) -> dict[str, Any]:
-        """What the folder is made of; nothing in it depends on time, place or world size."""
-        config, spec = self.config, self.base.spec
-        return {
-            "format": store.FORMAT,
-            "base": spec.name,
-            "base_fingerprint": self.base.fingerprint,
-            "mask_id": spec.mask_id,
-            "dtype": str(self.base.dtype).removeprefix("torch."),
-            "seed": config.seed,
-            "temperatures": list(config.temperature),
-            "decode": asdict(self.decode_configs[0]),
-            "prompts": self.source.facts(),
-            "first_row": config.first_row,
-            "rows": config.num,
-            "shard_rows": config.shard_rows,
-            "lengths": lengths,
-            "versions": _versions(),
-        }
+    def manifest(self) -> dict[str, Any]:
+        """What the folder is made of."""
+        return manifest_of(self.config, self.base, self.source)
 
     def make_shard(self, rows: store.Range, show: Show | None) -> None:
         """Decodes a shard in batches and writes it."""
@@ -248,6 +303,7 @@ class _Run:
     def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
         prompts = [self.source.ids(row) for row in rows]
         idle = self._fillers(prompts) if self.config.compile else []
+        follow = show is not None and self.base.device.type == "cpu"  # a watched canvas has no fast form on a card
 
         def watch(canvas: Canvas) -> None:
             assert show is not None
@@ -259,9 +315,11 @@ class _Run:
             settings,
             decoder="joint",
             rows=rows + rows[:1] * len(idle),
-            watch=watch if show else None,
+            watch=watch if follow else None,
         )
         self.rows_done += len(rows)
+        if show is not None and not follow:
+            show(self.rows_done)
         self.base_calls += int(result.base_calls_B[: len(rows)].sum())
         self.tokens += int((result.order_BL[: len(rows)] >= 0).sum())
         return [result.trajectory(b) for b in range(len(rows))]
@@ -274,17 +332,3 @@ class _Run:
             longest = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, room)
         size = self.config.batch_size + (len(self.source.lengths) > 1)
         return [[self.base.spec.pad_id] * longest] * (size - len(prompts))
-
-    def report(self, made: list[store.Range], seconds: float) -> dict[str, Any]:
-        """The result of `make_trajectories`; the process that finds the folder complete closes its manifest."""
-        config = self.config
-        left = store.missing(self.folder, config.num, config.shard_rows, first_row=config.first_row)
-        result: dict[str, Any] = {
-            "output": str(self.folder), "rows": config.num, "rows_made": sum(b - a for a, b in made),
-            "shards_made": len(made), "complete": not left, "base_calls": self.base_calls, "tokens": self.tokens,
-            "seconds": seconds, "tokens_per_second": self.tokens / seconds if made else math.nan,
-        }  # fmt: skip
-        if not left:
-            result["lengths"] = store.length_stats(store.TrajectoryStore(self.folder).columns)
-            store.write_manifest(self.folder, self.manifest(result["lengths"]))
-        return result

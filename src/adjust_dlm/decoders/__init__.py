@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
+from adjust_dlm.decoders import fast
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
@@ -42,11 +43,14 @@ __all__ = [
     "Variant",
     "build_options",
     "decode",
+    "decode_many",
     "generate",
     "make_plan",
     "read_options",
     "read_variant",
 ]
+
+_BATCHES = 8  # rows of a group of `decode_many`, in batches
 
 
 @dataclass(frozen=True)
@@ -162,11 +166,13 @@ class Plan(NamedTuple):
     Attributes:
         base: what its canvases are made for; a twin of the given one where a sampler wants more states.
         config: settings of its canvases.
+        own: the decoder's own options, one object or nothing.
         run: fills a canvas.
     """
 
     base: Base
     config: DecodeConfig
+    own: list[Any]
     run: Callable[[Canvas], None]
 
 
@@ -206,7 +212,7 @@ def make_plan(
             helpers.append(partner)
         entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
 
-    return Plan(base, config, run)
+    return Plan(base, config, own, run)
 
 
 @torch.no_grad()
@@ -220,6 +226,8 @@ def decode(
     partner: Partner | None = None,
     rows: list[int] | None = None,
     watch: Callable[[Canvas], None] | None = None,
+    eager: bool | None = None,
+    slots: int | None = None,
     **options: Any,
 ) -> DecodeResult:
     """Decodes a batch of token prompts; each row's result is what it would be alone.
@@ -233,17 +241,30 @@ def decode(
         partner: autoregressive model, for decoders that need one (`load_partner`).
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
         watch: called with the canvas after every commit.
+        eager: True runs the reference decoders; False their fast form wherever there is one (`decoders/fast.py`); None
+            that on CUDA, and says once where there is none.
+        slots: rows of a pass in the fast form; further rows take the place of those that are done. By default all.
         options: settings that only this decoder has, such as `tau=` of `threshold`.
 
     Raises:
         InputError: unknown decoder or option, missing sampler or partner, or a canvas that does not fit the base.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
+    require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
     canvas.watch = watch
-    plan.run(canvas)
+    reason = (
+        fast.why_not(plan.base, decoder, plan.config, sampler, watch) if fast.wanted(base, eager) else "not asked for"
+    )
+    if reason is None:
+        own = plan.own[0] if plan.own else None
+        fast.run_fast(plan.base, sampler, canvas, decoder=decoder, options=own, slots=slots)
+    else:
+        if fast.wanted(base, eager):
+            fast.log_fallback(reason)
+        plan.run(canvas)
     if canvas.open:
         raise RuntimeError(f"decoder {decoder!r} left {int(canvas.masked_BL.sum())} masks on the canvas")
     return DecodeResult(
@@ -259,6 +280,53 @@ def decode(
         decoder=decoder,
         seconds=time.perf_counter() - started,
     )
+
+
+def decode_many(
+    base: Base,
+    prompts: Sequence[list[int]],
+    config: DecodeConfig,
+    *,
+    batch_size: int,
+    rows: Sequence[int] | None = None,
+    decoder: str = "adjust",
+    sampler: Any = None,
+    eager: bool | None = None,
+    **more: Any,
+) -> Iterator[tuple[list[int], DecodeResult]]:
+    """Decodes any number of prompts; each row is as it would be alone.
+
+    In the fast form prompts of similar length go together, longest first, and a row's place is given to the next as
+    soon as it is done: answers of different lengths waste nothing but the end of a group. The reference takes one batch
+    after another.
+
+    Args:
+        base: the frozen model.
+        prompts: token ids.
+        config: all settings.
+        batch_size: rows of a pass.
+        rows: global row ids, 0, 1, ... unless given.
+        decoder: see `decode`, as for everything below.
+        sampler: g.
+        eager: which form.
+        more: a partner, and the decoder's own options.
+
+    Yields:
+        Which prompts, and their rows in that order, group by group.
+
+    Raises:
+        InputError: as `decode`.
+    """
+    require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
+    rows = range(len(prompts)) if rows is None else rows
+    how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
+    refill = fast.wanted(base, eager) and fast.why_not(base, decoder, config, sampler, None) is None
+    group = batch_size * _BATCHES if refill else batch_size
+    order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n])) if refill else list(range(len(prompts)))
+    for at in range(0, len(order), group):
+        mine = order[at : at + group]
+        given = [prompts[n] for n in mine]
+        yield mine, decode(base, given, config, rows=[rows[n] for n in mine], slots=batch_size, **how)
 
 
 def generate(

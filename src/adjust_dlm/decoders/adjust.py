@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, pick
-from adjust_dlm.types import State, require_count
+from adjust_dlm.decoders.canvas import Canvas, columns_of, pick
+from adjust_dlm.sampler import Sampler, at_columns
+from adjust_dlm.types import State, require, require_count
+
+Keys = tuple[Tensor, Tensor]  # of g's layer: [B, heads, L, d] each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +23,26 @@ class AdjustOptions:
     Attributes:
         restart: calls of g after which it begins again from the base's states, seeing all tokens of the round at once;
             None goes on from its own. For rounds much longer than the rollouts that g was trained on.
+        sparse: run g at the `candidates` of a round and at the columns that see its tokens; everything else keeps its
+            state and g's keys and values from the round's first step. Exact once the candidates are the whole canvas.
     """
 
     restart: int | None = None
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         require_count("restart", self.restart, 1, optional=True)
+        require(isinstance(self.sparse, bool), f"sparse is {self.sparse!r}; it must be true or false")
+
+    def check(self, sampler: object, candidates: int) -> None:
+        """Raises InputError where a sparse step is asked for that cannot be made."""
+        require(not self.sparse or candidates > 0, "sparse steps run at candidates: set candidates too")
+        able = isinstance(sampler, Sampler) and sampler.by_rows
+        require(not self.sparse or able, f"{type(sampler).__name__} knows no sparse steps, or not with these settings")
+
+    def starts_again(self, k: int) -> bool:
+        """Whether call k = 1, 2, ... of a round begins from the base's states."""
+        return self.restart is not None and (k - 1) % self.restart == 0
 
 
 def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: AdjustOptions) -> None:
@@ -33,10 +51,26 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
     Line 8 is moved to the front of the inner loop: the last call of a round as printed is never used,
     so g runs K-1 times for K commits.
     """
+    options.check(sampler, canvas.config.candidates)
+    sparse = sampler if options.sparse and isinstance(sampler, Sampler) else None
     while canvas.open:  # line 2
         h_BLD = start_BLD = base.hidden(canvas)  # line 3
+        keys: Keys | None = None
         for k in canvas.round():  # line 4
             if k:
-                again = options.restart is not None and (k - 1) % options.restart == 0
-                h_BLD = sampler(start_BLD if again else h_BLD, canvas)  # line 8
+                h_BLD = start_BLD if options.starts_again(k) else h_BLD
+                if sparse is None:
+                    h_BLD = sampler(h_BLD, canvas)  # line 8
+                else:
+                    keys = keys or sparse.keys(h_BLD, canvas)
+                    h_BLD = sparse_step(sparse, h_BLD, canvas, keys, k)
             canvas.commit(pick(base, h_BLD, canvas))  # lines 5-7
+
+
+def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Keys, k: int) -> Tensor:
+    """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
+    count = min(canvas.config.candidates + 1 + k, h_BLD.shape[1])
+    column_BN, valid_BN = columns_of(canvas.active(sampler.carriers), count)
+    new_BND = sampler.rows(h_BLD, canvas, column_BN, keys)
+    new_BND = torch.where(valid_BN[..., None], new_BND, at_columns(h_BLD, column_BN))
+    return h_BLD.scatter(1, column_BN[..., None].expand_as(new_BND), new_BND)

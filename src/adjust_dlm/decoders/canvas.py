@@ -48,6 +48,8 @@ class Canvas(State):
             temperature and filters), for every position that they propose a token for.
     """
 
+    chance_BL: Tensor | None = None
+
     def __init__(
         self, base: Base, prompts: list[list[int]], config: DecodeConfig, *, rows: list[int] | None = None,
         seeds: list[int] | None = None, new: list[int] | None = None,
@@ -90,9 +92,26 @@ class Canvas(State):
         self._round = 0
         self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
         self._candidate_BL: Tensor | None = None
-        self.chance_BL: Tensor | None = None
+        self._before_B = self.commits_B.clone()  # commits before this round
+        self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
         self.watch: Callable[[Canvas], None] | None = None
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
+
+    def restart(self, b: int, prompt: list[int], row: int) -> None:
+        """Row b becomes a fresh canvas of the same width: another prompt, another row id; what it cost stays booked.
+
+        Raises:
+            InputError: the prompt is longer than the width leaves room for.
+        """
+        room = len(self._column_L) - self.config.max_new_tokens
+        require(len(prompt) <= room, f"row {row} has a prompt of {len(prompt)} tokens; this canvas has room for {room}")
+        spec, pads = self.base.spec, room - len(prompt)
+        line = [*[spec.pad_id] * pads, *prompt, *[spec.mask_id] * self.config.max_new_tokens]
+        self.tokens_BL[b] = torch.tensor(line, device=self.tokens_BL.device)
+        self.real_BL[b] = self._column_L >= pads
+        self.masked_BL[b] = (self.tokens_BL[b] == spec.mask_id) & self.real_BL[b]
+        self.order_BL[b] = torch.where(self.masked_BL[b], MASKED, GIVEN)
+        self.rows_B[b], self.commits_B[b], self.quota_B[b] = row, 0, 0
 
     @property
     def open_BL(self) -> Tensor:
@@ -116,9 +135,22 @@ class Canvas(State):
         count = self.config.candidates
         if count == 0 or self._candidate_BL is not None:
             return
-        best_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, : count + 1]
-        self._candidate_BL = torch.zeros_like(self.masked_BL).scatter_(1, best_BN, True)
+        self._candidate_BL = self._best(score_BL, count + 1)
         self.quota_B = self.quota_B.clamp_max(count + 1)
+
+    def _best(self, score_BL: Tensor, count: int) -> Tensor:
+        """The `count` best open columns; where fewer are open, others of the row too, the last first."""
+        best = score_BL.sort(dim=-1, descending=True, stable=True)
+        open_BL = torch.zeros_like(self.masked_BL)
+        open_BL.scatter_(1, best.indices[:, :count], best.values[:, :count] > -torch.inf)
+        other_BL = self.real_BL & ~open_BL
+        from_right_BL = other_BL.flip(-1).long().cumsum(-1).flip(-1)
+        return open_BL | (other_BL & (from_right_BL <= count - open_BL.sum(-1, keepdim=True)))
+
+    def active(self, carriers: Callable[[Tensor, State], Tensor]) -> Tensor:
+        """Columns [B, L] that a sparse step computes: the candidates, and where this round's tokens are seen."""
+        assert self._candidate_BL is not None
+        return self._candidate_BL | carriers(self.order_BL >= self._before_B[:, None], self)
 
     @property
     def open_B(self) -> Tensor:
@@ -142,10 +174,16 @@ class Canvas(State):
             self.base_calls_B += open_B
             self.rounds_B += open_B
         self._candidate_BL = None
+        self._before_B = self.commits_B.clone()
         left_B = self.open_BL.sum(-1)
         self.quota_B = torch.minimum(self._scheduled() if wanted_B is None else wanted_B, left_B)
         self._round += 1
         return int(self.quota_B.max())
+
+    @property
+    def schedule(self) -> int | Tensor:
+        """Commits of every round, or of each row's rounds [B, rounds], the last of which goes on."""
+        return self.config.tokens_per_step if self._schedules is None else self._schedules
 
     def _scheduled(self) -> Tensor:
         if self._schedules is None:
@@ -183,12 +221,17 @@ class Canvas(State):
 
     def _close_finished(self) -> None:
         """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
-        ends = torch.tensor(self.base.spec.end_ids, device=self.tokens_BL.device, dtype=torch.long)
-        ended_BL = (torch.isin(self.tokens_BL, ends) & (self.order_BL >= 0)).long().cumsum(-1) > 0
+        end_BL = (self.tokens_BL[..., None] == self._ends_E).any(-1)
+        ended_BL = (end_BL & (self.order_BL >= 0)).long().cumsum(-1) > 0
         finished_B = ended_BL.any(-1) & ~(self.masked_BL & ~ended_BL).any(-1)
         filler_BL = finished_B[:, None] & self.masked_BL
-        self.tokens_BL[filler_BL] = self.base.spec.end_ids[0] if len(ends) else self.base.spec.pad_id
+        self.tokens_BL.masked_fill_(filler_BL, self._filler)
         self.masked_BL &= ~filler_BL
+
+    @property
+    def _filler(self) -> int:
+        spec = self.base.spec
+        return spec.end_ids[0] if spec.end_ids else spec.pad_id
 
     def _reference_schedules(self) -> Tensor:
         """[B, steps] commits per round of the family's published loop, block after block."""
@@ -211,7 +254,7 @@ class Canvas(State):
         """Gumbel noise of the next commit for every token: fp32 [R, V]; fresh after each commit of the row."""
         return gumbel(uniform(*self._keys(position_R[:, None], row_R[:, None]), NOISE, token_V))
 
-    def _keys(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _keys(self, position: Tensor, row: Tensor) -> tuple[int | Tensor, Tensor, Tensor, Tensor]:
         start_B = self.real_BL.long().argmax(-1)
         return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - start_B[row]
 
@@ -241,6 +284,14 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
     return tokens_BL, real_BL
 
 
+def columns_of(marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` marked columns of each row, lowest first, and which of these [B, N] are marked at all."""
+    length = marked_BL.shape[1]
+    column_L = torch.arange(length, device=marked_BL.device)
+    ranked_BN = torch.where(marked_BL, column_L, column_L + length).sort(-1).values[:, :count]
+    return ranked_BN % length, ranked_BN < length
+
+
 def rows_at_once(base: Base) -> int:
     """How many rows of fp32 logits are held at a time."""
     return max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
@@ -249,6 +300,11 @@ def rows_at_once(base: Base) -> int:
 @functools.cache
 def _compiled_score_rows() -> Callable[..., Tensor]:
     return torch.compile(score_rows, dynamic=True)
+
+
+def row_scorer(base: Base) -> Callable[..., Tensor]:
+    """`score_rows`, compiled beside a compiled base."""
+    return _compiled_score_rows() if base.compiled else score_rows
 
 
 def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
@@ -319,7 +375,7 @@ def _logit_scores(
     config = canvas.config
     on_processed = (config.order_on or base.spec.order_on) == "processed"
     chunk = rows_at_once(base)
-    score = _compiled_score_rows() if base.compiled else score_rows
+    score = row_scorer(base)
     parts, logits_RV = [h_BLD.new_empty(0, dtype=torch.float32)], None
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = None  # one chunk at a time

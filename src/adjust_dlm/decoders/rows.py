@@ -86,6 +86,6 @@ def _padded(part_BL: Tensor, width: int, value: float) -> Tensor:
 def _settled(canvas: RoundCanvas) -> RoundCanvas:
     """What follows from the rows."""
     canvas._column_L = torch.arange(canvas.tokens_BL.shape[1], device=canvas.rows_B.device)
-    canvas._candidate_BL = None
+    canvas._candidate_BL, canvas._before_B = None, canvas.commits_B.clone()
     canvas.padded = not bool(canvas.real_BL.all())
     return canvas

@@ -18,7 +18,7 @@ from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, cut_at_end
 from adjust_dlm.bases.partner import Partner, load_partner
 from adjust_dlm.data.store import write_atomic
-from adjust_dlm.decoders import DECODERS, decode, read_variant
+from adjust_dlm.decoders import DECODERS, decode_many, read_variant
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
@@ -82,11 +82,11 @@ def generate_rows(
         return found
     known = {line.row for line in found}
     mine = [n for n in range(rank, len(prompts), world) if first_row + n not in known]
+    given, numbers = [prompts[n] for n in mine], [first_row + n for n in mine]
     made = []
-    for at in range(0, len(mine), batch_size):
-        batch = mine[at : at + batch_size]
-        rows = [first_row + n for n in batch]
-        result = decode(base, [prompts[n] for n in batch], config, decoder=name, rows=rows, **helpers, **options)
+    how = {"batch_size": batch_size, "rows": numbers, "decoder": name, **helpers, **options}
+    for which, result in decode_many(base, given, config, **how):
+        rows = [numbers[n] for n in which]
         tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()
         counted = (result.rounds_B, result.base_calls_B, result.sampler_calls_B, result.partner_calls_B)
         calls = torch.stack(counted, 1).tolist()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import ipaddress
 import logging
+import platform
 import signal
 import socket
 import time
@@ -16,7 +18,19 @@ from fastapi import FastAPI
 from adjust_dlm.serve.engine import Engine
 
 logger = logging.getLogger(__name__)
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 4 << 20  # the first of malloc.h
 _LAST_BYTES_SECONDS = 5  # for answers that are written while the server stops
+
+
+def return_freed_memory() -> None:
+    """Tells glibc to give large blocks back to the kernel as soon as they are free, in this process.
+
+    `adjust` keeps them, which is quicker for a command that ends. Batches of a server change their size all the time:
+    kept blocks are cut up, the next large one does not fit, and memory grows for hours (200 MiB in five minutes of
+    mixed traffic with the default model on two CPU cores).
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class Server(uvicorn.Server):

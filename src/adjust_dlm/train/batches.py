@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjust_dlm.sampling import ORDER, uniform
 from adjust_dlm.train.unroll import Slices
 from adjust_dlm.types import GIVEN, Trajectory
+
+_LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
 
 
 def random_slices(
@@ -59,6 +62,19 @@ def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_i
         tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all()),
         temperature_N=torch.tensor([x.temperature for x in chosen]),
     )  # fmt: skip
+
+
+def lots(rank_BL: Tensor, key: tuple[int, ...]) -> Tensor:
+    """Uniforms [B, L] that decide which rows a limited loss looks at, the same on every device.
+
+    Args:
+        rank_BL: whose shape and device they get.
+        key: (seed, step, micro-batch).
+    """
+    seed, step, micro = key
+    (count, length), device = rank_BL.shape, rank_BL.device
+    row_B1, at_L = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
+    return uniform(seed, row_B1 + (micro << 32), torch.tensor(step, device=device), at_L, _LOTS)
 
 
 def to_device(slices: Slices, device: torch.device) -> Slices:

@@ -2,34 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.types import InputError, require
+
+if TYPE_CHECKING:
+    from adjust_dlm.train.trackers import Tracking
 
 NAME = "checkpoint.pt"
 
 
 def save_checkpoint(folder: Path, payload: dict[str, Any]) -> None:
-    """Writes `checkpoint.pt` through a temporary neighbour: a full disk or a kill leaves the old one."""
+    """Writes `checkpoint.pt` through a temporary neighbour: a full disk or a kill leaves the old one.
+
+    Raises:
+        OSError: it cannot be written; names the file, the bytes it needs and those that are free.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{NAME}.part"
     try:
-        with part.open("wb") as file:
+        with writing(folder / NAME, tensor_bytes(payload)), part.open("wb") as file:
             torch.save(payload, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, folder / NAME)
+            os.replace(part, folder / NAME)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path, needed: int) -> Iterator[None]:
+    """Makes a failed write say what failed: `needed` bytes for `path`, and what is free there.
+
+    Raises:
+        OSError: in place of the one in the block. torch turns that into a RuntimeError while it closes its archive.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        old = "; the one before it stays" if path.exists() else ""
+        message = f"cannot write {path}, {needed:,} bytes with {free_bytes(path):,} free: {cause.strerror}{old}"
+        raise OSError(cause.errno, message) from error
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the disk of a file or folder that need not be there yet."""
+    nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(nearest).free
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in nested dicts and lists."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(tensor_bytes(part) for part in parts)
 
 
 def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
@@ -59,9 +102,11 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
 class MetricsLog:
     """`metrics.jsonl`: one object a line; lines past a resumed step are dropped."""
 
-    def __init__(self, folder: Path, *, resume_step: int = 0, enabled: bool = True) -> None:
-        """Opens the log; `enabled=False` on ranks other than 0."""
-        self.path, self.enabled = folder / "metrics.jsonl", enabled
+    def __init__(
+        self, folder: Path, *, resume_step: int = 0, enabled: bool = True, tracking: Tracking | None = None
+    ) -> None:
+        """Opens the log; `enabled=False` on ranks other than 0. `tracking` gets the same lines."""
+        self.path, self.enabled, self.tracking = folder / "metrics.jsonl", enabled, tracking
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
             kept = self._kept(resume_step)
@@ -75,8 +120,11 @@ class MetricsLog:
     def write(self, step: int, **values: Any) -> None:
         """Appends one line."""
         if self.enabled:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            line = json.dumps({"step": step, **values}) + "\n"
+            with writing(self.path, len(line)), self.path.open("a") as file:
+                file.write(line)
+            if self.tracking:
+                self.tracking.write(step, values)
 
 
 def _step_of(line: str) -> float:

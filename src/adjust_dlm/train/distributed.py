@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adjust_dlm.types import require
+
 
 def start() -> tuple[int, int, torch.device]:
     """(rank, world size, device) under torchrun or alone; NCCL on GPUs, gloo on CPUs."""
@@ -76,6 +78,15 @@ def from_first_rank(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def require_same(name: str, value: Any) -> None:
+    """Raises InputError unless every rank holds the same value, which it read from disk."""
+    values = from_all_ranks([value])
+    require(
+        all(other == values[0] for other in values),
+        f"{name} differs between ranks: {', '.join(map(str, values))}; all machines must see the same folders",
+    )
 
 
 def finish() -> None:

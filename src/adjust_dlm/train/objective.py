@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.losses import Delta
+from adjust_dlm.losses import Delta, row_shares
+from adjust_dlm.train.batches import lots
 from adjust_dlm.train.on_policy import unroll_on_policy
-from adjust_dlm.train.unroll import Slices, Step, unroll, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Slices, Step, unroll, unroll_frames, unrolled_kl
 from adjust_dlm.types import require
 
 
@@ -25,6 +25,8 @@ def check_objective(config: Any) -> None:
         config.slice_states > longest,
         f"slice_states is {config.slice_states}; it must exceed every rollout ({longest})",
     )
+    apart = [name for name in ("rollouts", "on_policy") if config.one_pass and getattr(config, name)]
+    require(not apart, f"one_pass decodes what it trains on, once; leave {', '.join(apart)} out")
     require(config.detach_every >= 0, f"detach_every is {config.detach_every}; it must be >= 0 (0 is never)")
     given = config.depth_weights
     good = not given or (len(given) == longest and min(given) >= 0 and given[0] > 0 and sum(given) < math.inf)
@@ -36,34 +38,33 @@ def check_objective(config: Any) -> None:
 
 
 def batch_loss(
-    base: Base, g: Step, slices: Slices, config: Any, *, rollout: int, key: tuple[int, ...], delta: Delta
+    base: Base, g: Step, seen: Slices | Frames, config: Any, *, rollout: int, key: tuple[int, ...], delta: Delta
 ) -> Tensor:
-    """The loss of some slices: the mean KL over depths.
+    """The loss of a micro-batch: the mean KL over depths.
 
     Args:
         base: f and W.
         g: the sampler, or its compiled twin.
-        slices: on the base's device.
+        seen: slices on the base's device, or frames that one-pass training has decoded.
         config: `TrainConfig`.
         rollout: unrolled g steps.
         key: integers that decide what is drawn.
         delta: `kl_and_delta` or its compiled twin.
     """
     length: dict[str, int] = {"rollout": rollout, "detach_every": config.detach_every}
-    if config.on_policy:
+    if isinstance(seen, Frames):
+        states = unroll_frames(g, seen, **length)
+    elif config.on_policy:
         states = unroll_on_policy(
-            base, g, slices, **length, share=config.on_policy, suppress_eos=config.suppress_eos, key=key
+            base, g, seen, **length, share=config.on_policy, suppress_eos=config.suppress_eos, key=key
         )
     else:
-        states = unroll(base, g, slices, **length)
-    parts = [
-        share * unrolled_kl(
-            base, states, k, weights=config.weights, next_decay=config.next_decay, next_share=config.next_share,
-            suppress_eos=config.suppress_eos, delta=delta,
-        )
-        for k, share in depth_shares(config, rollout, key).items()
-    ]  # fmt: skip
-    return torch.stack(parts).sum()
+        states = unroll(base, g, seen, **length)
+    share_BL = None if config.rows is None else row_shares(states.rank_BL, config.rows, lots(states.rank_BL, key))
+    return unrolled_kl(
+        base, states, depth_shares(config, rollout, key), weights=config.weights, next_decay=config.next_decay,
+        next_share=config.next_share, suppress_eos=config.suppress_eos, delta=delta, share_BL=share_BL,
+    )  # fmt: skip
 
 
 def drawn_rollout(rollout: int, rollouts: Sequence[int], key: tuple[int, ...]) -> int:

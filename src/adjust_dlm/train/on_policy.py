@@ -55,8 +55,8 @@ def unroll_on_policy(
     policy = _policy(base, slices, _rows(x, own_R + n), own_R % n, rollout, suppress_eos, key)
     policy.counts_R = begun_B1[own_R, 0] & (rank_BL[own_R + n] >= 0).any(-1)
     stored_BLD = base.hidden(x)  # lines 5-7
-    out = Unrolled(stored_BLD[: windows * n], [], [], [])
-    h_k = out.stale_BLD
+    h_k = stored_BLD[: windows * n]
+    states, students, ranks = [h_k], [], []
     for k in range(1, rollout + 1):  # line 8
         rows = slice(k * n, (k + windows) * n)
         x_k, teacher_BLD = _rows(x, rows), stored_BLD[rows]
@@ -66,10 +66,12 @@ def unroll_on_policy(
             x_k.masked_BL = x_k.masked_BL.index_copy(0, own_R, policy.state.masked_BL)
             teacher_BLD = teacher_BLD.index_copy(0, own_R, base.hidden(policy.state))
         h_k = sampler(cut(h_k, k, detach_every), x_k)  # line 9
-        out.student.append(h_k)
-        out.teacher.append(teacher_BLD)
-        out.rank.append(torch.where(begun_B1, rank_BL[rows], -1).index_copy(0, own_R, policy.rank(h_k[own_R])))
-    return out
+        students.append(h_k)
+        states.append(teacher_BLD)
+        ranks.append(torch.where(begun_B1, rank_BL[rows], -1).index_copy(0, own_R, policy.rank(h_k[own_R])))
+    # Windows share no states any more: each is a text of its own.
+    all_ranks_BL = torch.cat([torch.full_like(ranks[0], -1), *ranks])
+    return Unrolled(torch.cat(states), all_ranks_BL, windows * n, 1, students, ranks)
 
 
 def _rows(x: State, rows: Tensor | slice) -> State:

@@ -16,17 +16,22 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.data.store import open_stores
-from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, RowWeights, kl_and_delta
+from adjust_dlm.data.store import TrajectoryStore
+from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, KernelName, RowWeights, kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import random_slices, to_device
+from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
 from adjust_dlm.train.ema import follow
 from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.objective import batch_loss, check_objective, drawn_rollout
+from adjust_dlm.train.one_pass import Pool, PoolConfig, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
-from adjust_dlm.train.unroll import Step
+from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_per_step
+from adjust_dlm.train.rows import open_rows
+from adjust_dlm.train.trackers import TrackerName, Tracking, check_trackers
+from adjust_dlm.train.unroll import Frames, Slices, Step
 from adjust_dlm.types import Trajectory, require
 
 log = logging.getLogger(__name__)
@@ -39,6 +44,8 @@ class TrainConfig:
     Attributes:
         base: name or folder of the frozen base.
         trajectories: folders written by `adjust trajectories`.
+        one_pass: decode the trajectories while training on them (see `pool`); folders then serve held-out metrics only.
+        pool: what `one_pass` decodes.
         output: folder for the sampler, checkpoints and metrics.
         preset: "default", or "paper": AdamW 5e-5 constant after 250 warm-up steps, uniform rows, batch 32.
         rollout: unrolled g steps (K - 1 of training).
@@ -57,24 +64,31 @@ class TrainConfig:
         decay: share of the run, at its end, over which the rate falls linearly to 0.
         steps: optimiser steps.
         slice_states: consecutive states per slice; slice_states - rollout windows share their base passes.
-        slices: slices per micro-batch.
+        slices: slices per micro-batch; with `one_pass`, rows of the pool that make one.
         accumulate: micro-batches per step and rank.
         clip: gradient norm limit.
-        heldout: trajectories kept apart for metrics.
+        heldout: trajectories kept apart for metrics; not with `heldout_trajectories`.
+        heldout_trajectories: folders of trajectories for metrics only, none of them among `trajectories`.
         eval_every: steps between held-out metrics.
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
         pairing, layers, mlp, anchor, features: see `SamplerConfig`.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
-        compile: compile the base's body and the KL kernel (CUDA).
+        rows: limit on the masked rows of a state that go through the head, the same loss on average; none takes all.
+        kernel: of the KL: "triton" (fused, CUDA), "torch", or "auto", the former where it can be had.
+        compile: compile the base's body, g and torch's KL kernel (CUDA).
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
         untimed: first steps that `max_seconds` and the reported seconds leave out: those in which kernels are compiled.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
+        track: tensorboard, wandb, trackio: where the lines of metrics.jsonl go as well.
+        dry_run: print memory, steps, hours and disk space of this run, from a few steps on this device; write nothing.
     """
 
     base: str = "smol"
     trajectories: tuple[str, ...] = ()
+    one_pass: bool = False
+    pool: PoolConfig = field(default_factory=PoolConfig)
     output: str = "runs/sampler"
     preset: Literal["default", "paper"] = "default"
     rollout: int = 3
@@ -97,6 +111,7 @@ class TrainConfig:
     accumulate: int = 1
     clip: float = 1.0
     heldout: int = 64
+    heldout_trajectories: tuple[str, ...] = ()
     eval_every: int = 500
     checkpoint_every: int = 500
     seed: int = 0
@@ -107,10 +122,14 @@ class TrainConfig:
     anchor: bool = False
     features: tuple[int, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    rows: int | None = None
+    kernel: KernelName = "auto"
     compile: bool = False
     untimed: int = 0
     max_seconds: float | None = None
     resume: Literal["auto", "never"] = "auto"
+    track: tuple[TrackerName, ...] = ()
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         """Checks values, and fills in the paper's preset."""
@@ -126,6 +145,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup", "heldout", "seed", "untimed"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
         require(0 <= self.ema < 1, f"ema is {self.ema}; it must lie in 0..1, below 1")
         check_objective(self)
         self.sampler_config()
@@ -133,6 +153,7 @@ class TrainConfig:
         require(0 <= self.decay <= 1, f"decay is {self.decay}; it is a share of the run, 0..1")
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+        check_trackers(self.track)
 
     def sampler_config(self) -> SamplerConfig:
         """What g is built from."""
@@ -142,6 +163,8 @@ class TrainConfig:
         return SamplerConfig(**{name: getattr(self, name) for name in names})
 
 
+# Settings that a resumed run may change.
+FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
 PAPER: dict[str, Any] = {
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
     "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
@@ -167,6 +190,9 @@ class Run:
     step_g: Step | None = None
     averaged: Sampler | None = None
     data_digest: str = ""
+    pool: Pool | None = None
+    held: TrajectoryStore | None = None
+    best: dict[str, float] = field(default_factory=dict)
 
     @property
     def best_g(self) -> Sampler:
@@ -179,19 +205,20 @@ class Run:
         return self.rows(False)
 
     def rows(self, held: bool) -> list[int]:
-        """Indices of the training part, or of the held-out one, which is spread evenly over all folders."""
+        """Indices of the training part, or of the held-out one: a store of its own, or spread evenly over `data`."""
+        if self.held is not None:
+            return list(range(len(self.held if held else self.data)))
         total, count = len(self.data), self.config.heldout
         apart = [(2 * i + 1) * total // (2 * count) for i in range(count)]
         return apart if held else sorted(set(range(total)) - set(apart))
 
     def settings(self) -> dict[str, Any]:
         """What must stay the same between start and resume."""
-        fixed = {
-            k: v for k, v in asdict(self.config).items() if k not in ("output", "compile", "trajectories", "resume")
-        }
+        fixed = {k: v for k, v in asdict(self.config).items() if k not in FREE}
         return {
             **fixed, "dtype": str(self.base.dtype).removeprefix("torch."), "base_fingerprint": self.base.fingerprint,
             "trajectories": len(self.data), "data_digest": self.data_digest, "world": self.world,
+            "heldout_digest": None if self.held is None else self.held.digest(),
         }  # fmt: skip
 
 
@@ -199,11 +226,12 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     """Trains g and writes it to `config.output/sampler`; continues an interrupted run by itself.
 
     Returns:
-        Steps, windows, seconds and the last held-out metrics.
+        Steps, windows, seconds, the last held-out metrics and the step of the best; of a dry run, see `preflight`.
 
     Raises:
         InputError: no or too few trajectories, another base's trajectories, changed settings on resume.
         FloatingPointError: the loss is not finite; the step is named.
+        OSError: no room on the disk, before the first step or when something is to be saved.
     """
     rank, world, _ = distributed.start()
     run = _prepare(config, base, rank, world)
@@ -212,16 +240,28 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     if saved:
         _restore(run, saved)
         log.info("resumed %s at step %d", folder, run.step)
-    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0)
-    with StopSignal() as stop:
-        last = _loop(run, folder, metrics, stop)
+    distributed.require_same("the step to go on from", run.step)
+    if config.dry_run:
+        return preflight(run, folder, step=_step, evaluate=_held_out)
+    tracking = None
+    if rank == 0:
+        if _unfinished(run):
+            check_disk(run, folder)
+        tracking = Tracking(config.track, folder, run.settings(), resume_step=run.step)
+    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, tracking=tracking)
+    try:
+        with StopSignal() as stop:
+            last = _loop(run, folder, metrics, stop)
+    finally:
+        if tracking:
+            tracking.close()
     if rank == 0 and not _unfinished(run):
-        run.best_g.save(folder / "sampler", training=run.settings(), heldout=last)
+        save_sampler(run, folder / LAST, heldout=last)
     distributed.barrier()
-    windows = run.step * world * config.accumulate * config.slices * (config.slice_states - config.rollout)
     return {
-        "finished": not _unfinished(run), "steps": run.step, "windows": windows, "seconds": run.elapsed,
-        "sampler": str(folder / "sampler"), "heldout": last,
+        "finished": not _unfinished(run), "steps": run.step, "windows": run.step * windows_per_step(run),
+        "seconds": run.elapsed, "sampler": str(folder / LAST), "heldout": last,
+        "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
     }  # fmt: skip
 
 
@@ -229,38 +269,28 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
     base = base.with_features(config.features)
-    require(bool(config.trajectories), "no trajectories: give folders written by `adjust trajectories`")
-    data = open_stores([Path(p) for p in config.trajectories])
-    require(
-        data.fingerprint == base.fingerprint,
-        f"the trajectories come from a base with fingerprint {data.fingerprint[:16]}; "
-        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
-    )
-    require(
-        len(data) > config.heldout,
-        f"{len(data)} trajectories, of which {config.heldout} are held out; there must be some left to train on",
-    )
+    pool, held = None, None
+    if config.one_pass:
+        data, digest, pool = start_pool(config, base, rank, world)
+    else:
+        data, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
+        digest = data.digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         sampler = Sampler(base, config.sampler_config())
-    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, data_digest=data.digest())
+    facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
+    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
+    run.delta = pick_delta(config.kernel, base.device, compiled=config.compile)
     if config.ema:
         run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
         run.averaged.load_state_dict(sampler.state_dict())
     if config.compile:
         if not base.compiled:
             base.compile()
-        run.pad_to = max(len(x.tokens_L) for x in data)
+        run.pad_to = longest(run)
         run.step_g = torch.compile(sampler, dynamic=False)
-        run.delta = compiled_delta()
     return run
-
-
-@functools.cache
-def compiled_delta() -> Delta:
-    """`kl_and_delta` as one kernel, made once for all runs of a process."""
-    return torch.compile(kl_and_delta, dynamic=True)
 
 
 def _unfinished(run: Run) -> bool:
@@ -283,10 +313,13 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
         leaving = stopping or not _unfinished(run)
         if run.step % config.eval_every == 0 or not _unfinished(run):
             last = _held_out(run)
+            keep_best(run, folder, last)
             metrics.write(run.step, **losses, seconds=run.elapsed, **last)
             log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
-        if run.rank == 0 and (run.step % config.checkpoint_every == 0 or leaving):
-            save_checkpoint(folder, _payload(run))
+        if run.step % config.checkpoint_every == 0 or leaving:
+            payload = _payload(run)  # on every rank: their pools are gathered
+            if run.rank == 0:
+                save_checkpoint(folder, payload)
         if stopping:
             break
     return last
@@ -294,7 +327,8 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 
 def _held_out(run: Run) -> dict[str, float]:
     base = run.base.eager()  # its batches have a shape of their own
-    return held_out(base, run.best_g, run.data, run.rows(True), run.config, _autocast(run), run.pad_to)
+    data = run.data if run.held is None else run.held
+    return held_out(base, run.best_g, data, run.rows(True), run.config, _autocast(run), run.pad_to)
 
 
 def _step(run: Run) -> dict[str, float]:
@@ -327,13 +361,17 @@ def _micro_loss(run: Run, micro: int) -> Tensor:
     config = run.config
     key = (config.seed, run.step, micro)
     rollout = drawn_rollout(config.rollout, config.rollouts, key)
-    slices = random_slices(
-        run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=rollout,
-        key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
-    )  # fmt: skip
     g = run.sampler if run.step_g is None else run.step_g
+    if run.pool is not None:
+        seen: Slices | Frames = run.pool.frames()  # decoding: not under autocast
+    else:
+        slices = random_slices(
+            run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=rollout,
+            key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
+        )  # fmt: skip
+        seen = to_device(slices, run.device)
     with _autocast(run):
-        return batch_loss(run.base, g, to_device(slices, run.device), config, rollout=rollout, key=key, delta=run.delta)
+        return batch_loss(run.base, g, seen, config, rollout=rollout, key=key, delta=run.delta)
 
 
 def _autocast(run: Run) -> Any:
@@ -345,14 +383,17 @@ def _autocast(run: Run) -> Any:
 def _payload(run: Run) -> dict[str, Any]:
     return {
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
-        "optimizers": [o.state_dict() for o in run.optimizers],
+        "optimizers": [o.state_dict() for o in run.optimizers], "best": run.best,
+        "pools": None if run.pool is None else distributed.from_all_ranks([run.pool.state()]),
         "averaged": None if run.averaged is None else run.averaged.state_dict(),
     }  # fmt: skip
 
 
 def _restore(run: Run, saved: dict[str, Any]) -> None:
-    run.step, run.elapsed = saved["step"], saved["elapsed"]
+    run.step, run.elapsed, run.best = saved["step"], saved["elapsed"], saved.get("best", {})
     run.sampler.load_state_dict(saved["sampler"])
+    if run.pool is not None:
+        run.pool.load(saved["pools"][run.rank])
     if run.averaged is not None:
         run.averaged.load_state_dict(saved["averaged"])
     for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):

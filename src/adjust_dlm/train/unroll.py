@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, RowWeights, kl_and_delta, row_weights, weighted_kl
+from adjust_dlm.losses import (
+    NEXT_DECAY,
+    NEXT_SHARE,
+    Delta,
+    RowWeights,
+    Student,
+    kl_and_delta,
+    row_weights,
+    weighted_kl,
+)  # fmt: skip
 from adjust_dlm.types import MASKED, State
 
-_NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
+NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
 Step = Callable[[Tensor, State], Tensor]
+Depths = int | Sequence[int] | Mapping[int, float]
 
 
 @dataclass
@@ -45,9 +56,9 @@ class Slices:
         """
         t_SN1 = (self.start_N + torch.arange(self.length, device=self.start_N.device)[:, None])[..., None]
         never_NL = self.order_NL == MASKED
-        rank_SNL = torch.where(never_NL, _NEVER, self.order_NL) - t_SN1
+        rank_SNL = torch.where(never_NL, NEVER, self.order_NL) - t_SN1
         goes_on_SN1 = ((rank_SNL >= 0) & ~never_NL).any(-1, keepdim=True)
-        return torch.where(goes_on_SN1 | ~never_NL, rank_SNL, -_NEVER)
+        return torch.where(goes_on_SN1 | ~never_NL, rank_SNL, -NEVER)
 
     def states(self, mask_id: int) -> State:
         """The canvases before commits start .. start+S-1, as one batch of S*N rows (state-major)."""
@@ -59,20 +70,62 @@ class Slices:
 
 
 @dataclass
-class Unrolled:
-    """States of Algorithm 2 for all windows of some slices: row s*N + n is window s of trajectory n.
+class Frames:
+    """S consecutive states of N texts and what the base says about them, state-major: row s * N + n is state s of n.
 
     Attributes:
-        stale_BLD: h_0 = f(x) of each window.
-        student: h^_1 .. h^_rollout.
-        teacher: f(x_1) .. f(x_rollout), same rows.
-        rank: per depth, [B, L] commits until revealed (see `Slices.rank`).
+        x: the canvases.
+        h_BLD: f(x).
+        rank_BL: commits until a position is revealed; negative where it is not masked or the state does not count.
+        text_SN: which text a state belongs to; -1 is filler. A window stays within one text.
     """
 
-    stale_BLD: Tensor
+    x: State
+    h_BLD: Tensor
+    rank_BL: Tensor
+    text_SN: Tensor
+
+
+def observe(base: Base, slices: Slices) -> Frames:
+    """Algorithm 2, lines 3-7: the states of stored trajectories, and one base pass for each."""
+    x = slices.states(base.spec.mask_id)
+    t_SN = slices.start_N + torch.arange(slices.length, device=slices.start_N.device)[:, None]
+    return Frames(x, base.hidden(x), slices.rank().flatten(0, 1), torch.where(t_SN >= 0, 0, -1))
+
+
+@dataclass
+class Unrolled:
+    """What Algorithm 2 compares, for all windows of n texts: row w * n + i is window w of text i.
+
+    Attributes:
+        h_BLD: f of every state, h_0 of the windows among them; [S * n, L, D or more].
+        rank_BL: of every state, see `Frames`.
+        n: texts.
+        windows: S - rollout.
+        student: h^_1 .. h^_rollout, each [windows * n, L, D or more].
+        rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared.
+    """
+
+    h_BLD: Tensor
+    rank_BL: Tensor
+    n: int
+    windows: int
     student: list[Tensor]
-    teacher: list[Tensor]
     rank: list[Tensor]
+
+    def rows(self, k: int) -> slice:
+        """Rows of the states that hold x_k of every window."""
+        return slice(k * self.n, (k + self.windows) * self.n)
+
+    @property
+    def stale_BLD(self) -> Tensor:
+        """h_0 = f(x) of each window."""
+        return self.h_BLD[self.rows(0)]
+
+    @property
+    def teacher(self) -> list[Tensor]:
+        """f(x_1) .. f(x_rollout) of each window."""
+        return [self.h_BLD[self.rows(k)] for k in range(1, len(self.student) + 1)]
 
 
 def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
@@ -85,20 +138,21 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detac
         rollout: K - 1, the number of unrolled g steps.
         detach_every: g steps through which a gradient flows back; 0 is all.
     """
-    x, n = slices.states(base.spec.mask_id), len(slices.start_N)
-    windows = slices.length - rollout
-    rank_BL = slices.rank().flatten(0, 1)
-    begun_B1 = (slices.start_N + torch.arange(windows, device=slices.start_N.device)[:, None] >= 0).flatten()[:, None]
-    h_BLD = base.hidden(x)  # lines 5-7: f of every state, h_0 = f(x) of every window among them
-    out = Unrolled(h_BLD[: windows * n], [], [], [])
+    return unroll_frames(sampler, observe(base, slices), rollout=rollout, detach_every=detach_every)
+
+
+def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
+    """Algorithm 2, lines 8-10."""
+    x, text_SN = frames.x, frames.text_SN
+    out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
     h_k = out.stale_BLD
     for k in range(1, rollout + 1):  # line 8
-        rows = slice(k * n, (k + windows) * n)
+        rows = out.rows(k)
         x_k = State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
         h_k = sampler(cut(h_k, k, detach_every), x_k)  # line 9
         out.student.append(h_k)
-        out.teacher.append(h_BLD[rows])
-        out.rank.append(torch.where(begun_B1, rank_BL[rows], -_NEVER))
+        begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
+        out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[rows], -NEVER))
     return out
 
 
@@ -108,33 +162,41 @@ def cut(h_BLD: Tensor, k: int, every: int) -> Tensor:
 
 
 def unrolled_kl(
-    base: Base, run: Unrolled, k: int, *, weights: RowWeights = "next", next_decay: float = NEXT_DECAY,
+    base: Base, run: Unrolled, depths: Depths, *, weights: RowWeights = "next", next_decay: float = NEXT_DECAY,
     next_share: float = NEXT_SHARE, suppress_eos: bool = False, stale: bool = False, delta: Delta = kl_and_delta,
+    share_BL: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Line 11 at depth k: mean over states of the weighted KL(W h_k || W h^_k) on rows masked in x_k.
+    """Line 11: mean over depths, and over states, of the weighted KL(W h_k || W h^_k) on rows masked in x_k.
+
+    A state is the teacher of up to `rollout` depths; its logits are computed once for all of them.
 
     Args:
         base: f and W.
         run: from `unroll`.
-        k: 1..rollout.
+        depths: of 1..rollout, equally weighted unless their shares of the loss are given.
         weights: row weights, 1 in total per state; a state without masked rows does not count.
         next_decay: of "next", see `row_weights`.
         next_share: likewise.
         suppress_eos: must say what decoding will say.
         stale: measure h_0 in place of h^_k (what parallel decoding would use).
-        delta: `kl_and_delta` or its compiled twin.
+        delta: `kl_and_delta` or a twin of it (see `losses.pick_delta`).
+        share_BL: factors on the row weights of all states (`losses.row_shares`); rows of factor 0 are left out.
     """
-    rank_BL = run.rank[k - 1]
-    masked_BL = rank_BL >= 0
-    weight_BL = row_weights(rank_BL, masked_BL, weights, decay=next_decay, share=next_share)
-    weight_BL = weight_BL / masked_BL.any(-1).sum().clamp_min(1)
-    rows = masked_BL.nonzero(as_tuple=True)
-    student_BLD = run.stale_BLD if stale else run.student[k - 1]
-    return weighted_kl(
-        run.teacher[k - 1][..., : base.width][rows],
-        student_BLD[..., : base.width][rows],
-        weight_BL[rows],
-        lambda h_RD: base.logits(h_RD, suppress_eos=suppress_eos),
-        base.head_matrix,
-        delta=delta,
-    )
+    depths = (depths,) if isinstance(depths, int) else depths
+    shares = dict(depths) if isinstance(depths, Mapping) else dict.fromkeys(depths, 1 / len(depths))
+    weight_KBL = torch.zeros(len(shares), *run.rank_BL.shape, device=run.rank_BL.device)
+    for weight_BL, (k, share) in zip(weight_KBL, shares.items(), strict=True):
+        masked_BL = run.rank[k - 1] >= 0
+        own_BL = row_weights(run.rank[k - 1], masked_BL, weights, decay=next_decay, share=next_share)
+        weight_BL[run.rows(k)] = own_BL * share / masked_BL.any(-1).sum().clamp_min(1)
+    if share_BL is not None:
+        weight_KBL *= share_BL
+    row_R, at_R = (weight_KBL > 0).any(0).nonzero(as_tuple=True)  # sorted: those of a depth are neighbours
+    edges = torch.tensor([[run.rows(k).start, run.rows(k).stop] for k in shares], device=row_R.device)
+    students = []
+    for i, (k, (first, last)) in enumerate(zip(shares, torch.searchsorted(row_R, edges).tolist(), strict=True)):
+        row, at = row_R[first:last], at_R[first:last]
+        h_BLD = (run.stale_BLD if stale else run.student[k - 1])[..., : base.width]
+        students.append(Student(h_BLD[row - run.rows(k).start, at], weight_KBL[i, row, at], first))
+    head = functools.partial(base.plain_logits, suppress_eos=suppress_eos)
+    return weighted_kl(run.h_BLD[..., : base.width][row_R, at_R], students, head, base.head_matrix, delta=delta)

@@ -1,0 +1,236 @@
+"""`adjust trajectories --engine ray`: shards made by actors of Ray Data, on one machine or a cluster.
+
+The row ranges of the store's shards are the rows of a dataset. An actor loads the base once, makes whole shards and
+writes them into the output folder, which all nodes must share (as under torchrun); only counts travel back. A shard
+appears whole or not at all and depends on its rows alone, so Ray may repeat one whose worker died: nothing is lost,
+nothing doubled, and the files are those of `--engine local` on the same kind of device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from adjust_dlm.data import store
+from adjust_dlm.types import InputError, require
+
+if TYPE_CHECKING:
+    from adjust_dlm.data.trajectories import TrajectoriesConfig
+
+Show = Callable[[float], None]
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+CPUS = 4  # threads of an actor without a GPU, where there are as many
+LATE = 60.0  # seconds that a network disk may take to show another machine's files
+logger = logging.getLogger(__name__)
+
+
+class ShardMaker:
+    """An actor: holds the base from its first shard on."""
+
+    def __init__(self, config: TrajectoriesConfig, cwd: str) -> None:
+        """Loads nothing yet, so that bad input comes back as a row and not as an actor that cannot start.
+
+        Args:
+            config: of the run.
+            cwd: folder of the driver, which relative paths in `config` start from.
+        """
+        if Path(cwd).is_dir():  # another machine may have no such folder; its absolute paths are good all the same
+            os.chdir(cwd)
+        self.config = config
+        self.run: Any = None  # what `prepared_run` gives, from the first shard on
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Makes the shards of a batch of row ranges that are not on disk yet; one row of counts for each."""
+        rows = [self._make((int(a), int(b))) for a, b in zip(batch["start"], batch["stop"], strict=True)]
+        return {key: np.array([row[key] for row in rows]) for key in rows[0]}
+
+    def _make(self, rows: store.Range) -> dict[str, Any]:
+        row: dict[str, Any] = {"start": rows[0], "stop": rows[1], "worker": os.getpid(), "base_calls": 0, "tokens": 0}
+        row |= {"error": "", "kind": "", "errno": 0}
+        try:
+            self.run = self.run or self._prepared()
+            before = self.run.base_calls, self.run.tokens
+            if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
+                self.run.make_shard(rows, None)
+            row |= {"base_calls": self.run.base_calls - before[0], "tokens": self.run.tokens - before[1]}
+        except InputError as error:
+            row |= {"kind": "input", "error": str(error)}
+        except OSError as error:
+            row |= {"kind": "os", "error": error.strerror or str(error), "errno": error.errno or 0}
+        except Exception as error:  # ours to tell: Ray's own message is a page
+            logger.exception("rows %d..%d", *rows)
+            row |= {"kind": "other", "error": f"{type(error).__name__}: {error}"}
+        return row
+
+    def _prepared(self) -> Any:
+        from adjust_dlm.data.trajectories import prepared_run
+
+        return prepared_run(self.config)
+
+
+def make_with_ray(config: TrajectoriesConfig, show: Show | None = None) -> dict[str, int]:
+    """Makes the shards that are missing.
+
+    Args:
+        config: of the run.
+        show: called with the number of rows done.
+
+    Returns:
+        `rows_made, shards_made, base_calls, tokens`, of this call.
+
+    Raises:
+        InputError: no Ray, more actors than a machine has room for, or what the actors found wrong.
+        OSError: an actor could not write, or wrote into a folder that this machine does not see.
+    """
+    require(find_spec("ray") is not None, "engine ray needs Ray: pip install 'adjust-dlm[ray]'")
+    folder = Path(config.output)
+    left = store.missing(folder, config.num, config.shard_rows, first_row=config.first_row)
+    todo = left or [(config.first_row, config.first_row)]  # no rows: the settings are checked all the same
+    done = {"rows_made": 0, "shards_made": 0, "base_calls": 0, "tokens": 0}
+    spoken = time.monotonic()
+    with _cluster(config, len(todo)) as pool:
+        logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
+        for row in _dataset(config, todo, pool).iter_rows():
+            _check(row)
+            done["rows_made"] += row["stop"] - row["start"]
+            done["shards_made"] += bool(row["stop"] > row["start"])
+            done["base_calls"] += row["base_calls"]
+            done["tokens"] += row["tokens"]
+            logger.debug("rows %d..%d made by worker %d", row["start"], row["stop"] - 1, row["worker"])
+            if show:
+                show(done["rows_made"])
+            elif time.monotonic() - spoken > 10:
+                spoken = time.monotonic()
+                logger.info("%d of %d shards made", done["shards_made"], len(left))
+    _check_seen(folder, left)
+    return {name: int(count) for name, count in done.items()}
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """How many actors, and what each of them gets."""
+
+    actors: int
+    cpus: int
+    gpus: int
+
+
+def _pool(config: TrajectoriesConfig, resources: dict[str, float], shards: int, *, fixed: bool) -> _Pool:
+    """One actor a GPU; without GPUs one for every four CPUs, whose threads it uses.
+
+    Args:
+        config: of the run.
+        resources: of the cluster, as Ray counts them.
+        shards: to make; more actors would be idle.
+        fixed: the cluster cannot grow, so that actors without room would be waited for in vain.
+    """
+    gpus, cpus = 0 if config.device == "cpu" else int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+    actors = config.actors or min(gpus or max(1, cpus // CPUS), shards)
+    room = gpus or cpus
+    require(
+        actors <= room or not fixed,
+        f"actors is {actors}; this machine has room for {room}, {'one a GPU' if gpus else 'one a CPU'}",
+    )
+    return _Pool(actors, 1 if gpus else max(1, min(CPUS, cpus // actors)), int(gpus > 0))
+
+
+def _dataset(config: TrajectoriesConfig, todo: list[store.Range], pool: _Pool) -> Any:
+    """Lazy dataset of counts, one row a shard. Ray Data starts dead actors anew and gives them their shards again."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    items = [{"start": a, "stop": b} for a, b in todo]
+    return ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        ShardMaker,
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=pool.actors),
+        num_cpus=pool.cpus,
+        num_gpus=pool.gpus,
+        fn_constructor_kwargs={"config": config, "cwd": os.getcwd()},
+    )
+
+
+def _check(row: dict[str, Any]) -> None:
+    """Raises what an actor reported, as it would have been raised here."""
+    if row["kind"] == "os":
+        raise OSError(int(row["errno"]), str(row["error"]))
+    if row["kind"] == "other":
+        raise RuntimeError(f"an actor failed on rows {row['start']}..{row['stop'] - 1}: {row['error']}")
+    require(not row["kind"], str(row["error"]))
+
+
+def _check_seen(folder: Path, made: list[store.Range], wait: float = LATE) -> None:
+    """Workers on other machines may have written to disks of their own, or a shared one may show files late."""
+    end = time.monotonic() + wait
+    names = {store.shard_name(rows) for rows in made}
+    while unseen := sorted(names - set(os.listdir(folder) if folder.is_dir() else ())):
+        if time.monotonic() > end:
+            break
+        time.sleep(min(1.0, wait))
+    if unseen:
+        raise FileNotFoundError(
+            2,
+            f"{len(unseen)} of {len(made)} shards that the actors wrote to {folder.absolute()} are not there on this "
+            f"machine (the first is {unseen[0]}): the folder must be on a disk that all nodes share",
+        )
+
+
+@contextlib.contextmanager
+def _cluster(config: TrajectoriesConfig, shards: int) -> Iterator[_Pool]:
+    """Room on a cluster of our own or the one that is there; ours goes away again."""
+    import ray
+    import ray.data
+
+    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    ours = not ray.is_initialized()
+    if ours:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        _start(ray, config, address)
+        if threading.current_thread() is threading.main_thread():  # Ray's own would abort, and leave its processes
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    try:
+        yield _pool(config, ray.cluster_resources(), shards, fixed=ours and address is None)
+    finally:
+        if ours:
+            ray.shutdown()  # of a cluster that was there before, this only lets go
+
+
+def _start(ray: Any, config: TrajectoriesConfig, address: str | None) -> None:
+    """Starts a cluster on this machine or joins one, without Ray's own lines unless ours are verbose, too."""
+    quiet: dict[str, Any] = {}
+    if not logger.isEnabledFor(logging.DEBUG):
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+    if address is None:
+        cpus = max(config.actors or 1, os.cpu_count() or 1)
+        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+        return
+    try:
+        _knock(address)
+        ray.init(address=address, **quiet)
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
+        raise InputError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from error
+
+
+def _knock(address: str) -> None:
+    """Raises OSError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()

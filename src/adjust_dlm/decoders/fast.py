@@ -1,0 +1,398 @@
+"""joint, parallel and adjust on fixed buffers: the same results, without waiting for the device inside a round.
+
+The reference (`joint.py`, `parallel.py`, `adjust.py`) asks the device how many positions are open and gathers exactly
+those. Here the host knows an upper bound instead: a row that has not ended has committed what its schedule says. So
+every step has a fixed shape, is captured once as a CUDA graph, and is replayed; rows that ended early are found out one
+round late, and their slots are given to rows that wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.layers import join_projections
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
+from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.graphs import Graphs
+from adjust_dlm.decoders.lane import Lane
+from adjust_dlm.decoders.static_pick import pick
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import DecodeConfig
+
+COVERED = ("joint", "parallel", "adjust")
+MOST_LANES = 8  # shapes whose buffers and graphs are kept
+_COMPACT = 1024  # tokens of a pass from which on fewer rows make it faster
+_PAYS = 32  # masks of a row that are worth new graphs
+logger = logging.getLogger(__name__)
+
+
+def wanted(base: Base, eager: bool | None) -> bool:
+    """Whether the fast form is to be taken where there is one: see `decode`."""
+    return base.device.type == "cuda" if eager is None else not eager
+
+
+def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch: Any) -> str | None:
+    """Why this decode has no fast form; None where it has one."""
+    if decoder not in COVERED:
+        return f"decoder {decoder} has no fast form"
+    if not isinstance(base, TransformerBase):
+        return f"base {base.spec.name} is no transformer"
+    if config.cache_period is not None:
+        return "cache_period needs passes of changing shapes"
+    if watch is not None:
+        return "a watched canvas is looked at after every commit"
+    if decoder == "adjust" and not isinstance(sampler, Sampler):
+        return f"the sampler is a {type(sampler).__name__}"
+    if decoder == "adjust" and (sampler.config.anchor or sampler.config.features):
+        return "the sampler carries more states than its own"
+    if len({parameter.device for parameter in base.model.parameters()} | {base.device}) > 1:
+        return "the layers of the base are spread over devices"
+    return None
+
+
+@functools.cache
+def log_fallback(reason: str) -> None:
+    """Says once that the reference decoders run."""
+    logger.warning("eager decoding: %s", reason)
+
+
+def run_fast(
+    base: Base, sampler: Sampler | None, canvas: Canvas, *, decoder: str, options: AdjustOptions | None = None,
+    slots: int | None = None,
+) -> None:  # fmt: skip
+    """Fills the canvas as the decoder of that name does.
+
+    Args:
+        base: see `why_not` for what it may be.
+        sampler: for `adjust`.
+        canvas: its rows are computed `slots` at a time, each given its slot as soon as a row before it is done.
+        decoder: joint, parallel or adjust.
+        options: of adjust.
+        slots: rows of a pass; by default all.
+
+    Raises:
+        FloatingPointError: the states gave NaN.
+    """
+    options = options or AdjustOptions()
+    options.check(sampler, canvas.config.candidates)
+    with torch.cuda.device(base.device) if base.device.type == "cuda" else contextlib.nullcontext():
+        _engine(base, sampler).fill(base, sampler, canvas, _Plan(decoder, canvas, options), slots)
+
+
+def captures(base: Base) -> int:
+    """How many functions of a base were captured so far."""
+    return 0 if base.workspace is None else base.workspace.graphs.captures
+
+
+def _engine(base: Base, sampler: Sampler | None) -> _Engine:
+    """What is kept with the base; made anew once weights lie elsewhere."""
+    if base.workspace is None or base.workspace.weights != _weights(base):
+        assert isinstance(base, TransformerBase)
+        if base.device.type == "cuda":
+            join_projections(base.model)
+        base.workspace = _Engine(base.device, _weights(base))
+    engine: _Engine = base.workspace
+    engine.meet(sampler, compiled=base.compiled)
+    return engine
+
+
+def _weights(base: Base) -> tuple[Any, ...]:
+    """What graphs hold on to."""
+    assert isinstance(base, TransformerBase)
+    return base.compiled, base.dtype, base.head_matrix.data_ptr(), _places(base.model)
+
+
+def _places(model: torch.nn.Module) -> tuple[int, ...]:
+    """Where the weights lie; quantized ones have no address of their own."""
+    return tuple(p.data_ptr() if type(p.data) is Tensor else id(p) for p in model.parameters())
+
+
+@dataclass
+class _Row:
+    """What the host knows of a row in a slot: all of it, unless the row ended early."""
+
+    number: int
+    left: list[int]  # masks of each block
+    since: int = 0  # the round it came in
+    rounds: int = 0
+
+    @property
+    def open(self) -> int:
+        """Masks of its block."""
+        return next((count for count in self.left if count), 0)
+
+
+class _Plan:
+    """How many commits the next round of each row has."""
+
+    def __init__(self, decoder: str, canvas: Canvas, options: AdjustOptions) -> None:
+        self.decoder, self.options, config = decoder, options, canvas.config
+        self.candidates = config.candidates
+        schedule = canvas.schedule
+        self._schedule = schedule if isinstance(schedule, int) else schedule.tolist()
+        new, length = config.max_new_tokens, config.block_length or config.max_new_tokens
+        first = canvas.tokens_BL.shape[1] - new
+        edges = [0, *range(first + length, first + new, length), first + new]
+        parts = [canvas.masked_BL[:, a:b].sum(-1) for a, b in itertools.pairwise(edges)]
+        self._left = torch.stack(parts, 1).tolist()
+        self.may_end = bool(canvas.base.spec.end_ids) and not config.suppress_eos
+
+    def rows(self) -> deque[_Row]:
+        """All rows with something to fill, before their first round."""
+        return deque(_Row(number, list(left)) for number, left in enumerate(self._left) if any(left))
+
+    def commits(self, row: _Row) -> int:
+        """Of its next round."""
+        if isinstance(self._schedule, int):
+            wanted = self._schedule
+        else:
+            steps = self._schedule[row.number]
+            wanted = steps[min(row.rounds, len(steps) - 1)]
+        return min(wanted, row.open, self.candidates + 1 if self.candidates else row.open)
+
+    def advance(self, row: _Row) -> None:
+        """The round is over."""
+        done = self.commits(row)
+        row.rounds += 1
+        if done:
+            row.left[next(n for n, count in enumerate(row.left) if count)] -= done
+
+
+class _Engine:
+    """Lanes and graphs of one base."""
+
+    def __init__(self, device: torch.device, weights: tuple[Any, ...]) -> None:
+        self.weights, self.graphs = weights, Graphs(device)
+        self._lanes: OrderedDict[tuple[Any, ...], Lane] = OrderedDict()
+        self._sampler: tuple[Any, tuple[int, ...]] = (lambda: None, ())
+
+    def meet(self, sampler: Sampler | None, *, compiled: bool) -> None:
+        """Forgets the graphs of another sampler than this one; beside a compiled base, g is compiled too."""
+        if sampler is None:
+            return
+        if sampler.mix.weight.is_cuda:
+            join_projections(sampler)
+        where = _places(sampler)
+        if self._sampler[0]() is not sampler or self._sampler[1] != where:
+            self._sampler = weakref.ref(sampler), where
+            self.graphs.drop(lambda key: key[1][0] == "step")
+            for layer in (sampler.layer, *sampler.more):
+                layer.compiled = compiled
+
+    def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> Lane:
+        """Buffers of a shape."""
+        key = (slots, length, padded)
+        if key not in self._lanes:
+            self._lanes[key] = Lane(base, slots, length, padded=padded, config=config)
+            if len(self._lanes) > MOST_LANES:
+                old, _ = self._lanes.popitem(last=False)
+                self.graphs.drop(lambda known: known[0] == old)
+                logger.info("dropped buffers and graphs of %d x %d: %d shapes are kept at most", *old[:2], MOST_LANES)
+        self._lanes.move_to_end(key)
+        lane = self._lanes[key]
+        lane.start(config)
+        return lane
+
+    def fill(self, base: Base, sampler: Sampler | None, canvas: Canvas, plan: _Plan, slots: int | None) -> None:
+        """All rows of the canvas, `slots` at a time."""
+        waiting = plan.rows()
+        count, length = min(len(waiting), slots or len(waiting)), canvas.tokens_BL.shape[1]
+        if count == 0:
+            return
+        size, columns = slot_bucket(count), length_bucket(length, count, base.spec.context)
+        padded = canvas.padded or (size, columns) != (count, length)
+        lane = self.lane(base, size, columns, padded=padded, config=canvas.config)
+        living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
+        lane.load(canvas, [row.number for row in living if row], 0)
+        work, mail = _Work(self.graphs, base, sampler, lane, plan), _Mail(lane)
+        for number in itertools.count():
+            work.round([row for row in living if row])
+            over = work.over(living, mail.exchange(number) if plan.may_end else None)
+            for b in over:
+                row, living[b] = living[b], None
+                assert row is not None
+                lane.store(canvas, row.number, b)
+                if waiting:
+                    living[b] = row = waiting.popleft()
+                    row.since = number + 1
+                    lane.load(canvas, [row.number], b)
+            if not any(living):
+                break
+            if over and _worth_moving(living, lane):
+                lane, living = self._move(base, lane, living)
+                work, mail = _Work(self.graphs, base, sampler, lane, plan), _Mail(lane)
+        lane.refuse_nan()
+
+    def _move(self, base: Base, lane: Lane, living: list[_Row | None]) -> tuple[Lane, list[_Row | None]]:
+        """A smaller lane for the rows that are left."""
+        slots = [b for b, row in enumerate(living) if row]
+        size, columns = slot_bucket(len(slots)), lane.tokens_BL.shape[1]
+        smaller = self.lane(base, size, columns, padded=lane.padded or size > len(slots), config=lane.config)
+        smaller.take(lane, slots)
+        return smaller, [living[b] for b in slots]
+
+
+def _worth_moving(living: list[_Row | None], lane: Lane) -> bool:
+    """Whether a pass over the living rows alone is so much cheaper that it pays for new graphs."""
+    rows = [row for row in living if row]
+    tokens = lane.tokens_BL.numel()
+    longest = max(sum(row.left) for row in rows)
+    return tokens >= _COMPACT and 2 * slot_bucket(len(rows)) <= len(living) and longest >= _PAYS
+
+
+class _Work:
+    """The rounds of one decode on one lane."""
+
+    def __init__(self, graphs: Graphs, base: Base, sampler: Sampler | None, lane: Lane, plan: _Plan) -> None:
+        self.graphs, self.base, self.sampler, self.lane, self.plan = graphs, base, sampler, lane, plan
+        self.options = plan.options
+        blocks, config = lane.config.block_length is not None, lane.config
+        self.by_rows = sampler is not None and sampler.by_rows
+        self._shape = (*lane.tokens_BL.shape, lane.padded)
+        self._settings = config.but(
+            seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=config.max_new_tokens if blocks else 1
+        )
+        if self.options.sparse and sampler is not None:
+            lane.need_keys(sampler)
+
+    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
+        self.graphs.run((self._shape, (*key, self._settings)), function, self.lane.buffers)
+
+    def round(self, rows: list[_Row]) -> None:
+        """One base pass and its commits, launched; nothing waits for them."""
+        lane, options = self.lane, self.options
+        count = max(self.plan.commits(row) for row in rows)
+        width = width_bucket(max(row.open for row in rows), lane.tokens_BL.shape[1])
+        again = options.restart is not None and count > options.restart + 1
+        self._run(("base", again), lambda: self._base_pass(again))
+        if self.plan.decoder == "parallel":
+            if count:
+                self._run(("pick", width, count, False), lambda: pick(self.base, lane, width, count))
+            return
+        for k in range(count):
+            if k:
+                self._step(k, width, last=k == count - 1)
+            first = k == 0 and lane.config.candidates > 0
+            if k == 1 and lane.config.candidates:
+                width = min(width, lane.config.candidates + 1)
+            self._run(("pick", width, 1, first), functools.partial(pick, self.base, lane, width, 1, first=first))
+
+    def _base_pass(self, keep: bool) -> None:
+        lane = self.lane
+        lane.begin_round()
+        lane.h_BLD.copy_(self.base.hidden(lane))
+        if keep:
+            lane.start_BLD.copy_(lane.h_BLD)
+
+    def _step(self, k: int, width: int, *, last: bool) -> None:
+        """g after commit k; the last call of a round only where something may still be picked."""
+        again = k > 1 and self.options.starts_again(k)
+        if self.options.sparse:
+            key: tuple[Any, ...] = ("step", "sparse", k, again)
+            self._run(key, lambda: self._sparse(k, again))
+        elif last and self.by_rows and width < self.lane.tokens_BL.shape[1]:
+            self._run(("step", "last", width, again), lambda: self._last(width, again))
+        else:
+            self._run(("step", "whole", again), lambda: self._whole(again))
+
+    def _begin_step(self, again: bool) -> Sampler:
+        assert self.sampler is not None
+        self.lane.sampler_calls_B += self.lane.busy_B
+        if again:
+            self.lane.h_BLD.copy_(self.lane.start_BLD)
+        return self.sampler
+
+    def _whole(self, again: bool) -> None:
+        sampler = self._begin_step(again)
+        self.lane.h_BLD.copy_(sampler(self.lane.h_BLD, self.lane))
+
+    def _last(self, width: int, again: bool) -> None:
+        sampler, lane = self._begin_step(again), self.lane
+        column_BN, _ = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
+        new_BND = sampler.rows(lane.h_BLD, lane, column_BN, sampler.keys(lane.h_BLD, lane))
+        lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
+
+    def _sparse(self, k: int, again: bool) -> None:
+        sampler, lane = self._begin_step(again), self.lane
+        assert lane.keys is not None
+        if k == 1:
+            for kept, new in zip(lane.keys, sampler.keys(lane.h_BLD, lane), strict=True):
+                kept.copy_(new)
+        lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
+
+    def over(self, living: list[_Row | None], news: tuple[int, list[bool]] | None) -> list[int]:
+        """Slots whose rows are done after this round: by count, or as the news of an earlier round has it."""
+        out = []
+        for b, row in enumerate(living):
+            if row is None:
+                continue
+            self.plan.advance(row)
+            ended = news is not None and news[0] >= row.since and not news[1][b]
+            if ended or not any(row.left):
+                out.append(b)
+        return out
+
+
+class _Mail:
+    """Which slots are open, from the device to the host: a round late on CUDA, so that nobody waits."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane, self._cuda = lane, lane.report_N.is_cuda
+        if self._cuda:
+            self._pages = [torch.empty(lane.report_N.shape, dtype=torch.bool, pin_memory=True) for _ in "ab"]
+            self._events = [torch.cuda.Event() for _ in "ab"]
+        self._posted = -1
+
+    def exchange(self, number: int) -> tuple[int, list[bool]] | None:
+        """Posts the report of a round; returns the round and the slots of the report before, if there is one.
+
+        Raises:
+            FloatingPointError: it told of a NaN.
+        """
+        if not self._cuda:
+            return self._read(number, self.lane.report_N)
+        page = number % 2
+        self._pages[page].copy_(self.lane.report_N, non_blocking=True)
+        self._events[page].record()
+        before, self._posted = self._posted, number
+        if before < 0:
+            return None
+        self._events[before % 2].synchronize()
+        return self._read(before, self._pages[before % 2])
+
+    def _read(self, number: int, report_N: Tensor) -> tuple[int, list[bool]]:
+        *open_, bad = report_N.tolist()
+        if bad:
+            self.lane.refuse_nan()
+        return number, open_
+
+
+def slot_bucket(rows: int) -> int:
+    """Slots for a number of rows: 1 to 4, then multiples of 4, of 8 from 32 on."""
+    step = 1 if rows <= 4 else 4 if rows <= 32 else 8
+    return -(-rows // step) * step
+
+
+def length_bucket(length: int, rows: int, most: int) -> int:
+    """Columns for a canvas: a single row's pass reads weights, so pads cost little; those of many rows compute."""
+    step = 32 if rows == 1 else 8 if length <= 256 else 16 if length <= 512 else 32
+    return max(length, min(-(-length // step) * step, most))
+
+
+def width_bucket(count: int, length: int) -> int:
+    """Positions of a row that are scored, for a number of open ones."""
+    step = 8 if count <= 64 else 16
+    return min(-(-max(count, 1) // step) * step, length)

@@ -1,0 +1,97 @@
+"""CUDA graphs of functions that read and write fixed buffers."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+MOST_GRAPHS = 512  # captured functions kept; the one not used for longest goes first
+
+
+class Graphs:
+    """Runs functions: each is captured when its key is first seen, and replayed from then on.
+
+    All graphs share one memory pool, since they never run at the same time and leave nothing in it: what has to last
+    lies in buffers of their callers. On the CPU, and once a capture has failed, functions are simply called.
+
+    Attributes:
+        captures: how many functions were captured so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.captures = 0
+        self._device, self._works = device, device.type == "cuda"
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
+        if self._works:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+
+    def run(self, key: Hashable, function: Callable[[], None], buffers: Callable[[], list[Tensor]]) -> None:
+        """Runs the function, or its graph.
+
+        Args:
+            key: what the function does; a function with the same key does the same to the same buffers.
+            function: free of host synchronisation; a first run does it several times.
+            buffers: all that it writes and that must look as if it had run once.
+        """
+        if not self._works:
+            function()
+            return
+        if key not in self._graphs:
+            graph = self._capture(key, function, buffers())
+            if graph is None:
+                function()
+                return
+            self._graphs[key] = graph
+            self._evict()
+        self._graphs.move_to_end(key)
+        self._graphs[key].replay()
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """Keys and graphs, the one not used for longest first."""
+        return list(self._graphs.items())
+
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Forgets the graphs whose keys are unwanted."""
+        for key in [key for key in self._graphs if unwanted(key)]:
+            del self._graphs[key]
+
+    def _evict(self) -> None:
+        while len(self._graphs) > MOST_GRAPHS:
+            key, _ = self._graphs.popitem(last=False)
+            logger.info("dropped the captured %s: %d graphs are kept at most", key, MOST_GRAPHS)
+
+    def _capture(self, key: Hashable, function: Callable[[], None], buffers: list[Tensor]) -> Any:
+        """A graph of the function; None, and never another try, where it cannot be captured."""
+        saved = [buffer.clone() for buffer in buffers]
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                function()  # loads and compiles kernels, makes workspaces: none of that can be captured
+                for buffer, before in zip(buffers, saved, strict=True):
+                    buffer.copy_(before)
+                self._stream.synchronize()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self._works = False
+            torch.cuda.synchronize(self._device)
+            for buffer, before in zip(buffers, saved, strict=True):
+                buffer.copy_(before)
+            reason = " ".join(str(error).split())[:200]
+            logger.warning("CUDA graphs are off for this base: %s cannot be captured (%s)", key, reason)
+            return None
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self.captures += 1
+        logger.debug("captured %s, number %d", key, self.captures)
+        return graph

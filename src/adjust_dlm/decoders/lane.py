@@ -1,0 +1,195 @@
+"""A canvas of fixed shape: buffers that captured functions read and write in place, without asking the device.
+
+Everything that decides a token is inherited from `Canvas` or shared with it; what differs is that nothing here depends
+on a count that only the device knows. Rows are loaded into slots and stored back; a slot without a row is idle.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
+from adjust_dlm.types import GIVEN, DecodeConfig
+
+_COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
+_COUNTS = ("rows_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton is at hand: it comes with torch for CUDA."""
+    return device.type == "cuda"
+
+
+class Lane(Canvas):
+    """B slots of L columns, the last ones new; shorter canvases get more left pads.
+
+    Attributes:
+        h_BLD, start_BLD: states now, and those of the round's base pass.
+        keys: keys and values of g's layer, where a decoder keeps some.
+        kernels: take the Triton forms of what has one.
+        schedule_BL: commits of each row's rounds, the last one repeated.
+        bad: whether a NaN was seen.
+        report_N: which slots are open (B), and `bad` (1), after the latest commit.
+    """
+
+    def __init__(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> None:
+        """All slots idle. `padded=False` promises rows of exactly this length in all of them."""
+        self.base, self.config, self.padded, self.watch = base, config, padded, None
+        self.kernels = has_kernels(base.device)
+        shape, device = (slots, length), base.device
+        self.tokens_BL = torch.full(shape, base.spec.pad_id, device=device)
+        self.real_BL = torch.ones(shape, dtype=torch.bool, device=device)
+        self.masked_BL = torch.zeros_like(self.real_BL)
+        self.order_BL = torch.full_like(self.tokens_BL, GIVEN)
+        self._candidate_BL = torch.ones_like(self.real_BL)
+        self._column_L = torch.arange(length, device=device)
+        for name in _COUNTS:
+            setattr(self, name, torch.zeros(slots, dtype=torch.long, device=device))
+        self._before_B, self._round_B = torch.zeros_like(self.rows_B), torch.zeros_like(self.rows_B)
+        self._ends_E = torch.tensor(base.spec.end_ids, device=device, dtype=torch.long)
+        self.schedule_BL = torch.zeros_like(self.tokens_BL)
+        self.seed = torch.zeros((), dtype=torch.long, device=device)
+        self.bad = torch.zeros((), dtype=torch.bool, device=device)
+        self._first_B = torch.zeros_like(self.rows_B)  # first real column
+        self._offsets = torch.tensor(
+            [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
+        )
+        self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+        self.h_BLD = torch.zeros(*shape, base.width, dtype=base.dtype, device=device)
+        self.start_BLD = torch.zeros_like(self.h_BLD)
+        self.keys: tuple[Tensor, Tensor] | None = None
+        self._forbidden_EV = torch.zeros(2, base.spec.vocab_size, dtype=torch.uint8, device=device)
+        self._forbidden_EV[:, base.spec.mask_id] = 1
+        self._forbidden_EV[:, base.spec.token_limit :] = 1
+        self._forbidden_EV[1, list(base.spec.end_ids)] = 1
+
+    def start(self, config: DecodeConfig) -> None:
+        """Takes the settings of a decode; every slot is idle."""
+        self.config = config
+        self.seed.fill_(wrapped(config.seed))
+        self.bad.zero_()
+        self.masked_BL.zero_()
+
+    def load(self, canvas: Canvas, rows: list[int], first: int) -> None:
+        """Copies rows of a canvas into the slots from `first` on; adjacent ones without waiting."""
+        index = slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else rows
+        slots, pad = slice(first, first + len(rows)), self.tokens_BL.shape[1] - canvas.tokens_BL.shape[1]
+        for name, idle in zip(_COLUMNS, (self.base.spec.pad_id, False, False, GIVEN), strict=True):
+            target = getattr(self, name)[slots]
+            target[:, :pad] = idle
+            target[:, pad:] = getattr(canvas, name)[index]
+        for name in _COUNTS:
+            getattr(self, name)[slots] = getattr(canvas, name)[index]
+        self._round_B[slots] = 0
+        self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
+        schedule = canvas.schedule
+        if isinstance(schedule, int):
+            self.schedule_BL[slots] = schedule
+        else:
+            self.schedule_BL[slots, : schedule.shape[1]] = schedule[index]
+            self.schedule_BL[slots, schedule.shape[1] :] = schedule[index, -1:]
+
+    def store(self, canvas: Canvas, row: int, slot: int) -> None:
+        """Copies a slot back into the row of the canvas that it came from."""
+        length = canvas.tokens_BL.shape[1]
+        for name in _COLUMNS:
+            getattr(canvas, name)[row] = getattr(self, name)[slot, -length:]
+        for name in _COUNTS:
+            getattr(canvas, name)[row] = getattr(self, name)[slot]
+
+    def refuse_nan(self) -> None:
+        """Raises FloatingPointError once a NaN was seen (waits for the device)."""
+        if bool(self.bad):
+            raise FloatingPointError(
+                f"base {self.base.spec.name!r} or its sampler gave NaN ({self.base.dtype} on {self.base.device})"
+            )
+
+    def take(self, other: Lane, slots: list[int]) -> None:
+        """Copies slots of another lane of the same length into the first ones."""
+        index = torch.tensor(slots, device=self.seed.device)
+        for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
+            getattr(self, name)[: len(slots)] = getattr(other, name)[index]
+        self.bad.copy_(other.bad)
+
+    def forbidden(self) -> Tensor:
+        """uint8 [V]: 1 for tokens that may not be drawn under these settings."""
+        return self._forbidden_EV[int(self.config.suppress_eos)]
+
+    def buffers(self) -> list[Tensor]:
+        """Everything that a function of the lane may write."""
+        kept = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return [*kept, *(self.keys or ())]
+
+    def need_keys(self, sampler: Sampler) -> None:
+        """Makes the buffers of g's keys and values, once."""
+        if self.keys is None:
+            k, v = sampler.keys(self.h_BLD, self)
+            self.keys = torch.zeros_like(k), torch.zeros_like(v)
+
+    def begin_round(self) -> None:
+        """As `Canvas.start_round`, from the schedule in the buffers."""
+        open_B = self.open_B
+        self.base_calls_B += open_B
+        self.rounds_B += open_B
+        assert self._candidate_BL is not None
+        self._candidate_BL.fill_(True)
+        self._before_B.copy_(self.commits_B)
+        at_B = self._round_B.clamp_max(self.schedule_BL.shape[1] - 1)
+        wanted_B = self.schedule_BL.gather(1, at_B[:, None])[:, 0]
+        self.quota_B.copy_(torch.minimum(wanted_B, self.open_BL.sum(-1)))
+        self._round_B += 1
+
+    def narrow(self, score_BL: Tensor) -> None:
+        """As `Canvas.narrow`; the caller knows that this is the first pick of a round."""
+        assert self._candidate_BL is not None
+        self._candidate_BL.copy_(self._best(score_BL, self.config.candidates + 1))
+        self.quota_B.clamp_max_(self.config.candidates + 1)
+
+    def commit(self, picks: Picks) -> None:
+        """As `Canvas.commit`, for picks whose positions are all different in a row, valid or not."""
+        if self.kernels:
+            from adjust_dlm.kernels.commit import commit
+
+            commit(
+                self.tokens_BL, self.order_BL, self.masked_BL, self.commits_B, self.quota_B, self._ends_E,
+                picks.position_BN, picks.token_BN, picks.valid_BN, self.report_N, self.bad, self._filler,
+            )  # fmt: skip
+            return
+        rank_BN = picks.valid_BN.cumsum(-1) - 1
+        take_BN = picks.valid_BN & (rank_BN < self.quota_B[:, None])
+        at_BN = picks.position_BN
+        number_BN = self.commits_B[:, None] + rank_BN
+        for into_BL, new_BN in (
+            (self.tokens_BL, picks.token_BN), (self.order_BL, number_BN), (self.masked_BL, torch.zeros_like(take_BN)),
+        ):  # fmt: skip
+            into_BL.scatter_(1, at_BN, torch.where(take_BN, new_BN, into_BL.gather(1, at_BN)))
+        done_B = take_BN.sum(-1)
+        self.commits_B += done_B
+        self.quota_B -= done_B
+        self._close_finished()
+        self.report_N.copy_(torch.cat([self.open_B, self.bad[None]]))
+
+    def columns_of(self, marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `canvas.columns_of`."""
+        if self.kernels:
+            from adjust_dlm.kernels.commit import first_columns
+
+            return first_columns(marked_BL, count)
+        return columns_of(marked_BL, count)
+
+    def uniforms(self, position: Tensor, row: Tensor, stream: int = DRAW) -> Tensor:
+        """See `Canvas.uniforms`."""
+        if self.kernels:
+            from adjust_dlm.kernels.commit import uniforms
+
+            offset = self._offsets[stream]
+            flat = uniforms(self.seed, offset, self.rows_B, self.commits_B, self._first_B, row, position)
+            return flat.view(position.shape)
+        return super().uniforms(position, row, stream)
+
+    def _keys(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.seed, self.rows_B[row], self.commits_B[row], position - self._first_B[row]

@@ -1,0 +1,136 @@
+"""TOP and the draw on a lane: Algorithm 1, lines 5-7, with shapes that the host knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import Picks, row_scorer, rows_at_once
+from adjust_dlm.decoders.lane import Lane
+from adjust_dlm.sampling import ORDER, draw, process
+from adjust_dlm.types import OrderRule
+
+_FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
+
+
+def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False) -> None:
+    """Picks and commits the `count` best open positions of each row.
+
+    Args:
+        base: for its head.
+        lane: whose states are scored.
+        width: no row has more open positions.
+        count: commits of a row at most.
+        first: narrow the round to its candidates.
+    """
+    column_BN, open_BN = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
+    row_BN = torch.arange(len(column_BN), device=column_BN.device)[:, None].expand_as(column_BN)
+    rule = lane.config.order or base.spec.order
+    rows = Fused(base, lane, rule) if fused(base, lane) else Plain(base, lane, rule)
+    if rule == "left_to_right":
+        score_BN = -column_BN.float()
+    elif rule == "random":
+        score_BN = lane.uniforms(column_BN, row_BN, ORDER).float()
+    else:
+        score_BN = rows.scores(row_BN.flatten(), column_BN.flatten()).view_as(column_BN)
+    score_BN = torch.where(open_BN, score_BN, -torch.inf)
+    if first:
+        nothing_BL = torch.full(lane.tokens_BL.shape, -torch.inf, device=score_BN.device)
+        lane.narrow(nothing_BL.scatter(1, column_BN, score_BN))
+    if count == 1:
+        best_BC = score_BN.argmax(-1, keepdim=True)  # the first of equals
+    else:
+        best_BC = score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    position_BC, row_BC = column_BN.gather(1, best_BC), row_BN[:, : best_BC.shape[1]]
+    index_R = (row_BC * column_BN.shape[1] + best_BC).flatten()
+    u_R = lane.uniforms(position_BC, row_BC).flatten()
+    token_R, bad = rows.draw(row_BC.flatten(), position_BC.flatten(), index_R, u_R)
+    lane.bad |= score_BN.isnan().any() | bad
+    valid_BC = score_BN.gather(1, best_BC) > -torch.inf
+    lane.commit(Picks(position_BC, token_R.view_as(position_BC), valid_BC))
+
+
+def fused(base: Base, lane: Lane) -> bool:
+    """Whether the kernels do what these settings ask for: they draw for chosen rows only."""
+    draws_all = (lane.config.order or base.spec.order) == "confidence" and lane.config.temperature > 0
+    return lane.kernels and not draws_all
+
+
+class Plain:
+    """Rows of fp32 logits, scored and drawn as the reference does (`sampling`)."""
+
+    def __init__(self, base: Base, lane: Lane, rule: OrderRule) -> None:
+        self.base, self.lane, self.config, self.rule = base, lane, lane.config, rule
+        self.on_processed = (lane.config.order_on or base.spec.order_on) == "processed"
+        self._kept_RV: Tensor | None = None  # all logits, where they fit
+
+    def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
+        """Certainty of each row: fp32 [R]."""
+        chunk, parts, logits_RV = rows_at_once(self.base), [], torch.empty(0)
+        score = row_scorer(self.base)
+        for row, column in zip(row_R.split(chunk), column_R.split(chunk), strict=True):
+            logits_RV = torch.empty(0)  # one chunk at a time
+            logits_RV = self._logits(row, column)
+            u_R = self.lane.uniforms(column, row)
+            parts.append(score(logits_RV, u_R, self.rule, on_processed=self.on_processed, config=self.config))
+        self._kept_RV = logits_RV if len(parts) == 1 else None
+        return torch.cat(parts)
+
+    def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of chosen rows, `index_R` among those that were scored; and whether there was a NaN."""
+        logits_RV = self._logits(row_R, column_R) if self._kept_RV is None else self._kept_RV[index_R]
+        processed_RV = process(logits_RV, self.config)
+        return draw(processed_RV, u_R, self.config.temperature), processed_RV.isnan().any()
+
+    def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
+        return self.base.logits(self.lane.h_BLD[row_R, column_R], suppress_eos=self.config.suppress_eos)
+
+
+class Fused(Plain):
+    """The same from the head's own logits, with the kernels of `kernels.draw`."""
+
+    def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
+        """See `Plain.scores`."""
+        from adjust_dlm.kernels.draw import Stats, row_stats
+
+        chunk = max(1, _FUSED_BYTES // (self.base.spec.vocab_size * self.base.dtype.itemsize))
+        forbidden_V, parts, logits_RV = self.lane.forbidden(), [], torch.empty(0)
+        for row, column in zip(row_R.split(chunk), column_R.split(chunk), strict=True):
+            logits_RV = torch.empty(0)
+            logits_RV = self._logits(row, column)
+            parts.append(row_stats(logits_RV, forbidden_V, **self._processing(scored=True)))
+        stats = parts[0] if len(parts) == 1 else Stats(*map(torch.cat, zip(*parts, strict=True)))
+        self._kept_RV = logits_RV if len(parts) == 1 else None
+        self._stats = stats
+        return {"entropy": stats.entropy, "margin": stats.margin, "confidence": stats.confidence}[self.rule]
+
+    def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Plain.draw`."""
+        from adjust_dlm.kernels.draw import draw_rows, row_stats
+
+        forbidden_V, processing = self.lane.forbidden(), self._processing(scored=False)
+        logits_RV = self._kept_RV
+        if logits_RV is None:
+            logits_RV, index_R = self._logits(row_R, column_R), torch.arange(len(row_R), device=row_R.device)
+        if self._kept_RV is not None and processing == self._processing(scored=True):
+            stats = self._stats.at(index_R)
+        else:
+            chosen_RV = logits_RV if self._kept_RV is None else logits_RV[index_R]
+            stats = row_stats(chosen_RV, forbidden_V, **processing)
+        bad = stats.total.isnan().any()
+        if self.config.temperature == 0:
+            return stats.token, bad
+        return draw_rows(logits_RV, forbidden_V, index_R, stats, u_R, processing["temperature"]), bad
+
+    def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
+        return self.base.head(self.lane.h_BLD[row_R, column_R])
+
+    def _processing(self, *, scored: bool) -> dict[str, Any]:
+        """For raw scores logits count as they are; T = 0 leaves their scale alone."""
+        config = self.config
+        if scored and not self.on_processed:
+            return {"temperature": 1.0}
+        return {"temperature": config.temperature or 1.0, "top_p": config.top_p, "top_k": config.top_k}

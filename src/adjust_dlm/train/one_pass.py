@@ -1,0 +1,332 @@
+"""One-pass training: trajectories are decoded and trained on in the same loop, so a window costs one base pass in all.
+
+A pool of rows is decoded one token a pass, as `adjust trajectories` would decode them. The states that a pass computes
+for its commit are also f(x) of Algorithm 2, h_0 of one window and the teacher of others; they are kept until the
+windows of a block are complete. Rows start at staggered moments, so that every micro-batch mixes mask ratios, and a
+row that ends makes room for the next row number.
+
+Shapes here: N rows of the pool, M of a micro-batch, S states of a slice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.data.keep import Keeper
+from adjust_dlm.data.prompts import PromptSource, open_prompts
+from adjust_dlm.data.store import temperature_index
+from adjust_dlm.data.trajectories import TrajectoriesConfig
+from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.decoders.canvas import pick
+from adjust_dlm.losses import NEXT_DECAY, RowWeights
+from adjust_dlm.train.rows import open_rows
+from adjust_dlm.train.unroll import NEVER, Frames
+from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require
+
+_IDLE = -1  # row id of a place in the pool that has not started yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """What `adjust train --one-pass` decodes; the fields of `adjust trajectories`, and the size of the pool.
+
+    Attributes:
+        rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
+        prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
+        chat: put each text of a file into the base's chat template.
+        max_new_tokens: masked positions after each prompt.
+        temperature: one or more; with several, prompts and temperatures are crossed, row by row.
+        top_p: nucleus mass in (0, 1].
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        order: rule that picks the next position; none takes the base's own.
+        order_on: score the processed or the raw distribution; none takes the base's own.
+        keep: folder for the trajectories that are decoded, in shards of 512 as `adjust trajectories` would write them
+            (one process only).
+    """
+
+    rows: int = 64
+    prompts: str = "unconditional"
+    chat: bool = False
+    max_new_tokens: int = 128
+    temperature: tuple[float, ...] = (1.0,)
+    top_p: float = 1.0
+    top_k: int = 0
+    order: OrderRule | None = None
+    order_on: OrderOn | None = None
+    keep: str | None = None
+
+    def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
+        """The settings under which `adjust trajectories` makes the same rows."""
+        return TrajectoriesConfig(
+            output=self.keep or "", first_row=first, prompts=self.prompts, chat=self.chat,
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            order=self.order, order_on=self.order_on, suppress_eos=suppress_eos, seed=seed,
+        )  # fmt: skip
+
+
+def lookahead(weights: RowWeights, decay: float = NEXT_DECAY) -> int:
+    """Commits to know behind a state before its row weights are fixed, to the last bit of fp32.
+
+    `next` weights fall as exp(-rank / decay): rows that are revealed later than that have none of it.
+    """
+    return 0 if weights == "uniform" else math.ceil(16.7 * decay)  # exp(-16.7) < 2**-24
+
+
+@dataclass
+class Moment:
+    """The pool before one commit.
+
+    Attributes:
+        row_N: row ids, -1 where nothing is decoded.
+        tokens_NL: int32 canvas.
+        masked_NL: what is masked.
+        real_NL: False on pads.
+        revealed_NL: the position that the commit behind this moment filled.
+        h_NLD: f of the canvas.
+    """
+
+    row_N: Tensor
+    tokens_NL: Tensor
+    masked_NL: Tensor
+    real_NL: Tensor
+    revealed_NL: Tensor
+    h_NLD: Tensor
+
+    def state(self, padded: bool) -> State:
+        """As the base sees it."""
+        return State(self.tokens_NL.long(), self.real_NL, self.masked_NL, padded)
+
+
+class Lane:
+    """The part of a pool that has one temperature: places, and which row comes next."""
+
+    def __init__(self, base: Base, settings: DecodeConfig, source: PromptSource, places: int, rows: Iterator[int]):
+        """`places` idle places; rows are taken in turn."""
+        width = max(source.lengths)
+        self.canvas = Canvas(base, [[base.spec.pad_id] * width] * places, settings, rows=[_IDLE] * places)
+        self.canvas.padded = len(source.lengths) > 1
+        self.canvas.masked_BL.zero_()
+        self.source, self.rows, self.taken = source, rows, 0
+        self.begins = [place * settings.max_new_tokens // places for place in range(places)]
+
+    def refill(self, now: int, keeper: Callable[[Trajectory], None] | None) -> None:
+        """Fresh rows for places whose text is finished, or whose first moment is this one."""
+        canvas = self.canvas
+        for b in (~canvas.open_B).nonzero()[:, 0].tolist():
+            if now < self.begins[b]:
+                continue
+            if keeper is not None and int(canvas.rows_B[b]) != _IDLE:
+                real_L = canvas.real_BL[b]
+                tokens_L, order_L = (part[b][real_L].cpu() for part in (canvas.tokens_BL, canvas.order_BL))
+                row, settings = int(canvas.rows_B[b]), canvas.config
+                keeper(Trajectory(tokens_L, order_L, row, settings.seed, settings.temperature))
+            row = self.next_row()
+            canvas.restart(b, self.source.ids(row), row)
+
+    def next_row(self) -> int:
+        """Takes a row number."""
+        self.taken += 1
+        return next(self.rows)
+
+    def commit(self, h_BLD: Tensor) -> Tensor:
+        """One token for every open row; [B, L] bool of the positions that got one."""
+        canvas, before_BL = self.canvas, self.canvas.masked_BL.clone()
+        canvas.start_round()
+        canvas.commit(pick(canvas.base, h_BLD, canvas))
+        return before_BL & (canvas.order_BL >= 0)
+
+
+class Pool:
+    """Frames for Algorithm 2, straight from decoding.
+
+    Args:
+        base: f and W.
+        config: what is decoded.
+        source: prompts; `first` must leave out rows that are held out.
+        suppress_eos: as in decoding.
+        seed: of the rows.
+        first: the first row number to be decoded.
+        rank: of the rows of a temperature, this process decodes number rank, rank + world, ...
+        world: number of processes.
+        length: S.
+        rollout: unrolled steps; a slice holds S - rollout windows.
+        slices: M, a divisor of the pool's rows.
+        weights, decay: row weights that the windows will have; they say how long a state has to wait.
+        keeper: takes every trajectory that is complete.
+    """
+
+    def __init__(
+        self, base: Base, config: PoolConfig, source: PromptSource, *, length: int, rollout: int, slices: int,
+        seed: int = 0, suppress_eos: bool = False, first: int = 0, rank: int = 0, world: int = 1,
+        weights: RowWeights = "next", decay: float = NEXT_DECAY, keeper: Keeper | None = None,
+    ) -> None:  # fmt: skip
+        kinds = config.trajectories(seed=seed, suppress_eos=suppress_eos).decode_configs(base)
+        require(
+            config.rows >= 1 and config.rows % slices == 0 and config.rows % len(kinds) == 0,
+            f"pool.rows is {config.rows}; it must be a multiple of {slices} (slices) and {len(kinds)} (temperatures)",
+        )
+        source.check_fits(base, config.max_new_tokens)
+        self.base, self.source, self.keeper = base, source, keeper
+        self.length, self.rollout, self.groups = length, rollout, config.rows // slices
+        self.lanes = [
+            Lane(
+                base, kind, source, config.rows // len(kinds),
+                itertools.islice(_rows_of(lane, len(kinds), source, first), rank, None, world),
+            )
+            for lane, kind in enumerate(kinds)
+        ]  # fmt: skip
+        self.width = max(source.lengths) + config.max_new_tokens
+        self.wait = min(lookahead(weights, decay), self.width)
+        self.moments: list[Moment] = []
+        self.passes = self.group = self.spent = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of the states that it holds at most."""
+        states = (self.length + self.wait) * sum(len(lane.begins) for lane in self.lanes)
+        return states * self.width * self.base.width * self.base.dtype.itemsize
+
+    def frames(self) -> Frames:
+        """The next micro-batch in which at least one window counts: S states of M rows."""
+        while True:
+            if self.group == 0:
+                del self.moments[: self.spent]
+                while len(self.moments) < self.length + self.wait:
+                    self.advance()
+                self.spent = self.length - self.rollout
+            places = slice(self.group, None, self.groups)  # spread over phases and temperatures
+            self.group = (self.group + 1) % self.groups
+            windows = self.moments[: self.spent]
+            if bool((torch.stack([m.row_N[places] for m in windows]) != _IDLE).any()):
+                return self._frames(places)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One base pass over the pool, and a commit in every open row."""
+        for lane in self.lanes:
+            lane.refill(self.passes, self.keeper)
+        canvases = [lane.canvas for lane in self.lanes]
+        row_N, tokens_NL, masked_NL, real_NL = (
+            torch.cat([getattr(canvas, name) for canvas in canvases])
+            for name in ("rows_B", "tokens_BL", "masked_BL", "real_BL")
+        )
+        h_NLD = self.base.hidden(State(tokens_NL, real_NL, masked_NL, canvases[0].padded))
+        parts = h_NLD.split([len(canvas.rows_B) for canvas in canvases])
+        revealed_NL = torch.cat([lane.commit(h_BLD) for lane, h_BLD in zip(self.lanes, parts, strict=True)])
+        self.moments.append(Moment(row_N, tokens_NL.int(), masked_NL, real_NL, revealed_NL, h_NLD))
+        self.passes += 1
+
+    def _frames(self, places: slice) -> Frames:
+        moments = self.moments[: self.length]
+        x = State(
+            torch.cat([m.tokens_NL[places] for m in moments]).long(), torch.cat([m.real_NL[places] for m in moments]),
+            torch.cat([m.masked_NL[places] for m in moments]), self.lanes[0].canvas.padded,
+        )  # fmt: skip
+        h_BLD = torch.cat([m.h_NLD[places] for m in moments])
+        text_SM = torch.stack([m.row_N[places] for m in moments])
+        return Frames(x, h_BLD, self._ranks(places).flatten(0, 1), text_SM)
+
+    def _ranks(self, places: slice) -> Tensor:
+        """[S, M, L] commits until a masked position is revealed, from the newest moment back; negative elsewhere."""
+        out, later_ML, row_M = [], None, None
+        for moment in reversed(self.moments):
+            known_ML = torch.full_like(moment.tokens_NL[places], NEVER, dtype=torch.long)
+            if later_ML is not None and row_M is not None:
+                known_ML = torch.where((moment.row_N[places] == row_M)[:, None], later_ML + 1, known_ML)
+            later_ML, row_M = known_ML.masked_fill(moment.revealed_NL[places], 0), moment.row_N[places]
+            out.append(torch.where(moment.masked_NL[places], later_ML, -NEVER))
+        return torch.stack(out[::-1][: self.length])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs: canvases and moments; states of the base are computed again."""
+        canvas = ("tokens_BL", "real_BL", "masked_BL", "order_BL", "rows_B", "commits_B")
+        moment = ("row_N", "tokens_NL", "masked_NL", "real_NL", "revealed_NL")
+        return {
+            "passes": self.passes, "group": self.group, "spent": self.spent,
+            "taken": [lane.taken for lane in self.lanes],
+            "lanes": [{name: getattr(lane.canvas, name).cpu() for name in canvas} for lane in self.lanes],
+            "moments": [{name: getattr(m, name).cpu() for name in moment} for m in self.moments],
+            "kept": None if self.keeper is None else self.keeper.state(),
+        }  # fmt: skip
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Goes on from a `state` of a pool with the same settings that has not moved yet."""
+        device = self.base.device
+        self.passes, self.group, self.spent = saved["passes"], saved["group"], saved["spent"]
+        for lane, taken, canvas in zip(self.lanes, saved["taken"], saved["lanes"], strict=True):
+            for _ in range(taken):
+                lane.next_row()
+            for name, value in canvas.items():
+                getattr(lane.canvas, name).copy_(value)
+        if self.keeper is not None and saved["kept"] is not None:
+            self.keeper.load(saved["kept"])
+        for part in saved["moments"]:
+            known = {name: value.to(device) for name, value in part.items()}
+            moment = Moment(**known, h_NLD=torch.empty(0))
+            moment.h_NLD = self.base.hidden(moment.state(self.lanes[0].canvas.padded))
+            self.moments.append(moment)
+
+
+def _rows_of(lane: int, lanes: int, source: PromptSource, first: int) -> Iterator[int]:
+    """Row numbers of one temperature."""
+    return (row for row in itertools.count(first) if temperature_index(row, len(source), lanes) == lane)
+
+
+def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], str, Pool]:
+    """Held-out trajectories, a digest of them and of the prompts, and the pool of this process.
+
+    Held-out rows come from stored folders where these are given; else they are rows 0 .. heldout-1, decoded first.
+    Training decodes other rows.
+
+    Args:
+        config: a `TrainConfig`.
+        base: the frozen model, not compiled yet.
+        rank: this process.
+        world: number of processes.
+
+    Raises:
+        InputError: bad settings or prompts; stored trajectories that are too few or another base's.
+    """
+    folders = config.heldout_trajectories
+    require(not folders, f"heldout_trajectories is {folders}; one_pass takes held-out rows from `trajectories`")
+    pool, windows = config.pool, config.slice_states - config.rollout
+    made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos)
+    wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
+    source = open_prompts(pool.prompts, base, chat=pool.chat, rows=config.heldout + wanted, seed=config.seed)
+    source.check_fits(base, pool.max_new_tokens)
+    data: Sequence[Trajectory]
+    if config.trajectories:
+        store, _ = open_rows(config.trajectories, (), config.heldout, base)
+        first = max((m["first_row"] + m["rows"] for m in store.manifests if m["seed"] == config.seed), default=0)
+        data, digest = store, store.digest()
+    else:
+        data, first = held_out_rows(base, made, source, config.heldout), config.heldout
+        digest = ""
+    require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
+    kept = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
+    return data, f"{digest} {source.facts()['sha256']}", Pool(
+        base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
+        seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
+        weights=config.weights, decay=config.next_decay,
+        keeper=None if pool.keep is None or config.dry_run else Keeper(kept, base, source),
+    )  # fmt: skip
+
+
+def held_out_rows(base: Base, config: TrajectoriesConfig, source: PromptSource, count: int) -> list[Trajectory]:
+    """Rows 0 .. count-1, decoded for metrics."""
+    done: dict[int, Trajectory] = {}
+    for t, settings in enumerate(config.decode_configs(base)):
+        rows = [r for r in range(count) if temperature_index(r, len(source), len(config.temperature)) == t]
+        for at in range(0, len(rows), config.batch_size):
+            some = rows[at : at + config.batch_size]
+            result = decode(base, [source.ids(r) for r in some], settings, decoder="joint", rows=some)
+            done |= {row: result.trajectory(b) for b, row in enumerate(some)}
+    return [done[row] for row in range(count)]

@@ -1,0 +1,99 @@
+"""The trajectories of a training run, checked: of this base, long enough, and apart from the held-out ones."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from adjust_dlm.bases import Base
+from adjust_dlm.data.store import Columns, TrajectoryStore, open_stores
+from adjust_dlm.types import require
+
+log = logging.getLogger(__name__)
+
+
+def open_rows(
+    folders: Sequence[str], heldout_folders: Sequence[str], heldout: int, base: Base
+) -> tuple[TrajectoryStore, TrajectoryStore | None]:
+    """Training trajectories, and the held-out ones if they have folders of their own.
+
+    Args:
+        folders: written by `adjust trajectories`.
+        heldout_folders: the same, for metrics only; may be empty.
+        heldout: how many rows of `folders` are kept apart when `heldout_folders` is empty.
+        base: whose trajectories they must be.
+
+    Raises:
+        InputError: no folder, another base or vocabulary, nothing to learn from, nothing left to train on, or rows that
+            stand in both.
+    """
+    require(bool(folders), "no trajectories: give folders written by `adjust trajectories`")
+    data = open_stores([Path(p) for p in folders])
+    _check(data, base)
+    if not heldout_folders:
+        require(
+            len(data) > heldout,
+            f"{len(data)} trajectories, of which {heldout} are held out; there must be some left to train on",
+        )
+        return data, None
+    held = open_stores([Path(p) for p in heldout_folders])
+    _check(held, base)
+    check_apart(data.columns, held.columns)
+    return data, held
+
+
+def _check(data: TrajectoryStore, base: Base) -> None:
+    """Raises InputError unless every row is of this base and some have two commits."""
+    names = ", ".join(map(str, data.folders))
+    require(
+        data.fingerprint == base.fingerprint,
+        f"the trajectories in {names} come from a base with fingerprint {data.fingerprint[:16]}; "
+        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
+    )
+    top = int(data.columns.tokens_P.max())
+    require(
+        data.mask_id == base.spec.mask_id and top < base.spec.vocab_size,
+        f"the trajectories in {names} have another vocabulary: mask token {data.mask_id}, ids up to {top}; "
+        f"base {base.spec.name!r} has mask token {base.spec.mask_id}, ids up to {base.spec.vocab_size - 1}",
+    )
+    commits_N = np.maximum.reduceat(data.columns.order_P, data.columns.start_N[:-1]) + 1
+    require(
+        bool((commits_N >= 2).any()),
+        f"none of the {len(data)} trajectories in {names} has two commits, so g has nothing to learn from them; "
+        "make them with more max_new_tokens, or with suppress_eos",
+    )
+
+
+def check_apart(data: Columns, held: Columns) -> None:
+    """Raises InputError if a held-out row is a training row: the same seed, row number, tokens and order.
+
+    Equal texts of other rows (a base that says little, T = 0) are told, not refused.
+    """
+    same, equal = (_shared(data, held, with_row=with_row) for with_row in (True, False))
+    require(
+        same == 0,
+        f"{same} of the {len(held.row_N)} held-out trajectories are training trajectories, too; "
+        "make them with another seed or first row",
+    )
+    if equal:
+        log.warning("%d of %d held-out trajectories equal a training one in tokens and order", equal, len(held.row_N))
+
+
+def _shared(data: Columns, held: Columns, *, with_row: bool) -> int:
+    """How many rows of `held` stand in `data`."""
+    seen = set(_keys(data, with_row=with_row))
+    return sum(key in seen for key in _keys(held, with_row=with_row))
+
+
+def _keys(columns: Columns, *, with_row: bool) -> list[bytes]:
+    """A digest of each row."""
+    c, out = columns, []
+    for n, (start, stop) in enumerate(zip(c.start_N[:-1], c.start_N[1:], strict=True)):
+        name = b"%d %d " % (c.seed_N[n], c.row_N[n]) if with_row else b""
+        content = c.tokens_P[start:stop].tobytes() + c.order_P[start:stop].tobytes()
+        out.append(hashlib.blake2b(name + content, digest_size=16).digest())
+    return out

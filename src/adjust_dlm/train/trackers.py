@@ -1,0 +1,117 @@
+"""`adjust train --track`: the lines of `metrics.jsonl` in TensorBoard, W&B or trackio as well."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from adjust_dlm.data.store import write_atomic
+from adjust_dlm.types import require
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+PROJECT, RECORD = "adjust-dlm", "tracking.json"
+
+
+class _Tracker(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises InputError for an unknown tracker, or one that is not installed (the package is named)."""
+    for name in names:
+        require(name in get_args(TrackerName), f"track is {name!r}; it must be {', '.join(get_args(TrackerName))}")
+        spec = find_spec(name)
+        # A folder of that name has no origin: W&B leaves one in the working folder.
+        installed = spec is not None and spec.origin is not None
+        require(installed, f"track {name} needs a package that is not installed: pip install {name}")
+
+
+class Tracking:
+    """All trackers of a run.
+
+    Args:
+        names: which; once each.
+        folder: the run's output folder, whose name is the run's.
+        settings: of the run, for the record.
+        resume_step: steps that were done before; 0 starts a new run.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any], *, resume_step: int = 0) -> None:
+        check_trackers(names)
+        folder.mkdir(parents=True, exist_ok=True)
+        run = _run_id(folder, resume_step) if set(names) - {"tensorboard"} else ""
+        self._trackers = [_OPEN[name](folder, settings, run, resume_step) for name in dict.fromkeys(names)]
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One point of every metric that is a number."""
+        numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+        for tracker in self._trackers:
+            tracker.write(step, numbers)
+
+    def close(self) -> None:
+        """Sends what is left."""
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def _run_id(folder: Path, resume_step: int) -> str:
+    """The id under which a service knows the run: kept in the output folder, so that a resumed run goes on there."""
+    path = folder / RECORD
+    if resume_step and path.is_file():
+        return str(json.loads(path.read_text(encoding="utf-8"))["run"])
+    run = uuid.uuid4().hex[:12]
+    write_atomic(path, (json.dumps({"run": run}) + "\n").encode())
+    return run
+
+
+class _TensorBoard:
+    """Event files in `OUTPUT/tensorboard`; what stands there behind the resumed step is struck out."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+        self.writer.add_text("settings", f"```\n{json.dumps(settings, indent=2)}\n```", resume_step + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Service:
+    """W&B and trackio share the calls init, log and finish."""
+
+    def __init__(self, package: str, **given: Any) -> None:
+        self.module: Any = importlib.import_module(package)
+        self.module.init(project=os.environ.get(f"{package.upper()}_PROJECT", PROJECT), resume="allow", **given)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.module.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.module.finish()
+
+
+def _wandb(folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> _Service:
+    return _Service("wandb", id=run, name=folder.absolute().name, config=settings, dir=str(folder))
+
+
+def _trackio(folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> _Service:
+    return _Service("trackio", name=f"{folder.absolute().name}-{run}", config=settings)
+
+
+_OPEN: dict[str, Callable[[Path, dict[str, Any], str, int], _Tracker]] = {
+    "tensorboard": _TensorBoard, "wandb": _wandb, "trackio": _trackio,
+}  # fmt: skip

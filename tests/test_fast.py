@@ -1,0 +1,375 @@
+"""The fast form of joint, parallel and adjust: the reference's results, for every setting and in every company."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adjust_dlm.bases import layers, load_base
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders import decode, decode_many, fast, lane, static_pick
+from adjust_dlm.decoders.graphs import Graphs
+from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
+from helpers import (
+    BOS,
+    CORE,
+    FAMILIES,
+    MASK,
+    RULES,
+    count_passes,
+    exact_base,
+    left_pad,
+    oracle,
+    row_of,
+    tiny_base,
+    tiny_sampler,
+)
+from test_checkpoint import write
+from test_properties import configs, heeded, prompts
+
+PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS], [BOS, 3, 3, 3, MASK, MASK]]
+CALLS = ("base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B")
+
+
+class Replayed(Graphs):
+    """Graphs without a card: what ran first under a key runs again, with the settings that it then saw."""
+
+    def run(self, key: Any, function: Callable[[], None], buffers: Callable[[], list[Tensor]]) -> None:
+        canvas = buffers.__self__  # type: ignore[attr-defined]
+        if key not in self._graphs:
+            self._graphs[key] = function, canvas.config
+            self.captures += 1
+        now = canvas.config
+        function, canvas.config = self._graphs[key]
+        function()
+        canvas.config = now
+
+
+@pytest.fixture(autouse=True)
+def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "Graphs", Replayed)
+
+
+BASES = {family: tiny_base(family, end_ids=(1, 5)) for family in FAMILIES}
+SAMPLERS = {family: tiny_sampler(base) for family, base in BASES.items()}
+
+
+def both(base: Any, given_: list[list[int]], config: DecodeConfig, decoder: str, **options: Any) -> DecodeResult:
+    """The fast result, after it was compared with the reference's."""
+    slots = options.pop("slots", None)
+    slow = decode(base, given_, config, decoder=decoder, eager=True, **options)
+    quick = decode(base, given_, config, decoder=decoder, eager=False, slots=slots, **options)
+    for name in ("tokens_BL", "order_BL", "real_BL", *CALLS):
+        assert torch.equal(getattr(slow, name), getattr(quick, name)), name
+    return quick
+
+
+@settings(max_examples=100)
+@given(
+    family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
+    slots=st.sampled_from([None, 1, 2]), restart=st.sampled_from([None, 1, 2]), sparse=st.booleans(),
+)  # fmt: skip
+def test_the_same_results_whatever_the_settings(
+    family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, restart: int | None,
+    sparse: bool,
+) -> None:  # fmt: skip
+    config = heeded(config, decoder)
+    options = {"restart": restart, "sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
+    both(BASES[family], given_, config, decoder, sampler=SAMPLERS[family], slots=slots, **options)
+
+
+@pytest.mark.parametrize("decoder", CORE)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_that_wait_for_a_slot_are_what_they_are_alone(decoder: str, temperature: float) -> None:
+    base, g = BASES["dream"], SAMPLERS["dream"]
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, temperature=temperature, seed=3)
+    rows = PROMPTS * 3
+    together = both(base, rows, config, decoder, sampler=g, slots=3)
+    for b, prompt in enumerate(rows):
+        alone = decode(base, [prompt], config, decoder=decoder, sampler=g, rows=[b], eager=True)
+        assert row_of(alone, 0) == row_of(together, b)
+
+
+def test_a_slot_is_given_on_as_soon_as_its_row_is_done() -> None:
+    """Rows of 8, 2, 2, 2 and 2 masks in two slots, one token a pass: 8 passes, not 8 + 2 + 2."""
+    base = tiny_base("dream", end_ids=(23,))
+    rows = [[BOS, *[MASK] * 7], *[[BOS, 4, 4, 4, 4, 4, 4, MASK]] * 4]
+    counted = count_passes(base)
+    result = decode(base, rows, DecodeConfig(max_new_tokens=1), decoder="joint", eager=False, slots=2)
+    assert counted.calls == 8
+    assert result.base_calls_B.tolist() == [8, 2, 2, 2, 2]
+
+
+def test_rows_that_are_left_move_to_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long row among seven short ones: its last passes are over a single row."""
+    monkeypatch.setattr(fast, "_COMPACT", 0)
+    monkeypatch.setattr(fast, "_PAYS", 1)
+    base = tiny_base("dream", end_ids=(23,))
+    rows = [[BOS, *[4] * 9]] * 3 + [[BOS, *[MASK] * 9]] + [[BOS, *[4] * 9]] * 4
+    both(base, rows, DecodeConfig(max_new_tokens=2, tokens_per_step=2, temperature=0.0), "parallel")
+    counted = count_passes(base)
+    decode(base, rows, DecodeConfig(max_new_tokens=2, tokens_per_step=2), decoder="parallel", eager=False)
+    sizes = [len(call.tokens_BL) for call in counted.seen]
+    assert sizes == [8, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_the_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, rule: Any, temperature: float) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(lane, "has_kernels", lambda device: True)
+    base, g = tiny_base("dream"), SAMPLERS["dream"]
+    for order_on, suppress, decoder in (("raw", True, "adjust"), ("processed", False, "parallel")):
+        config = DecodeConfig(
+            max_new_tokens=6, tokens_per_step=3, temperature=temperature, order=rule, order_on=order_on,
+            suppress_eos=suppress,
+        )  # fmt: skip
+        both(base, PROMPTS[:2], config, decoder, sampler=tiny_sampler(base) if decoder == "adjust" else g)
+
+
+@settings(max_examples=15)
+@given(
+    family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
+    slots=st.sampled_from([None, 2]),
+)  # fmt: skip
+def test_kernels_with_whatever_settings(
+    family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None
+) -> None:
+    pytest.importorskip("triton")
+    base = copy.copy(BASES[family])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "has_kernels", lambda device: True)
+        base.workspace = None
+        both(base, given_, heeded(config, decoder), decoder, sampler=SAMPLERS[family], slots=slots)
+
+
+def test_kernels_score_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of two chunks are not kept; those of the chosen rows are computed again."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(lane, "has_kernels", lambda device: True)
+    monkeypatch.setattr(static_pick, "_FUSED_BYTES", 24 * 4 * 10)
+    both(tiny_base("dream"), PROMPTS, DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=2), "parallel")
+
+
+def test_graphs_are_few_whatever_the_prompts_and_seeds() -> None:
+    """H25: 20 prompts of 20 lengths, one after another."""
+    base = tiny_base("llada")
+    config = DecodeConfig(max_new_tokens=8, tokens_per_step=2)
+    for length in range(1, 21):
+        decode(base, [[BOS] * length], config.but(seed=length), decoder="joint", eager=False)
+    assert fast.captures(base) == 2  # a base pass and a pick, at 32 columns
+    decode(base, [[BOS] * 30], config, decoder="joint", eager=False)
+    assert fast.captures(base) == 4
+
+
+def test_lanes_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    base = tiny_base("llada")
+    with caplog.at_level(logging.INFO):
+        for rows in range(1, 40, 3):
+            decode(base, [[BOS]] * rows, DecodeConfig(max_new_tokens=1), decoder="joint", eager=False)
+    assert "8 shapes are kept at most" in caplog.text
+
+
+def test_another_sampler_is_not_mixed_up_with_the_one_before() -> None:
+    base = tiny_base("dream")
+    config = DecodeConfig(max_new_tokens=10, tokens_per_step=5, temperature=0.0)
+    for seed in range(3):
+        both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, seed=seed))
+
+
+def test_nan_is_refused() -> None:
+    base = tiny_base("dream")
+    base.head_matrix[7] = torch.nan
+    for eager in (True, False):
+        with pytest.raises(FloatingPointError, match="gave NaN"):
+            decode(base, PROMPTS, DecodeConfig(max_new_tokens=4), decoder="joint", eager=eager)
+
+
+def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    fast.log_fallback.cache_clear()
+    base, table = tiny_base("dream"), exact_base()
+    config = DecodeConfig(max_new_tokens=2)
+    for _ in range(2):
+        decode(base, [[BOS]], config, decoder="threshold", eager=False)
+        decode(base, [[BOS]], config.but(cache_period=2), decoder="joint", eager=False)
+        decode(table, [[]], config.but(max_new_tokens=4), decoder="joint", eager=False)
+        decode(base, [[BOS]], config, decoder="adjust", sampler=oracle(base), eager=False)
+        decode(base, [[BOS]], config, decoder="joint", eager=False, watch=lambda canvas: None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "eager decoding: decoder threshold has no fast form",
+        "eager decoding: cache_period needs passes of changing shapes",
+        "eager decoding: base exact is no transformer",
+        "eager decoding: the sampler is a function",
+        "eager decoding: a watched canvas is looked at after every commit",
+    ]
+
+
+# Sparse steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pairing", ["state", "token"])
+@pytest.mark.parametrize("restart", [None, 1])
+def test_sparse_steps_with_all_columns_are_whole_steps(family: str, pairing: Any, restart: int | None) -> None:
+    base = BASES[family]
+    g = tiny_sampler(base, pairing=pairing)
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0.8)
+    whole = decode(base, PROMPTS, config, sampler=g, restart=restart)
+    sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, restart=restart, sparse=True)
+    for b in range(len(PROMPTS)):
+        assert row_of(whole, b) == row_of(sparse, b)
+
+
+@pytest.mark.parametrize("pairing", ["state", "token"])
+def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing: Any) -> None:
+    """One g call after one commit, everything else as the base left it; the states that it gives are exact."""
+    base = tiny_base("dream", end_ids=(23,))
+    g = tiny_sampler(base, pairing=pairing)
+    seen: list[list[int]] = []
+    rows = g.rows
+    g.rows = lambda h, state, column_BN, keys: (  # type: ignore[method-assign]
+        seen.append(column_BN[0].tolist()), rows(h, state, column_BN, keys)
+    )[1]  # fmt: skip
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, temperature=0.0, candidates=1, order="left_to_right")
+    result = decode(base, [[BOS, MASK, 5]], config, sampler=g, sparse=True)
+    assert seen[0] == ([1, 2, 3] if pairing == "state" else [1, 3, 0])  # 0 fills up, and stays as it was
+    whole = decode(base, [[BOS, MASK, 5]], config, sampler=tiny_sampler(base, pairing=pairing))
+    assert row_of(result, 0) == row_of(whole, 0)  # with one step a round nothing is left out
+
+
+@pytest.mark.parametrize("pairing", ["state", "token"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_step_are_those_of_the_whole_step(family: str, pairing: Any) -> None:
+    base: TransformerBase = BASES[family]
+    g = tiny_sampler(base, pairing=pairing)
+    state = left_pad([[BOS, 5, MASK, 7, MASK], [BOS, MASK, 4], [MASK] * 5])
+    h_BLD = base.hidden(state)
+    column_BN = torch.tensor([[4, 1], [2, 3], [0, 2]])
+    got = g.rows(h_BLD, state, column_BN, g.keys(h_BLD, state))
+    want = g(h_BLD, state).gather(1, column_BN[..., None].expand(-1, -1, 32))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_sparse_steps_need_candidates_and_a_sampler_that_knows_them() -> None:
+    base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=2)
+    for eager in (True, False):
+        with pytest.raises(InputError, match="set candidates too"):
+            decode(base, [[BOS]], config, sampler=tiny_sampler(base), sparse=True, eager=eager)
+        with pytest.raises(InputError, match="function knows no sparse steps"):
+            decode(
+                base,
+                [[BOS]],
+                DecodeConfig(max_new_tokens=2, candidates=2),
+                sampler=oracle(base),
+                sparse=True,
+                eager=eager,
+            )
+
+
+# Many prompts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_many_prompts_come_back_whole_and_as_they_are_alone(eager: bool) -> None:
+    base, g = BASES["llada"], SAMPLERS["llada"]
+    config = DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=9)
+    rows = [[BOS, *[7] * (n % 5)] for n in range(19)]
+    seen: dict[int, Any] = {}
+    for which, result in decode_many(base, rows, config, batch_size=2, sampler=g, eager=eager):
+        assert len(which) == (min(2, 19 - len(seen)) if eager else min(16, 19 - len(seen)))
+        seen |= {n: row_of(result, b) for b, n in enumerate(which)}
+    assert sorted(seen) == list(range(19))
+    for n, row in seen.items():
+        assert row == row_of(decode(base, [rows[n]], config, sampler=g, rows=[n], eager=True), 0)
+
+
+def test_slots_and_batch_sizes_are_checked() -> None:
+    base = BASES["llada"]
+    with pytest.raises(InputError, match="slots is 0"):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="joint", slots=0)
+    with pytest.raises(InputError, match="batch_size is 0"):
+        next(decode_many(base, [[BOS]], DecodeConfig(), batch_size=0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_give_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo alone, without its code generator: a graph for one row and one for several, not one for each length."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    layers._compiled_layer.cache_clear()
+    torch._dynamo.reset()
+    base, plain = tiny_base(family), tiny_base(family)
+    base.compile()
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    for rows in ([[BOS]], [[BOS, 4, 4]], PROMPTS[:2], PROMPTS[:3], PROMPTS):
+        for new in (5, 9, 14):
+            config = DecodeConfig(max_new_tokens=new, tokens_per_step=3, seed=new)
+            quick = decode(base, rows, config, sampler=tiny_sampler(base), eager=False)
+            assert torch.equal(
+                quick.tokens_BL, decode(plain, rows, config, sampler=tiny_sampler(plain), eager=True).tokens_BL
+            )
+    assert counters["unique_graphs"] - before <= 3
+    layers._compiled_layer.cache_clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_projections_are_views_that_give_the_same_states(family: str) -> None:
+    base, plain = tiny_base(family), tiny_base(family)
+    state = left_pad([[BOS, 5, MASK], [BOS]])
+    layers.join_projections(base.model)
+    attention = base.model.layers[0].self_attn
+    q, k = attention.q_proj.weight, attention.k_proj.weight
+    assert q.data_ptr() + 4 * q.numel() == k.data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(base.model.parameters(), plain.model.parameters(), strict=True))
+    torch.testing.assert_close(base.hidden(state), plain.hidden(state))
+    attention.k_proj.weight.data.zero_()  # a change of a part is a change of the whole
+    plain.model.layers[0].self_attn.k_proj.weight.data.zero_()
+    torch.testing.assert_close(base.hidden(state), plain.hidden(state))
+    base.model.double()  # parts move one by one
+    assert attention._joined is None
+    torch.testing.assert_close(base.hidden(state).float(), plain.hidden(state))
+
+
+def test_weights_that_moved_are_captured_anew() -> None:
+    base = tiny_base("dream")
+    config = DecodeConfig(max_new_tokens=5, temperature=0.0)
+    for seed in range(3):
+        both(base, PROMPTS, config, "joint")
+        other = tiny_base("dream", seed=seed + 1)
+        base.model, base.head_matrix = other.model, other.head_matrix
+        assert base.workspace.weights != fast._weights(base)
+
+
+def test_quantized_layers_have_a_fast_form(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    base = load_base(str(write(tmp_path, "dream")), quantize="int8")
+    assert isinstance(base, TransformerBase)
+    config = DecodeConfig(max_new_tokens=6, tokens_per_step=2)
+    both(base, [[2, 5], [2, 5, 7]], config, "adjust", sampler=tiny_sampler(base))
+    layers.join_projections(base.model)  # they stay as they are
+    assert base.model.layers[0].self_attn._joined is None
+
+
+def test_other_forms_of_g(caplog: pytest.LogCaptureFixture) -> None:
+    """Several layers run as whole steps; one that carries more states than its own has no fast form."""
+    fast.log_fallback.cache_clear()
+    base = tiny_base("dream")
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2)
+    deep = tiny_sampler(base, layers=2)
+    both(base, PROMPTS, config, "adjust", sampler=deep)
+    with pytest.raises(InputError, match="not with these settings"):
+        decode(base, PROMPTS, config, sampler=deep, sparse=True)
+    assert not caplog.records
+    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, anchor=True))
+    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, features=(1,)))
+    assert [r.getMessage() for r in caplog.records] == ["eager decoding: the sampler carries more states than its own"]

@@ -1,0 +1,335 @@
+"""One-pass training: the rows that `adjust trajectories` would make, and the plain form's loss on their windows."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.exact import load_exact
+from adjust_dlm.data.keep import Keeper
+from adjust_dlm.data.prompts import PromptSource
+from adjust_dlm.data.store import TrajectoryStore
+from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.losses import RowWeights, row_shares
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.train.batches import lots, pack
+from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead
+from adjust_dlm.train.trainer import TrainConfig, train
+from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
+from adjust_dlm.types import InputError, Trajectory
+from helpers import BOS, tiny_base
+
+ROLLOUT, LENGTH = 2, 5
+ONE, MIXED = PromptSource("one", [[BOS]]), PromptSource("mixed", [[BOS, *range(3, 3 + n)] for n in (3, 0, 6, 1)])
+
+
+def settings(**changes: Any) -> PoolConfig:
+    return PoolConfig(**{"rows": 4, "max_new_tokens": 8, **changes})
+
+
+def pool_of(base: Base, config: PoolConfig, source: PromptSource = ONE, **changes: Any) -> Pool:
+    common = {"length": LENGTH, "rollout": ROLLOUT, "slices": 2, "seed": 3, **changes}
+    return Pool(base, config, source, **common)
+
+
+def starts(frames: Frames, data: list[Trajectory]) -> list[tuple[int, int]]:
+    """(row, t) of every window, t from the number of masks that are left."""
+    windows, n = LENGTH - ROLLOUT, frames.text_SN.shape[1]
+    out = []
+    for w in range(windows):
+        for m in range(n):
+            row = int(frames.text_SN[w, m])
+            if row >= 0:
+                new = int((data[row].order_L != -1).sum())
+                out.append((row, new - int(frames.x.masked_BL[w * n + m].sum())))
+    return out
+
+
+def endless_base(family: str = "dream", **changes: Any) -> Base:
+    """Its end token is a padding row of the head: every row has all of its commits."""
+    return tiny_base(family, end_ids=(23,), **changes)
+
+
+def ending_base() -> Base:
+    """Half of the ids end a text: many rows end early."""
+    return tiny_base("dream", seed=1, end_ids=tuple(range(1, 12)))
+
+
+@pytest.mark.parametrize("temperature", [(1.0,), (0.5, 1.0)])
+@pytest.mark.parametrize("ends", [False, True])
+def test_rows_are_those_of_adjust_trajectories(temperature: tuple[float, ...], ends: bool, tmp_path: Path) -> None:
+    """Prompts of four lengths in four places: tokens and order of row r do not depend on who decodes beside it."""
+    base = ending_base() if ends else endless_base()
+    config = settings(temperature=temperature)
+    common: dict[str, Any] = {
+        "max_new_tokens": 8, "temperature": temperature, "seed": 3, "batch_size": 4, "shard_rows": 8, "first_row": 5,
+    }  # fmt: skip
+    keeper = Keeper(TrajectoriesConfig(output=str(tmp_path / "kept"), **common), base, MIXED)
+    pool = pool_of(base, config, MIXED, keeper=keeper, first=5)
+    for _ in range(30):
+        pool.frames()
+    kept = TrajectoryStore(tmp_path / "kept")
+    assert len(kept) >= 16 and keeper.waiting
+    assert any((x.order_L == -2).any() for x in kept) == ends
+    made = TrajectoriesConfig(output=str(tmp_path / "made"), num=len(kept), **common)
+    make_trajectories(made, base, source=MIXED)
+    shards = sorted(path.name for path in (tmp_path / "made").glob("*.parquet"))
+    assert [p.name for p in sorted((tmp_path / "kept").glob("*.parquet"))] == shards
+    for name in shards:
+        assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
+    with pytest.raises(InputError, match=r"cannot continue .*kept: seed was 3 and is now 4"):
+        Keeper(TrajectoriesConfig(output=str(tmp_path / "kept"), **{**common, "seed": 4}), base, MIXED)
+
+
+@pytest.mark.parametrize("weights", ["next", "uniform"])
+@pytest.mark.parametrize("source", [ONE, MIXED], ids=["one", "mixed"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_loss_and_gradient_are_those_of_the_plain_form(ends: bool, source: PromptSource, weights: RowWeights) -> None:
+    """The windows of each micro-batch, packed one by one from the finished trajectories, base passes made anew."""
+    base = ending_base() if ends else endless_base()
+    pool = pool_of(base, settings(), source, weights=weights)
+    made = settings().trajectories(seed=3, suppress_eos=False)
+    data = held_out_rows(base, made, source, 60)
+    torch.manual_seed(0)
+    g = Sampler(base)
+
+    def both(run: Any) -> list[Tensor]:
+        loss = unrolled_kl(base, run, range(1, ROLLOUT + 1), weights=weights)
+        return [loss.detach(), *torch.autograd.grad(loss, list(g.parameters()))]
+
+    crossing = 0
+    for _ in range(12):
+        frames = pool.frames()
+        used = starts(frames, data)
+        crossing += int((frames.text_SN[0] != frames.text_SN[-1]).sum())
+        single = pack([data[row] for row, _ in used], [t for _, t in used], ROLLOUT + 1, base.spec.pad_id)
+        ours, plain = both(unroll_frames(g, frames, rollout=ROLLOUT)), both(unroll(base, g, single, rollout=ROLLOUT))
+        assert plain[0] > 0
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert crossing > 5  # rows ended inside of slices
+
+
+def test_next_weights_know_enough_of_the_future() -> None:
+    """80 commits, of which a state sees 51: the plain form, which sees all of them, has the same loss and gradient."""
+    base = endless_base(max_position_embeddings=128)
+    config = settings(max_new_tokens=80)
+    pool = pool_of(base, config)
+    data = held_out_rows(base, config.trajectories(seed=3, suppress_eos=False), ONE, 6)
+    g = Sampler(base)
+    assert lookahead("uniform") == 0 and lookahead("next") == 51
+    gradients = []
+    for _ in range(40):
+        frames = pool.frames()
+    used = starts(frames, data)
+    single = pack([data[row] for row, _ in used], [t for _, t in used], ROLLOUT + 1, 0)
+    for run in (unroll_frames(g, frames, rollout=ROLLOUT), unroll(base, g, single, rollout=ROLLOUT)):
+        loss = unrolled_kl(base, run, (1, 2))
+        gradients.append([loss.detach(), torch.autograd.grad(loss, g.mix.weight)[0]])
+    assert max(80 - t for _, t in used) > 51
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_every_window_comes_once_and_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = endless_base("llada")
+    data = held_out_rows(base, settings().trajectories(seed=3, suppress_eos=False), ONE, 60)
+    calls = []
+    hidden = base.hidden
+    monkeypatch.setattr(base, "hidden", lambda state: calls.append(len(state.tokens_BL)) or hidden(state))
+    pool = pool_of(base, settings())
+    seen: Counter[tuple[int, int]] = Counter()
+    phases = []
+    for _ in range(60):
+        frames = pool.frames()
+        at = starts(frames, data)
+        seen.update(at)
+        phases.append(len({t for _, t in at}))
+    assert set(seen.values()) == {1}
+    rows = {row for row, _ in seen}
+    whole = [row for row in rows if row <= max(rows) - 8]  # the last ones are still under way
+    assert len(whole) > 8 and all({t for r, t in seen if r == row} == set(range(8)) for row in whole)
+    assert set(calls) == {4}
+    blocks = 30  # of 3 windows in 4 places, two micro-batches each; a state waits for 9 commits, the canvas's length
+    assert len(calls) == LENGTH + 9 + (blocks - 1) * (LENGTH - ROLLOUT)
+    assert min(phases[4:]) >= 5  # two rows of three windows each: different mask ratios
+
+
+def test_ranks_share_the_rows_of_every_temperature() -> None:
+    """Two temperatures alternate row by row: rank 0 must not get one of them alone."""
+    base, config = endless_base(), settings(temperature=(0.5, 1.0))
+    got = []
+    for rank in (0, 1):
+        lanes = pool_of(base, config, first=10, rank=rank, world=2).lanes
+        got.append([[lane.next_row() for _ in range(3)] for lane in lanes])
+    assert got == [[[10, 14, 18], [11, 15, 19]], [[12, 16, 20], [13, 17, 21]]]
+
+
+def test_a_restored_pool_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Frames to the last bit; of the rows it keeps, none is lost between a checkpoint and a shard."""
+    base = ending_base()
+    kept = TrajectoriesConfig(output=str(tmp_path), max_new_tokens=8, seed=3, batch_size=4, shard_rows=4)
+    whole, again = (pool_of(base, settings(), MIXED, keeper=Keeper(kept, base, MIXED)) for _ in "ab")
+    for _ in range(13):
+        whole.frames()
+    assert whole.keeper is not None and whole.keeper.waiting and len(TrajectoryStore(tmp_path)) >= 4
+    again.load(whole.state())
+    for _ in range(13):
+        a, b = whole.frames(), again.frames()
+        assert torch.equal(a.text_SN, b.text_SN) and torch.equal(a.rank_BL, b.rank_BL)
+        assert torch.equal(a.h_BLD, b.h_BLD) and torch.equal(a.x.tokens_BL, b.x.tokens_BL)
+    assert again.keeper is not None and again.keeper.state()["start"] == whole.keeper.start == len(
+        TrajectoryStore(tmp_path)
+    )
+    assert whole.keeper.start >= 12
+
+
+# the trainer
+
+
+def run_settings(output: Path, **changes: Any) -> TrainConfig:
+    common: dict[str, Any] = {
+        "base": "exact", "one_pass": True, "pool": PoolConfig(rows=16, max_new_tokens=4), "slice_states": 4,
+        "slices": 8, "heldout": 32, "warmup": 5, "steps": 12, "eval_every": 6, "checkpoint_every": 5, "accumulate": 2,
+    }  # fmt: skip
+    return TrainConfig(output=str(output), **{**common, **changes})
+
+
+@pytest.mark.slow
+def test_training_in_one_pass_learns(tmp_path: Path) -> None:
+    exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
+    pool = PoolConfig(rows=64, max_new_tokens=4)
+    held = train(run_settings(tmp_path, steps=500, pool=pool, slices=32, lr=1e-2, accumulate=1, eval_every=500), exact)[
+        "heldout"
+    ]
+    for k in (1, 2):
+        assert held[f"kl_{k}"] < 0.5 * held[f"stale_{k}"]
+    assert (tmp_path / "sampler" / "sampler.safetensors").is_file()
+
+
+def test_resume_is_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 steps in one go, and 7 + SIGTERM + 5: the same weights."""
+    exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
+    train(run_settings(tmp_path / "whole"), exact)
+    calls, frames = [], Pool.frames
+
+    def stopping(pool: Pool) -> Frames:
+        calls.append(1)
+        if len(calls) == 14:  # the 14th micro-batch ends step 7
+            os.kill(os.getpid(), signal.SIGTERM)
+        return frames(pool)
+
+    monkeypatch.setattr(Pool, "frames", stopping)
+    first = train(run_settings(tmp_path / "parts"), exact)
+    assert not first["finished"] and first["steps"] == 7
+    with pytest.raises(InputError, match="pool was"):
+        train(run_settings(tmp_path / "parts", pool=PoolConfig(rows=32, max_new_tokens=4)), exact)
+    assert train(run_settings(tmp_path / "parts"), exact)["finished"]
+    a, b = (torch.load(tmp_path / p / "checkpoint.pt", weights_only=True)["sampler"] for p in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_compiled_run_trains_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of three lengths make one canvas length: one shape of the base for decoding, one of g for training."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (1, 4, 2)))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    pool, shapes = PoolConfig(rows=8, prompts=str(prompts), max_new_tokens=6), set()
+    for compiled in (False, True):
+        base = endless_base()
+        base.tokenizer = SimpleNamespace(encode=lambda text, **_: [5] * len(text))
+        forward = base.model.forward
+        monkeypatch.setattr(
+            base.model, "forward", lambda *x, f=forward, c=compiled: shapes.add((c, x[0].shape)) or f(*x)
+        )
+        train(run_settings(tmp_path / str(compiled), steps=3, pool=pool, compile=compiled, heldout=0), base)
+    a, b = (torch.load(tmp_path / str(c) / "checkpoint.pt", weights_only=True)["sampler"] for c in (False, True))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
+    assert shapes == {(compiled, (8, 11)) for compiled in (False, True)}
+
+
+def test_held_out_rows_are_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 0..31 are held out where nothing is stored; stored rows of the same seed are left out too."""
+    exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
+    first: list[int] = []
+    frames = Pool.frames
+
+    def watching(pool: Pool) -> Frames:
+        out = frames(pool)
+        first.append(min(int(row) for row in out.text_SN.flatten() if row >= 0))
+        return out
+
+    monkeypatch.setattr(Pool, "frames", watching)
+    train(run_settings(tmp_path / "a", steps=2), exact)
+    assert min(first) == 32
+    first.clear()
+    stored = TrajectoriesConfig(base="exact", num=64, output=str(tmp_path / "t"), max_new_tokens=4)
+    make_trajectories(stored, base=exact)
+    assert train(run_settings(tmp_path / "b", steps=6, trajectories=(str(tmp_path / "t"),)), exact)["heldout"]
+    assert min(first) == 64
+    with pytest.raises(InputError, match="64 trajectories, of which 65 are held out"):
+        train(run_settings(tmp_path / "c", heldout=65, trajectories=(str(tmp_path / "t"),)), exact)
+
+
+@pytest.mark.slow
+def test_two_processes_decode_different_rows_and_save_both_pools(tmp_path: Path) -> None:
+    flags = {
+        "base": "exact", "pool.rows": 16, "pool.max-new-tokens": 4, "slice-states": 4, "slices": 8, "heldout": 16,
+        "steps": 6, "eval-every": 6, "checkpoint-every": 3, "output": tmp_path,
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "adjust_dlm.cli",
+        "train", "--one-pass", *(f"--{name}={value}" for name, value in flags.items()),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    pools = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["pools"]
+    rows = [set(torch.cat([m["row_N"] for m in pool["moments"]]).tolist()) - {-1} for pool in pools]
+    assert len(rows) == 2 and all(len(mine) > 16 for mine in rows)
+    assert [{row % 2 for row in mine} for mine in rows] == [{0}, {1}]
+
+
+def test_a_pool_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(InputError, match=r"pool\.rows is 6; it must be a multiple of 4 \(slices\) and 1 \(temperat"):
+        pool_of(endless_base(), settings(rows=6), slices=4)
+
+
+def test_knobs_that_one_pass_training_has_not_are_refused(tmp_path: Path) -> None:
+    for name, value in (("rollouts", (1, 2)), ("on_policy", 0.5)):
+        with pytest.raises(InputError, match=f"one_pass decodes what it trains on, once; leave {name} out"):
+            run_settings(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("rows", [None, 3])
+def test_features_and_a_limit_on_rows_go_with_it(tmp_path: Path, rows: int | None) -> None:
+    """A middle layer, cut gradients, depth weights, a decay: the first loss is the objective on the same frames."""
+    base = endless_base(num_hidden_layers=3)
+    pool = PoolConfig(rows=8, max_new_tokens=8)
+    config = run_settings(
+        tmp_path, pool=pool, features=(1,), rows=rows, steps=2, eval_every=1, accumulate=1, heldout=4, detach_every=1,
+        next_decay=2.0, depth_weights=(1.0, 2.0, 1.0),
+    )  # fmt: skip
+    train(config, base)
+    loss = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        g = Sampler(base.with_features((1,)), config.sampler_config())
+    own = Pool(base.with_features((1,)), pool, ONE, length=4, rollout=3, slices=8, first=4, decay=2.0)
+    run = unroll_frames(g, own.frames(), rollout=3)
+    share = None if rows is None else row_shares(run.rank_BL, rows, lots(run.rank_BL, (0, 0, 0)))
+    parts = [unrolled_kl(base, run, k, next_decay=2.0, share_BL=share).item() for k in (1, 2, 3)]
+    assert loss == pytest.approx((parts[0] + 2 * parts[1] + parts[2]) / 4, rel=1e-4)

@@ -1,0 +1,235 @@
+"""`--engine ray`: the shards of `--engine local`, whatever happens to a worker."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adjust_dlm.data import ray_engine, store
+from adjust_dlm.data.ray_engine import ShardMaker, make_with_ray
+from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.types import InputError
+
+ROWS, SHARD = 640, 64
+
+
+def settings(folder: Path, **changes: Any) -> TrajectoriesConfig:
+    fields = {"base": "exact", "num": ROWS, "max_new_tokens": 4, "batch_size": 64, "shard_rows": SHARD, **changes}
+    return TrajectoriesConfig(output=str(folder), **fields)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("local")
+    make_trajectories(settings(folder))
+    return folder
+
+
+class Killer(logging.Handler):
+    """Kills the worker that made the first shard, and keeps (first row, worker) of all that came back."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.seen: list[tuple[int, int]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "made by worker" in record.msg:
+            first, _, worker = record.args  # type: ignore[misc]
+            if not self.seen:
+                os.kill(worker, signal.SIGKILL)  # type: ignore[arg-type]
+            self.seen.append((first, worker))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_and_doubles_nothing(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two CPU actors in a cluster of our own; shard 3 is there before. One row at a time keeps shards slow."""
+    import ray
+
+    ready = tmp_path / "s" / store.shard_name((3 * SHARD, 4 * SHARD))
+    ready.parent.mkdir()
+    ready.write_bytes((local / ready.name).read_bytes())
+    (tmp_path / "s" / store.MANIFEST).write_bytes((local / store.MANIFEST).read_bytes())
+    output = Path(os.path.relpath(tmp_path / "s"))  # as a user types it
+    stamp, killer, log = ready.stat().st_mtime_ns, Killer(), logging.getLogger(ray_engine.__name__)
+    log.addHandler(killer)
+    monkeypatch.setattr(log, "level", logging.DEBUG)
+    try:
+        made = make_trajectories(settings(output, engine="ray", actors=2, batch_size=1))
+    finally:
+        log.removeHandler(killer)
+    assert contents(tmp_path / "s") == contents(local)
+    assert ready.stat().st_mtime_ns == stamp
+    assert (made["complete"], made["shards_made"], made["rows_made"]) == (True, 9, ROWS - SHARD)
+    assert sorted(first for first, _ in killer.seen) == [n for n in range(0, ROWS, SHARD) if n != 3 * SHARD]
+    assert len({worker for _, worker in killer.seen}) == 3  # the two, and the one that took the dead one's place
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_there_stays_and_actors_say_what_is_wrong(local: Path) -> None:
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        before = contents(local)
+        with pytest.raises(InputError, match=f"cannot continue {local}: seed was 0 and is now 7"):
+            make_trajectories(settings(local, engine="ray", seed=7))
+        assert ray.is_initialized() and contents(local) == before
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_sigterm_stops_a_cluster_of_our_own_and_keeps_whole_shards(local: Path, tmp_path: Path) -> None:
+    """Ray's own handler would abort with a page of addresses."""
+    words = {"base": "exact", "num": 64_000, "max-new-tokens": 4, "batch-size": 1, "shard-rows": 64, "engine": "ray"}
+    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "adjust_dlm.cli", "trajectories", *flags, "--output", str(tmp_path / "s")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while not store.find_shards(tmp_path / "s") and process.poll() is None:
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and said.endswith("adjust: interrupted\n")
+    for path in store.find_shards(tmp_path / "s").values():
+        if (local / path.name).exists():  # rows 0..639
+            assert path.read_bytes() == (local / path.name).read_bytes()
+
+
+# --- without a cluster -------------------------------------------------------------------------------------------
+
+
+def ask(maker: ShardMaker, *ranges: store.Range) -> dict[str, list[Any]]:
+    answer = maker({"start": np.array([a for a, _ in ranges]), "stop": np.array([b for _, b in ranges])})
+    return {key: value.tolist() for key, value in answer.items()}
+
+
+def test_an_actor_counts_what_it_made_and_makes_no_shard_twice(local: Path, tmp_path: Path) -> None:
+    maker = ShardMaker(settings(tmp_path / "s"), os.getcwd())
+    first = ask(maker, (0, 64), (128, 192))
+    # K = 1 on four masked positions: four passes and four tokens a row
+    assert first["tokens"] == first["base_calls"] == [256, 256] and first["error"] == ["", ""]
+    assert ask(maker, (0, 64), (0, 0))["tokens"] == [0, 0]
+    for rows in ((0, 64), (128, 192)):
+        name = store.shard_name(rows)
+        assert (tmp_path / "s" / name).read_bytes() == (local / name).read_bytes()
+
+
+def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = ask(ShardMaker(settings(tmp_path / "s", max_new_tokens=9), os.getcwd()), (0, 64))
+    assert "context of base 'exact'" in answer["error"][0] and answer["kind"] == ["input"]
+    with pytest.raises(InputError, match="context of base 'exact'"):
+        ray_engine._check({key: value[0] for key, value in answer.items()})
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "cannot write shard: No space left on device")
+
+    monkeypatch.setattr(store, "write_shard", full)
+    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd()), (0, 64))
+    with pytest.raises(OSError, match="cannot write shard: No space left") as caught:
+        ray_engine._check({key: value[0] for key, value in answer.items()})
+    assert caught.value.errno == 28
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(store, "write_shard", broken)
+    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd()), (0, 64))
+    with pytest.raises(RuntimeError, match=r"an actor failed on rows 0\.\.63: ZeroDivisionError: made up"):
+        ray_engine._check({key: value[0] for key, value in answer.items()})
+
+
+def test_shards_on_another_machines_disk_are_missed(local: Path, tmp_path: Path) -> None:
+    ray_engine._check_seen(local, [(0, 64)])
+    with pytest.raises(FileNotFoundError, match=r"2 of 2 shards .* first is shard-00000-00064.*disk that all nodes"):
+        ray_engine._check_seen(tmp_path, [(0, 64), (64, 128)], wait=0.0)
+
+
+def test_a_shard_that_shows_late_is_waited_for(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk that shows the file at the third look."""
+    looks = iter([[], [], ["shard-00000-00064.parquet"]])
+    monkeypatch.setattr(os, "listdir", lambda path: next(looks))
+    monkeypatch.setattr(ray_engine.time, "sleep", lambda seconds: None)
+    ray_engine._check_seen(tmp_path, [(0, 64)])
+    assert next(looks, None) is None
+
+
+@pytest.mark.parametrize(
+    ("resources", "change", "pool"),
+    [
+        ({"CPU": 64.0, "GPU": 8.0}, {}, (8, 1, 1)),
+        ({"CPU": 64.0, "GPU": 8.0}, {"device": "cpu"}, (10, 4, 0)),  # ten shards
+        ({"CPU": 64.0, "GPU": 8.0}, {"actors": 3}, (3, 1, 1)),
+        ({"CPU": 16.0}, {}, (4, 4, 0)),
+        ({"CPU": 2.0}, {}, (1, 2, 0)),
+        ({"CPU": 2.0}, {"actors": 2}, (2, 1, 0)),
+    ],
+)
+def test_actors_get_a_gpu_each_or_some_threads(
+    tmp_path: Path, resources: dict[str, float], change: dict[str, Any], pool: tuple[int, int, int]
+) -> None:
+    found = ray_engine._pool(settings(tmp_path, engine="ray", **change), resources, 10, fixed=True)
+    assert (found.actors, found.cpus, found.gpus) == pool
+
+
+def test_actors_without_room_are_not_waited_for(tmp_path: Path) -> None:
+    config = settings(tmp_path, engine="ray", actors=3)
+    with pytest.raises(InputError, match="actors is 3; this machine has room for 2, one a GPU"):
+        ray_engine._pool(config, {"CPU": 8.0, "GPU": 2.0}, 10, fixed=True)
+    assert ray_engine._pool(config, {"CPU": 8.0, "GPU": 2.0}, 10, fixed=False).actors == 3  # it may grow
+
+
+def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"engine ray needs Ray: pip install 'adjust-dlm\[ray\]'"):
+        make_with_ray(settings(tmp_path / "s", engine="ray"))
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": "dask"}, "engine is 'dask'; it must be local or ray"),
+        ({"engine": "ray", "actors": 0}, "actors is 0"),
+        ({"actors": 2}, "actors is 2 but the engine is local"),
+        ({"ray_address": "auto"}, "ray_address is auto but the engine is local"),
+        ({"engine": "ray", "device": "cuda:1"}, "device is 'cuda:1'; Ray hands out the GPUs"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        settings(tmp_path, **change)
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # ours, and not listening
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"no Ray cluster answers at {address}: .*refused"):
+            make_trajectories(settings(tmp_path / "s", engine="ray", ray_address=address))
+    assert not (tmp_path / "s").exists()
+
+
+def test_what_an_actor_cannot_take_is_refused(tmp_path: Path) -> None:
+    from adjust_dlm.bases import load_base
+
+    with pytest.raises(InputError, match="loads base and prompts in its actors"):
+        make_trajectories(settings(tmp_path, engine="ray"), load_base("exact"))
+    with pytest.raises(InputError, match="run it without torchrun"):
+        make_trajectories(settings(tmp_path, engine="ray"), rank=0, world=2)
