@@ -27,7 +27,7 @@ from adjust_dlm.serve.guard import ClientGone, Guard, Rate
 from adjust_dlm.serve.listen import Listener, finished, started
 from adjust_dlm.serve.metrics import Metrics
 from adjust_dlm.serve.nll import mean_nll
-from adjust_dlm.serve.page_files import PageFiles
+from adjust_dlm.serve.page_files import PATHS, page_routes
 from adjust_dlm.serve.schemas import CanvasAsk, ChatAsk, CompletionAsk, ErrorBody, InfillAsk
 from adjust_dlm.serve.work import Finished, Progress, Work
 from adjust_dlm.types import InputError
@@ -213,8 +213,8 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
     for method, path, handler, answers in routes:
         app.add_api_route(path, handler, methods=[method], response_model=None, responses={**_ERRORS, **answers})
     app.add_api_route("/metrics", service.show_metrics, include_in_schema=False, response_model=None)
-    service.metrics.know({path for _, path, *_ in routes} | {"/metrics", "/"})
-    app.mount("/", PageFiles(), name="page")
+    service.metrics.know({path for _, path, *_ in routes} | {"/metrics", *PATHS})
+    app.routes.extend(page_routes())
     _handle_errors(app)
     rate = Rate(config.rate_limit)
     app.add_middleware(Guard, api_key=config.api_key, rate=rate, max_body=config.max_body, done=service.metrics.request)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Route
 
 FOLDER = Path(__file__).parent / "page"
+PATHS = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/icon.svg": "icon.svg"}
+# Nothing but this server's own files may be loaded, nothing but this server asked, and no text become HTML.
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -16,19 +19,17 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # browsers ask each time, and get 304 while nothing has changed
+    "cache-control": "no-cache",
 }
 
 
-class PageFiles(StaticFiles):
-    """Nothing but this server's own files may be loaded, and nothing but this server may be asked."""
+def page_routes() -> list[Route]:
+    """One for each file: what no route knows stays 404, and a known path with another method 405."""
+    return [Route(path, _file(FOLDER / name)) for path, name in PATHS.items()]
 
-    def __init__(self) -> None:
-        """See the class."""
-        super().__init__(directory=FOLDER, html=True)
 
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file, with the headers."""
-        response = await super().get_response(path, scope)
-        response.headers.update(HEADERS)
-        return response
+def _file(path: Path) -> Callable[[Request], Awaitable[FileResponse]]:
+    async def answer(_request: Request) -> FileResponse:
+        return FileResponse(path, headers=HEADERS)
+
+    return answer
