@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -68,6 +69,8 @@ class Service:
         """Starts nothing."""
         self.engine, self.config, self.metrics = engine, config, Metrics(engine)
         self.created = int(time.time())
+        # A tokenizer works for one at a time anyway, and what a long prompt takes is kept by the thread that took it.
+        self._encoder = ThreadPoolExecutor(1, "adjust-encoder")
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.config.model:
@@ -77,7 +80,8 @@ class Service:
     async def _submitted(self, make: Callable[..., tuple[Work, list[Prompt]]], ask: Any, request: Request) -> Any:
         """Work, prompts and events of a request; whatever is wrong with it is raised here."""
         self._check_model(ask.model)
-        work, prompts = await asyncio.to_thread(make, self.engine, self.config.defaults, ask)
+        loop, given = asyncio.get_running_loop(), (self.engine, self.config.defaults, ask)
+        work, prompts = await loop.run_in_executor(self._encoder, make, *given)
         events = Listener(self.engine, work, request).events()
         self.metrics.prompt(sum(prompt.given for prompt in prompts))
         return work, prompts, self._counted(events)

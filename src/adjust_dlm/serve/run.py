@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from adjust_dlm.serve.engine import Engine
 
 logger = logging.getLogger(__name__)
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 4 << 20  # the first of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 1 << 20  # the first two of malloc.h
 _LAST_BYTES_SECONDS = 5  # for answers that are written while the server stops
 
 
@@ -30,7 +30,9 @@ def return_freed_memory() -> None:
     mixed traffic with the default model on two CPU cores).
     """
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc = ctypes.CDLL(None)
+        for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            libc.mallopt(name, _LARGE_BYTES)
 
 
 class Server(uvicorn.Server):
