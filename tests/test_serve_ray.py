@@ -108,6 +108,36 @@ def test_a_killed_replica_costs_nobody_an_answer_and_is_replaced(url: str) -> No
 
 
 @pytest.mark.slow
+def test_replicas_that_leave_finish_what_they_have(url: str) -> None:
+    """New settings replace both replicas one by one, under load and without any second try."""
+    from ray import serve
+
+    from adjust_dlm.commands.serve_ray import build
+
+    before, stop = replicas(), threading.Event()
+
+    def keep_asking(client: openai.OpenAI, first: int) -> dict[int, list[str]]:
+        texts = {}
+        for seed in range(first, first + 100_000):
+            if stop.is_set():
+                break
+            texts[seed] = asked(client, seed)
+        return texts
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as strict, ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking, strict, 100_000 * n) for n in range(4)]
+        try:
+            serve.run(build({**ARGS, "max_rows": "8"}), name="adjust", route_prefix="/")
+            wait_for(lambda: len(replicas()) == 2 and not before & replicas(), seconds=40)
+        finally:
+            stop.set()
+        texts = {seed: text for future in asking for seed, text in future.result(timeout=60).items()}
+    assert len(texts) > 40
+    for seed in (seed for seed in sorted(texts) if seed % 100_000 < 10):
+        assert texts[seed] == expected(seed)
+
+
+@pytest.mark.slow
 def test_streams_errors_and_the_page_come_through_the_proxy(url: str) -> None:
     with httpx.Client(base_url=url, timeout=30) as client:
         stream = client.post("/v1/canvas", json={"prompt": [1], "max_tokens": NEW, "seed": 0})
