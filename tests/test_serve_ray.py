@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -72,9 +73,12 @@ def asked(client: openai.OpenAI, seed: int) -> list[str]:
     return [choice.text for choice in answer.choices]
 
 
+exact = functools.cache(load_base)
+
+
 def expected(seed: int) -> list[str]:
     config = DecodeConfig(max_new_tokens=NEW, seed=seed)
-    result = decode(load_base("exact"), [[1]] * CHOICES, config, decoder="joint", rows=list(range(CHOICES)))
+    result = decode(exact("exact"), [[1]] * CHOICES, config, decoder="joint", rows=list(range(CHOICES)))
     return [" ".join(map(str, row)) for row in result.tokens_BL[:, 1:].tolist()]
 
 
