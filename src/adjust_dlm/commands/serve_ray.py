@@ -84,7 +84,7 @@ def build(args: dict[str, Any]) -> Any:
         },
         max_ongoing_requests=2 * rows,  # beyond, they wait at the proxy, where a new replica can have them
         max_queued_requests=config.max_queue,
-        health_check_period_s=5.0, health_check_timeout_s=30.0, graceful_shutdown_timeout_s=config.drain_seconds,
+        health_check_period_s=2.0, health_check_timeout_s=30.0, graceful_shutdown_timeout_s=config.drain_seconds,
     )  # fmt: skip
     return deployment(serve.ingress()(Replica)).bind(config)
 
