@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adjust_dlm.serve.text import HALF, Writer
-from serving import byte_tokenizer
-from tiny_ar import IM_END
+from adjust_dlm.bases.text import FileTokenizer
+from adjust_dlm.serve.text import HALF, Words, Writer
+from serving import Typist, byte_tokenizer
+from tiny_ar import IM_END, MASK
 
 TOKENIZER = byte_tokenizer(b"\xf0\x9f", b"\x98\x80")
 
@@ -78,3 +83,40 @@ def test_any_pieces_make_the_same_text(text: str, stops: list[str], cuts: list[i
     assert all(stop not in expected for stop in stops)
     assert decode(ids[: writer.tokens]).startswith(expected)
     assert writer.tokens == 0 or len(decode(ids[: writer.tokens - 1]).rstrip(HALF)) < len(expected)
+
+
+# Tokens alone ------------------------------------------------------------------------------------------------------
+
+
+@given(st.text(min_size=1).filter(lambda text: not text.isascii()))
+def test_bytes_of_tokens_join_to_the_text(text: str) -> None:
+    """Every character beyond ASCII is two tokens or more, so every token of one tells its bytes."""
+    words = Words(Typist("", TOKENIZER))
+    alone = [words.piece(token) for token in encode(text)]
+    assert b"".join(bytes(one.get("bytes", one["text"].encode())) for one in alone).decode() == text
+    assert all(("bytes" in one) == (HALF in one["text"]) for one in alone)
+
+
+def test_whole_and_special_tokens_have_text_alone() -> None:
+    words = Words(Typist("", TOKENIZER))
+    assert [words.piece(token) for token in (*encode("a "), IM_END, MASK)] == [
+        {"text": "a"}, {"text": " "}, {"text": ""}, {"text": ""},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "raw"), [("<0xE2>", [0xE2]), ("\u0120\u00e2", [0x20, 0xE2]), ("\u2581x", None)])
+def test_names_of_other_vocabularies(name: str, raw: list[int] | None) -> None:
+    """Byte fallback of SentencePiece, byte-level, and a name that says nothing about bytes."""
+    tokenizer: Any = SimpleNamespace(convert_ids_to_tokens=lambda _: [name], decode=lambda *_, **__: HALF)
+    expected = {"text": HALF} if raw is None else {"text": HALF, "bytes": raw}
+    words = Words(Typist("", TOKENIZER))
+    words.base.tokenizer = tokenizer
+    assert words.piece(7) == expected
+
+
+def test_a_file_names_tokens_as_transformers_does(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    ids = [*encode("a\u00e9\U0001f600"), IM_END]
+    assert FileTokenizer(tmp_path / "tokenizer.json", None).convert_ids_to_tokens(ids) == (
+        TOKENIZER.convert_ids_to_tokens(ids)
+    )

@@ -39,6 +39,10 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
+        """Names of ids in the vocabulary; None for an id that is not there."""
+        return [self._tokenizer.id_to_token(token) for token in ids]
+
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False
     ) -> Any:

@@ -11,6 +11,8 @@ from adjust_dlm.commands.common import LoadFlags, load_for, load_sampler_for
 from adjust_dlm.commands.output import Outcome
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from adjust_dlm.bases import Base
     from adjust_dlm.serve.asks import Defaults
     from adjust_dlm.serve.engine import Engine
@@ -74,30 +76,46 @@ class ServeConfig(LoadFlags):
 
 def run(flags: ServeConfig) -> Outcome:
     """Serves until SIGTERM or Ctrl-C."""
-    _require_extra()
-    from adjust_dlm.serve.http import AppConfig, create_app
-    from adjust_dlm.serve.run import Server, bound, is_loopback, return_freed_memory
+    require_extra()
+    from adjust_dlm.serve.run import Server, bound, is_loopback
 
-    defaults = _check(flags)
-    return_freed_memory()
+    defaults = check(flags)
     sock = bound(flags.host, flags.port)  # before the model is loaded: a port in use is known at once
-    engine = _engine(flags, load_for(flags), defaults)
-    key = flags.api_key or os.environ.get(KEY) or None
-    if key is None and not is_loopback(flags.host):
+    if _key(flags) is None and not is_loopback(flags.host):
         logger.warning("anyone who reaches %s can use this server: give --api-key or set %s", flags.host, KEY)
-    config = AppConfig(
-        model=flags.model_name or flags.base, defaults=defaults, api_key=key, max_body=flags.max_body,
-        rate_limit=flags.rate_limit,
-    )  # fmt: skip
-    server = Server(create_app(engine, config), engine, drain_seconds=flags.drain_seconds)
+    app, engine = app_for(flags, defaults)
+    server = Server(app, engine, drain_seconds=flags.drain_seconds)
     host, port = sock.getsockname()[:2]
-    where = f"[{host}]" if ":" in host else host
-    logger.info("serving %s on http://%s:%d (decoders: %s)", config.model, where, port, ", ".join(engine.decoders))
+    where, decoders = f"[{host}]" if ":" in host else host, ", ".join(engine.decoders)
+    logger.info("serving %s on http://%s:%d (decoders: %s)", _name(flags), where, port, decoders)
     server.run(sockets=[sock])
     return Outcome(results={})
 
 
-def _require_extra() -> None:
+def app_for(flags: ServeConfig, defaults: Defaults) -> tuple[FastAPI, Engine]:
+    """Loads the model; the application starts and ends the engine."""
+    from adjust_dlm.serve.http import AppConfig, create_app
+    from adjust_dlm.serve.run import return_freed_memory
+
+    return_freed_memory()
+    engine = _engine(flags, load_for(flags), defaults)
+    config = AppConfig(
+        model=_name(flags), defaults=defaults, api_key=_key(flags), max_body=flags.max_body,
+        rate_limit=flags.rate_limit,
+    )  # fmt: skip
+    return create_app(engine, config), engine
+
+
+def _name(flags: ServeConfig) -> str:
+    return flags.model_name or flags.base
+
+
+def _key(flags: ServeConfig) -> str | None:
+    return flags.api_key or os.environ.get(KEY) or None
+
+
+def require_extra() -> None:
+    """Raises InputError where the extra `serve` is not installed."""
     from importlib.util import find_spec
 
     from adjust_dlm.types import require
@@ -106,7 +124,7 @@ def _require_extra() -> None:
     require(not missing, f"{', '.join(missing)} is not installed; pip install 'adjust-dlm[serve]'")
 
 
-def _check(flags: ServeConfig) -> Defaults:
+def check(flags: ServeConfig) -> Defaults:
     """All that can be refused before a model is loaded."""
     from adjust_dlm.decoders import build_options, read_options
     from adjust_dlm.serve.asks import Defaults

@@ -126,7 +126,7 @@ class CanvasEvents:
         if self.prompt.spans:  # what stands between the gaps, for who wants to show it
             gaps = set(masks)
             row["given"] = [
-                {"position": i, "token": token, "text": self.words.whole([token])}
+                {"position": i, "token": token, **self.words.piece(token)}
                 for i, token in enumerate(self.prompt.ids) if i not in gaps
             ]  # fmt: skip
         return {"type": "start", **self.head, **settings(self.work), "rows": [row] * len(self.work.rows)}
@@ -134,7 +134,7 @@ class CanvasEvents:
     def round(self, event: Progress) -> Body:
         """After a round of a row."""
         commits = [
-            {"position": c.position, "token": c.token, "text": self.words.whole([c.token]), "order": c.order,
+            {"position": c.position, "token": c.token, **self.words.piece(c.token), "order": c.order,
              "certainty": c.chance}
             for c in event.commits
         ]  # fmt: skip

@@ -10,16 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 import adjust_dlm
+from adjust_dlm.decoders import DECODERS
 from adjust_dlm.serve import asks
 from adjust_dlm.serve.answers import DONE, Body, CanvasEvents, Shape, infilled, sse
 from adjust_dlm.serve.asks import Defaults, Prompt
@@ -29,13 +28,13 @@ from adjust_dlm.serve.guard import ClientGone, Guard, Rate
 from adjust_dlm.serve.listen import Listener, finished, started
 from adjust_dlm.serve.metrics import Metrics
 from adjust_dlm.serve.nll import mean_nll
+from adjust_dlm.serve.page_files import PATHS, page_routes
 from adjust_dlm.serve.schemas import CanvasAsk, ChatAsk, CompletionAsk, ErrorBody, InfillAsk
 from adjust_dlm.serve.work import Finished, Progress, Work
 from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
 PING_SECONDS = 15.0
-PAGE = Path(__file__).parent / "page"
 _Answers = dict[int | str, dict[str, Any]]
 _ERRORS: _Answers = {
     status: {"model": ErrorBody, "description": HTTPStatus(status).phrase}
@@ -168,6 +167,10 @@ class Service:
         return {
             "id": self.config.model, "object": "model", "created": self.created, "owned_by": "adjust-dlm",
             "context": engine.base.spec.context, "decoders": engine.decoders, "nll": engine.partner is not None,
+            "takes_tokens_per_step": [
+                name for name in engine.decoders if DECODERS[name].takes_k or name == "adaptive"
+            ],
+            "chat": bool(getattr(engine.base.tokenizer, "chat_template", None)),
             "defaults": {
                 "decoder": defaults.decoder, "decoder_options": dict(defaults.options),
                 "tokens_per_step": defaults.config.tokens_per_step, "max_tokens": defaults.config.max_new_tokens,
@@ -214,9 +217,8 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
     for method, path, handler, answers in routes:
         app.add_api_route(path, handler, methods=[method], response_model=None, responses={**_ERRORS, **answers})
     app.add_api_route("/metrics", service.show_metrics, include_in_schema=False, response_model=None)
-    service.metrics.know({path for _, path, *_ in routes} | {"/metrics", "/"})
-    if (PAGE / "index.html").is_file():
-        app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
+    service.metrics.know({path for _, path, *_ in routes} | {"/metrics", *PATHS})
+    app.routes.extend(page_routes())
     _handle_errors(app)
     rate = Rate(config.rate_limit)
     app.add_middleware(Guard, api_key=config.api_key, rate=rate, max_body=config.max_body, done=service.metrics.request)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
+import re
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from adjust_dlm.bases import Base, cut_at_end
 from adjust_dlm.types import InputError, require
@@ -68,6 +70,28 @@ class Words:
         with self._lock:
             text: str = self.base.tokenizer.decode(ids, skip_special_tokens=True)
             return text
+
+    def piece(self, token: int) -> dict[str, Any]:
+        """A token alone: `text`, and `bytes` where it is no whole number of characters and its bytes are known."""
+        text = self.whole([token])
+        raw = self._raw(token) if HALF in text else None
+        return {"text": text} if raw is None else {"text": text, "bytes": list(raw)}
+
+    def _raw(self, token: int) -> bytes | None:
+        """From its name: a letter for each byte, or <0xNN>; None for other kinds of vocabulary."""
+        (name,) = self.base.tokenizer.convert_ids_to_tokens([token])
+        if name and re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return bytes.fromhex(name[3:5])
+        codes = [_byte_letters().get(letter) for letter in name or ""]
+        return None if not codes or None in codes else bytes(code for code in codes if code is not None)
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """Byte-level vocabularies write printable Latin-1 as itself, and the other bytes, in order, as letters from 256."""
+    plain = [code for code in range(256) if 33 <= code < 127 or (code > 160 and code != 173)]
+    others = [code for code in range(256) if code not in plain]
+    return {chr(code): code for code in plain} | {chr(256 + n): code for n, code in enumerate(others)}
 
 
 class Writer:
