@@ -253,7 +253,7 @@ def test_a_compiled_run_trains_the_same_weights(tmp_path: Path, monkeypatch: pyt
         base.tokenizer = SimpleNamespace(encode=lambda text, **_: [5] * len(text))
         forward = base.model.forward
         monkeypatch.setattr(
-            base.model, "forward", lambda *x, f=forward, c=compiled: shapes.add((c, x[0].shape)) or f(*x)
+            base.model, "forward", lambda *x, f=forward, c=compiled, **k: shapes.add((c, x[0].shape)) or f(*x, **k)
         )
         train(run_settings(tmp_path / str(compiled), steps=3, pool=pool, compile=compiled, heldout=0), base)
     a, b = (torch.load(tmp_path / str(c) / "checkpoint.pt", weights_only=True)["sampler"] for c in (False, True))
