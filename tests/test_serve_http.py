@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -181,6 +183,27 @@ def test_the_openai_client_gets_what_it_expects(typist: Served) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt="x", max_tokens=10**6)
     assert refused.value.code == "context_length_exceeded" and refused.value.param == "prompt"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_curl_gets_an_answer_a_stream_and_a_reason(typist: Served) -> None:
+    """As docs/serving.md shows it; -w prints the status behind the body."""
+
+    def curl(path: str, body: str) -> tuple[str, int]:
+        call = ["curl", "-sN", "-w", "\n%{http_code}", f"{typist.url}{path}", "-H", "content-type: application/json"]
+        said = subprocess.run([*call, "-d", body], capture_output=True, text=True, timeout=60, check=True).stdout
+        text, _, status = said.rpartition("\n")
+        return text, int(status)
+
+    asked = body_for("/v1/completions", max_tokens=15)
+    text, status = curl("/v1/completions", json.dumps(asked))
+    assert (json.loads(text)["choices"][0]["text"], status) == (HELLO, 200)
+    text, status = curl("/v1/completions", json.dumps({**asked, "stream": True}))
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert (lines[-1], status) == ("[DONE]", 200)
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]) == HELLO
+    text, status = curl("/v1/completions", "{")
+    assert (set(json.loads(text)["error"]), status) == ({"message", "type", "param", "code"}, 400)
 
 
 def test_choices_differ_and_a_seed_brings_them_back(
