@@ -22,9 +22,10 @@ from adjust_dlm.bench.cells import COMPONENTS, FORMS, Cell, Form, card_plan, cpu
 from adjust_dlm.bench.clock import Ceilings, ceilings, limit
 from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
-from adjust_dlm.bench.speed_tables import draw, markdown, to_csv, with_ratios
+from adjust_dlm.bench.speed_tables import COLUMNS, draw, markdown, with_ratios
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
+from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import default_sampler
@@ -180,7 +181,7 @@ def _told(cell: Cell, rows: list[Row]) -> str:
 def _write(config: RuntimeConfig, out: Row) -> None:
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "runtime.csv", to_csv(out["rows"]).encode())
+    write_atomic(folder / "runtime.csv", to_csv(out["rows"], COLUMNS).encode())
     write_atomic(folder / "runtime.md", markdown(out).encode())
     if config.plot:
         draw(out["rows"], folder / "runtime.png")

@@ -1,9 +1,7 @@
-"""Rows of `adjust bench runtime` as CSV, Markdown and a plot; ratios are formed within one run."""
+"""Rows of `adjust bench runtime`: columns, Markdown and a plot; ratios are formed within one run."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 Row = dict[str, Any]
 COLUMNS = (
     "run", "part", "form", "decoder", "tokens_per_step", "batch", "new_tokens", "n", "seconds", "seconds_low",
-    "seconds_high", "cpu_seconds",
-    "tokens", "tokens_per_second", "tokens_per_second_low", "tokens_per_second_high", "over_parallel",
+    "seconds_high", "cpu_seconds", "tokens", "tokens_per_second", "tokens_per_second_low", "tokens_per_second_high",
+    "over_parallel",
     "over_parallel_low", "over_parallel_high", "speed_over_joint", "speed_over_public", "ms_per_round", "rounds",
     "sampler_passes", "captures", "setup_seconds", "tflops", "share_of_gemm", "share_of_copy", "share_of_roofline",
     "memory_gib",
@@ -51,15 +49,6 @@ def with_ratios(rows: Iterable[Row]) -> list[Row]:
         if row["tokens_per_step"] and (other := found(row, "tokens_per_step", form="public", decoder=public)):
             row["speed_over_public"] = row["tokens_per_second"] / other["tokens_per_second"]
     return [{column: row.get(column) for column in COLUMNS} for row in rows]
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-    """One line a row."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    return out.getvalue()
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -256,10 +256,10 @@ def _start(joint: dict[str, Row], label: str) -> list[Row]:
     return [found] if found else []
 
 
-def to_csv(rows: Sequence[Row]) -> str:
-    """One line per task and variant."""
+def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
+    """One line a row, numbers with six digits."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     return out.getvalue()
