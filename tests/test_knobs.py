@@ -19,11 +19,11 @@ from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import row_weights
-from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler
+from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
 from adjust_dlm.sampling import negative_entropy
 from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.ema import follow
-from adjust_dlm.train.objective import depth_shares, drawn_rollout
+from adjust_dlm.train.objective import depth_shares, drawn_rollout, state_gap
 from adjust_dlm.train.on_policy import unroll_on_policy
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
@@ -125,6 +125,7 @@ def test_decoders_take_an_anchored_g(decoder: str) -> None:
     ("config", "said"),
     [
         ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"match_states": -0.1}, "match_states is -0.1; it must be a finite number >= 0"),
         ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
         ({"mlp": 0}, "mlp is 0; it is a multiple"),
         ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
@@ -134,6 +135,43 @@ def test_decoders_take_an_anchored_g(decoder: str) -> None:
 def test_bad_knobs_of_g_are_named(config: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         SamplerConfig(**config)  # type: ignore[arg-type]
+
+
+def test_g_starts_from_the_last_layers_of_its_base() -> None:
+    base, config = tiny_base("dream", num_hidden_layers=3), SamplerConfig(layers=2)
+    torch.manual_seed(5)
+    fresh = start_sampler(base, config, "fresh").state_dict()
+    torch.manual_seed(5)
+    warm = start_sampler(base, config, "base")
+    for mine, theirs in zip((warm.layer, warm.more[0]), base.model.layers[1:], strict=True):
+        for name, weight in theirs.state_dict().items():
+            assert torch.equal(mine.layer.state_dict()[name], weight)  # type: ignore[operator]
+            assert mine.layer.get_parameter(name).data_ptr() != weight.data_ptr()  # type: ignore[operator]
+    rest = [name for name in fresh if ".layer." not in name and "layer.layer" not in name]
+    assert "mix.weight" in rest
+    assert all(torch.equal(warm.state_dict()[name], fresh[name]) for name in rest)
+
+
+def test_g_starts_from_another_sampler(tmp_path: Path) -> None:
+    base = tiny_base("dream")
+    other = tiny_sampler(base, seed=3)
+    other.save(tmp_path)
+    g = start_sampler(base, other.config, str(tmp_path))
+    for name, weight in other.state_dict().items():
+        assert torch.equal(g.state_dict()[name], weight.bfloat16().float())
+    with pytest.raises(InputError, match="this run has"):
+        start_sampler(base, SamplerConfig(layers=2), str(tmp_path))
+    with pytest.raises(InputError, match="it must be fresh, base or the folder"):
+        start_sampler(base, SamplerConfig(), "warm")
+
+
+def test_layers_of_another_shape_are_not_copied(exact: ExactBase) -> None:
+    with pytest.raises(InputError, match="mlp other than 1"):
+        start_sampler(tiny_base("dream"), SamplerConfig(mlp=2.0), "base")
+    with pytest.raises(InputError, match="has not 9 layers to copy"):
+        start_sampler(tiny_base("dream"), SamplerConfig(layers=9), "base")
+    with pytest.raises(InputError, match="has not 1 layers to copy"):
+        start_sampler(exact, SamplerConfig(), "base")
 
 
 # Weights and depths ----------------------------------------------------------------------------------------------
@@ -155,6 +193,18 @@ def test_depths_and_their_shares() -> None:
     assert sorted(drawn) == [1, 3, 7]
     assert all(abs(n / 3000 - 1 / 3) < 0.04 for n in drawn.values())
     assert drawn_rollout(3, (), (0,)) == 3
+
+
+def test_the_distance_of_states_by_hand(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    g = tiny_sampler(exact, anchor=True)
+    slices = random_slices(trajectories, range(50), count=6, length=4, rollout=2, key=(1, 2), pad_id=exact.spec.pad_id)
+    run = unroll(exact, g, slices, rollout=2)
+    wanted = 0.0
+    for k, share in ((1, 0.25), (2, 0.75)):
+        rows = (run.rank[k - 1] >= 0).nonzero().tolist()
+        pairs = [(run.teacher[k - 1][b, i, : exact.width], run.student[k - 1][b, i, : exact.width]) for b, i in rows]
+        wanted += share * sum(float((s - t).norm() ** 2 / t.norm() ** 2) for t, s in pairs) / len(pairs)
+    assert float(state_gap(run, {1: 0.25, 2: 0.75}, exact.width)) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_cut_gradient_is_that_of_the_steps_alone() -> None:
@@ -397,6 +447,7 @@ def test_on_policy_training_brings_the_kl_down(exact: ExactBase, folder: Path, t
         ({"next_decay": 0}, "next_decay is 0; it must be a positive number"),
         ({"ema": 1.0}, "ema is 1.0; it must lie in 0..1, below 1"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"match_states": -0.1}, "match_states is -0.1; it must be a finite number >= 0"),
     ],
 )
 def test_bad_knobs_of_training_are_named(folder: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
@@ -412,6 +463,7 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
         "anchor": False, "features": (),
     }  # fmt: skip
     assert (config.next_decay, config.next_share, config.on_policy, config.ema, config.rollouts) == (3.0, 0.9, 0, 0, ())
+    assert (config.init, config.match_states) == ("fresh", 0.0)
     assert TrainConfig(preset="paper").sampler_config() == SamplerConfig.paper()
     with pytest.raises(InputError, match="preset paper sets layers to 1; 2 was asked for"):
         TrainConfig(preset="paper", layers=2)

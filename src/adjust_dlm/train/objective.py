@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.train.batches import lots
 from adjust_dlm.train.on_policy import unroll_on_policy
-from adjust_dlm.train.unroll import Frames, Slices, Step, unroll, unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Slices, Step, Unrolled, unroll, unroll_frames, unrolled_kl
 from adjust_dlm.types import require
 
 
@@ -34,13 +35,15 @@ def check_objective(config: Any) -> None:
     require(not given or config.loss == "sum", f"depth_weights belong to loss sum; loss is {config.loss!r}")
     for name in ("on_policy", "next_share"):
         require(0 <= getattr(config, name) <= 1, f"{name} is {getattr(config, name)}; it is a share, 0..1")
+    matched = config.match_states
+    require(0 <= matched < math.inf, f"match_states is {matched}; it must be a finite number >= 0")
     require(0 < config.next_decay < math.inf, f"next_decay is {config.next_decay}; it must be a positive number")
 
 
 def batch_loss(
     base: Base, g: Step, seen: Slices | Frames, config: Any, *, rollout: int, key: tuple[int, ...], delta: Delta
 ) -> Tensor:
-    """The loss of a micro-batch: the mean KL over depths.
+    """The loss of a micro-batch: the mean KL over depths, and what `match_states` adds.
 
     Args:
         base: f and W.
@@ -61,10 +64,29 @@ def batch_loss(
     else:
         states = unroll(base, g, seen, **length)
     share_BL = None if config.rows is None else row_shares(states.rank_BL, config.rows, lots(states.rank_BL, key))
-    return unrolled_kl(
-        base, states, depth_shares(config, rollout, key), weights=config.weights, next_decay=config.next_decay,
-        next_share=config.next_share, suppress_eos=config.suppress_eos, delta=delta, share_BL=share_BL,
+    depths = depth_shares(config, rollout, key)
+    loss = unrolled_kl(
+        base, states, depths, weights=config.weights, next_decay=config.next_decay, next_share=config.next_share,
+        suppress_eos=config.suppress_eos, delta=delta, share_BL=share_BL,
     )  # fmt: skip
+    return loss + config.match_states * state_gap(states, depths, base.width) if config.match_states else loss
+
+
+def state_gap(run: Unrolled, depths: Mapping[int, float], width: int) -> Tensor:
+    """sum_k share_k mean |h^_k - h_k|^2 / |h_k|^2 over the masked rows of depth k; needs no head. Scalar, fp32.
+
+    Args:
+        run: from `unroll`.
+        depths: shares of the loss.
+        width: D; columns behind it are not g's to change.
+    """
+    total = torch.zeros((), device=run.h_BLD.device)
+    for k, share in depths.items():
+        teacher_BLD, student_BLD = (h_BLD[..., :width].float() for h_BLD in (run.teacher[k - 1], run.student[k - 1]))
+        gap_BL = (student_BLD - teacher_BLD).square().sum(-1) / teacher_BLD.square().sum(-1)
+        masked_BL = run.rank[k - 1] >= 0
+        total = total + share * torch.where(masked_BL, gap_BL, 0).sum() / masked_BL.sum().clamp_min(1)
+    return total
 
 
 def drawn_rollout(rollout: int, rollouts: Sequence[int], key: tuple[int, ...]) -> int:

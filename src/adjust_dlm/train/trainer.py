@@ -18,7 +18,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, KernelName, RowWeights, kl_and_delta, pick_delta
-from adjust_dlm.sampler import Sampler, SamplerConfig
+from adjust_dlm.sampler import Sampler, SamplerConfig, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import random_slices, to_device
 from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
@@ -53,6 +53,7 @@ class TrainConfig:
         detach_every: g steps through which a gradient flows back; 0 is all.
         loss: "sum" over depths, "last" depth alone, or "released": the last step of a random unroll.
         depth_weights: of "sum": share of each depth, scaled to their sum; none is equal shares.
+        match_states: weight of the relative squared distance |h^_k - h_k|^2 / |h_k|^2 on masked rows beside the KL.
         on_policy: share of the slices whose windows follow g itself (`train/on_policy.py`).
         weights: "next" or "uniform" row weights.
         next_decay: of "next": weights fall as exp(-rank / next_decay).
@@ -74,6 +75,8 @@ class TrainConfig:
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
         pairing, layers, mlp, anchor, features: see `SamplerConfig`.
+        init: what g starts from: "fresh" weights, "base" (its layers are copies of the base's last ones), or the folder
+            of a sampler of the same base and form.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         rows: limit on the masked rows of a state that go through the head, the same loss on average; none takes all.
         kernel: of the KL: "triton" (fused, CUDA), "torch", or "auto", the former where it can be had.
@@ -96,6 +99,7 @@ class TrainConfig:
     detach_every: int = 0
     loss: Literal["sum", "last", "released"] = "sum"
     depth_weights: tuple[float, ...] = ()
+    match_states: float = 0.0
     on_policy: float = 0.0
     weights: RowWeights = "next"
     next_decay: float = NEXT_DECAY
@@ -121,6 +125,7 @@ class TrainConfig:
     mlp: float = 1.0
     anchor: bool = False
     features: tuple[int, ...] = ()
+    init: str = "fresh"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     rows: int | None = None
     kernel: KernelName = "auto"
@@ -277,7 +282,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         digest = data.digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        sampler = Sampler(base, config.sampler_config())
+        sampler = start_sampler(base, config.sampler_config(), config.init)
     facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
