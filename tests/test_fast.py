@@ -217,17 +217,41 @@ def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) ->
 # Sparse steps --------------------------------------------------------------------------------------------------
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "one layer": {}, "two layers": {"layers": 2}, "three narrow layers": {"layers": 3, "mlp": 0.5},
+    "anchor": {"anchor": True}, "feature": {"features": (1,)}, "features": {"features": (1, 2), "layers": 2},
+    "everything": {"features": (2,), "anchor": True, "layers": 3, "mlp": 1.5},
+}  # fmt: skip
+DEEP = {family: tiny_base(family, end_ids=(1, 5), num_hidden_layers=3) for family in FAMILIES}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pairing", ["state", "token"])
 @pytest.mark.parametrize("restart", [None, 1])
-def test_sparse_steps_with_all_columns_are_whole_steps(family: str, pairing: Any, restart: int | None) -> None:
-    base = BASES[family]
-    g = tiny_sampler(base, pairing=pairing)
-    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0.8)
-    whole = decode(base, PROMPTS, config, sampler=g, restart=restart)
-    sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, restart=restart, sparse=True)
-    for b in range(len(PROMPTS)):
-        assert row_of(whole, b) == row_of(sparse, b)
+@pytest.mark.parametrize("form", FORMS)
+def test_sparse_steps_with_all_columns_are_whole_steps(
+    form: str, family: str, pairing: Any, restart: int | None
+) -> None:
+    base = DEEP[family]
+    g = tiny_sampler(base, pairing=pairing, **FORMS[form])
+    for temperature in (0.0, 0.8):
+        config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=temperature)
+        whole = decode(base, PROMPTS, config, sampler=g, restart=restart)
+        sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, restart=restart, sparse=True)
+        for b in range(len(PROMPTS)):
+            assert row_of(whole, b) == row_of(sparse, b)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sparse_step_is_the_same_in_any_company(form: str) -> None:
+    """What fills up a row's columns depends on its neighbours' prompts; what comes out does not."""
+    base = DEEP["dream"]
+    g = tiny_sampler(base, **FORMS[form])
+    config = DecodeConfig(max_new_tokens=12, tokens_per_step=8, temperature=0.8, candidates=8)
+    together = both(base, PROMPTS, config, "adjust", sampler=g, sparse=True)
+    for b, prompt in enumerate(PROMPTS):
+        alone = decode(base, [prompt], config, sampler=g, rows=[b], sparse=True)
+        assert row_of(alone, 0) == row_of(together, b)
 
 
 @pytest.mark.parametrize("pairing", ["state", "token"])
@@ -237,8 +261,8 @@ def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing
     g = tiny_sampler(base, pairing=pairing)
     seen: list[list[int]] = []
     rows = g.rows
-    g.rows = lambda h, state, column_BN, keys: (  # type: ignore[method-assign]
-        seen.append(column_BN[0].tolist()), rows(h, state, column_BN, keys)
+    g.rows = lambda h, state, column_BN, *more: (  # type: ignore[method-assign]
+        seen.append(column_BN[0].tolist()), rows(h, state, column_BN, *more)
     )[1]  # fmt: skip
     config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, temperature=0.0, candidates=1, order="left_to_right")
     result = decode(base, [[BOS, MASK, 5]], config, sampler=g, sparse=True)
@@ -247,25 +271,12 @@ def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing
     assert row_of(result, 0) == row_of(whole, 0)  # with one step a round nothing is left out
 
 
-@pytest.mark.parametrize("pairing", ["state", "token"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_a_step_are_those_of_the_whole_step(family: str, pairing: Any) -> None:
-    base: TransformerBase = BASES[family]
-    g = tiny_sampler(base, pairing=pairing)
-    state = left_pad([[BOS, 5, MASK, 7, MASK], [BOS, MASK, 4], [MASK] * 5])
-    h_BLD = base.hidden(state)
-    column_BN = torch.tensor([[4, 1], [2, 3], [0, 2]])
-    got = g.rows(h_BLD, state, column_BN, g.keys(h_BLD, state))
-    want = g(h_BLD, state).gather(1, column_BN[..., None].expand(-1, -1, 32))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
 def test_sparse_steps_need_candidates_and_a_sampler_that_knows_them() -> None:
     base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=2)
     for eager in (True, False):
         with pytest.raises(InputError, match="set candidates too"):
             decode(base, [[BOS]], config, sampler=tiny_sampler(base), sparse=True, eager=eager)
-        with pytest.raises(InputError, match="function knows no sparse steps"):
+        with pytest.raises(InputError, match="a function knows no sparse steps; they take a Sampler"):
             decode(
                 base,
                 [[BOS]],
@@ -360,16 +371,13 @@ def test_quantized_layers_have_a_fast_form(tmp_path: Path) -> None:
     assert base.model.layers[0].self_attn._joined is None
 
 
-def test_other_forms_of_g(caplog: pytest.LogCaptureFixture) -> None:
-    """Several layers run as whole steps; one that carries more states than its own has no fast form."""
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_g(form: str, caplog: pytest.LogCaptureFixture) -> None:
     fast.log_fallback.cache_clear()
-    base = tiny_base("dream")
-    config = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2)
-    deep = tiny_sampler(base, layers=2)
-    both(base, PROMPTS, config, "adjust", sampler=deep)
-    with pytest.raises(InputError, match="not with these settings"):
-        decode(base, PROMPTS, config, sampler=deep, sparse=True)
-    assert not caplog.records
-    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, anchor=True))
-    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, features=(1,)))
-    assert [r.getMessage() for r in caplog.records] == ["eager decoding: the sampler carries more states than its own"]
+    base = DEEP["dream"]
+    g = tiny_sampler(base, **FORMS[form])
+    for temperature in (0.0, 0.8):
+        config = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2, temperature=temperature)
+        for sparse in (False, True):
+            both(base, PROMPTS, config, "adjust", sampler=g, slots=3, sparse=sparse)
+    assert bool(caplog.records) == bool(g.config.features or g.config.anchor)

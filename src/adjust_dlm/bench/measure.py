@@ -81,7 +81,7 @@ class Bench:
             self.base.workspace = None
             self.base.compiled = compiled
         if self.sampler is not None:
-            for layer in (self.sampler.layer, *self.sampler.more):
+            for layer in self.sampler.layers:
                 layer.compiled = compiled
 
 

@@ -189,7 +189,7 @@ class _Engine:
         if self._sampler[0]() is not sampler or self._sampler[1] != where:
             self._sampler = weakref.ref(sampler), where
             self.graphs.drop(lambda key: key[1][0] == "step")
-            for layer in (sampler.layer, *sampler.more):
+            for layer in sampler.layers:
                 layer.compiled = compiled
 
     def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> Lane:
@@ -260,7 +260,6 @@ class _Work:
         self.graphs, self.base, self.sampler, self.lane, self.plan = graphs, base, sampler, lane, plan
         self.options = plan.options
         blocks, config = lane.config.block_length is not None, lane.config
-        self.by_rows = sampler is not None and sampler.by_rows
         self._shape = (*lane.tokens_BL.shape, lane.padded)
         self._settings = config.but(
             seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=config.max_new_tokens if blocks else 1
@@ -303,7 +302,7 @@ class _Work:
         if self.options.sparse:
             key: tuple[Any, ...] = ("step", "sparse", k, again)
             self._run(key, lambda: self._sparse(k, again))
-        elif last and self.by_rows and width < self.lane.tokens_BL.shape[1]:
+        elif last and width < self.lane.tokens_BL.shape[1]:
             self._run(("step", "last", width, again), lambda: self._last(width, again))
         else:
             self._run(("step", "whole", again), lambda: self._whole(again))
@@ -322,14 +321,14 @@ class _Work:
     def _last(self, width: int, again: bool) -> None:
         sampler, lane = self._begin_step(again), self.lane
         column_BN, _ = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
-        new_BND = sampler.rows(lane.h_BLD, lane, column_BN, sampler.keys(lane.h_BLD, lane))
+        new_BND = sampler(lane.h_BLD, lane, column_BN)
         lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
 
     def _sparse(self, k: int, again: bool) -> None:
         sampler, lane = self._begin_step(again), self.lane
-        assert lane.keys is not None
         if k == 1:
-            for kept, new in zip(lane.keys, sampler.keys(lane.h_BLD, lane), strict=True):
+            made = sampler.keys(lane.h_BLD, lane)
+            for kept, new in zip(itertools.chain(*lane.keys), itertools.chain(*made), strict=True):
                 kept.copy_(new)
         lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
 
