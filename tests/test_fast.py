@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,13 @@ def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BASES = {family: tiny_base(family, end_ids=(1, 5)) for family in FAMILIES}
 SAMPLERS = {family: tiny_sampler(base) for family, base in BASES.items()}
+FORMS: dict[str, dict[str, Any]] = {
+    "one layer": {}, "two layers": {"layers": 2}, "three narrow layers": {"layers": 3, "mlp": 0.5},
+    "anchor": {"anchor": True}, "feature": {"features": (1,)}, "features": {"features": (1, 2), "layers": 2},
+    "everything": {"features": (2,), "anchor": True, "layers": 3, "mlp": 1.5},
+}  # fmt: skip
+DEEP = {family: tiny_base(family, end_ids=(1, 5), num_hidden_layers=3) for family in FAMILIES}
+ALL = {(family, form): tiny_sampler(DEEP[family], **FORMS[form]) for family in FAMILIES for form in FORMS}
 
 
 def both(base: Any, given_: list[list[int]], config: DecodeConfig, decoder: str, **options: Any) -> DecodeResult:
@@ -86,6 +94,21 @@ def test_the_same_results_whatever_the_settings(
     config = heeded(config, decoder)
     options = {"restart": restart, "sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
     both(BASES[family], given_, config, decoder, sampler=SAMPLERS[family], slots=slots, **options)
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(FAMILIES), form=st.sampled_from(sorted(FORMS)), config=configs,
+    given_=prompts(MASK, 12, [BOS]), slots=st.sampled_from([None, 1, 2]), restart=st.sampled_from([None, 1, 2]),
+    sparse=st.booleans(),
+)  # fmt: skip
+def test_the_same_results_whatever_g_sees(
+    family: str, form: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, restart: int | None,
+    sparse: bool,
+) -> None:  # fmt: skip
+    """All forms of g in turn on one base, which keeps buffers and graphs for them."""
+    options = {"restart": restart, "sparse": sparse and config.candidates > 0}
+    both(DEEP[family], given_, config, "adjust", sampler=ALL[family, form], slots=slots, **options)
 
 
 @pytest.mark.parametrize("decoder", CORE)
@@ -135,6 +158,18 @@ def test_the_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, rule:
             suppress_eos=suppress,
         )  # fmt: skip
         both(base, PROMPTS[:2], config, decoder, sampler=tiny_sampler(base) if decoder == "adjust" else g)
+
+
+@pytest.mark.parametrize("form", ["features", "everything"])
+def test_the_kernels_read_states_with_others_behind_them(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(lane, "has_kernels", lambda device: True)
+    base = tiny_base("dream", num_hidden_layers=3)
+    g = tiny_sampler(base, **FORMS[form])
+    for temperature in (0.0, 0.8):
+        for sparse in (False, True):
+            config = DecodeConfig(max_new_tokens=6, tokens_per_step=3, temperature=temperature, candidates=3)
+            both(base, PROMPTS[:2], config, "adjust", sampler=g, sparse=sparse)
 
 
 @settings(max_examples=15)
@@ -215,14 +250,6 @@ def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) ->
 
 
 # Sparse steps --------------------------------------------------------------------------------------------------
-
-
-FORMS: dict[str, dict[str, Any]] = {
-    "one layer": {}, "two layers": {"layers": 2}, "three narrow layers": {"layers": 3, "mlp": 0.5},
-    "anchor": {"anchor": True}, "feature": {"features": (1,)}, "features": {"features": (1, 2), "layers": 2},
-    "everything": {"features": (2,), "anchor": True, "layers": 3, "mlp": 1.5},
-}  # fmt: skip
-DEEP = {family: tiny_base(family, end_ids=(1, 5), num_hidden_layers=3) for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -372,12 +399,62 @@ def test_quantized_layers_have_a_fast_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_other_forms_of_g(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_form_of_g_is_fast_and_captured_once(form: str, caplog: pytest.LogCaptureFixture) -> None:
     fast.log_fallback.cache_clear()
-    base = DEEP["dream"]
+    base = tiny_base("dream", num_hidden_layers=3)
     g = tiny_sampler(base, **FORMS[form])
-    for temperature in (0.0, 0.8):
-        config = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2, temperature=temperature)
-        for sparse in (False, True):
-            both(base, PROMPTS, config, "adjust", sampler=g, slots=3, sparse=sparse)
-    assert bool(caplog.records) == bool(g.config.features or g.config.anchor)
+    config, seen = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2), []
+    for _ in range(2):
+        for temperature, sparse in itertools.product((0.0, 0.8), (False, True)):
+            both(base, PROMPTS, config.but(temperature=temperature), "adjust", sampler=g, slots=3, sparse=sparse)
+        seen.append(fast.captures(base))
+    assert seen[0] == seen[1] > 0
+    assert not caplog.records
+
+
+def test_forms_of_g_do_not_share_what_differs() -> None:
+    """States of other layers, an anchor in their place, keys of fewer layers; joint decoding in between."""
+    base = tiny_base("dream", num_hidden_layers=3)
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0.0, candidates=4)
+    shapes = [
+        {"features": (1,)},
+        {"features": (2,)},
+        {"anchor": True},
+        {"layers": 2, "anchor": True},
+        {"layers": 3},
+        {},
+    ]
+    for _ in range(2):
+        for shape in shapes:
+            g = tiny_sampler(base, **shape)  # type: ignore[arg-type]
+            for sparse in (False, True):
+                both(base, PROMPTS, config, "adjust", sampler=g, sparse=sparse)
+            both(base, PROMPTS, config, "joint", sampler=g)
+    for decoder in ("joint", "parallel"):
+        both(base.with_features((1, 2)), PROMPTS, config.but(candidates=0), decoder)
+
+
+@pytest.mark.parametrize("form", ["features", "everything"])
+def test_wide_states_move_to_a_smaller_batch(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setattr(fast, "_COMPACT", 0)
+    monkeypatch.setattr(fast, "_PAYS", 1)
+    base = tiny_base("dream", end_ids=(23,), num_hidden_layers=3)
+    rows = [[BOS, *[4] * 9]] * 3 + [[BOS, *[MASK] * 9]] + [[BOS, *[4] * 9]] * 4
+    both(
+        base,
+        rows,
+        DecodeConfig(max_new_tokens=2, tokens_per_step=2),
+        "adjust",
+        sampler=tiny_sampler(base, **FORMS[form]),
+    )
+    sizes = {key[0] for key in base.workspace._lanes}
+    assert sizes == {8, 1}
+
+
+def test_many_prompts_with_a_g_that_sees_more() -> None:
+    base, g = DEEP["dream"], ALL["dream", "everything"]
+    config = DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=9)
+    rows = [[BOS, *[7] * (n % 5)] for n in range(9)]
+    for which, result in decode_many(base, rows, config, batch_size=2, sampler=g, eager=False):
+        for b, n in enumerate(which):
+            assert row_of(result, b) == row_of(decode(base, [rows[n]], config, sampler=g, rows=[n], eager=True), 0)

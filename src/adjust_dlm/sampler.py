@@ -80,6 +80,9 @@ class Sampler(nn.Module):
     Args:
         base: the frozen model it sits on; its embedding is used, never copied.
         config: the choices above.
+
+    Attributes:
+        states: how many times D columns it gives: h, the features and, with an anchor, h_0.
     """
 
     def __init__(self, base: Base, config: SamplerConfig | None = None) -> None:
@@ -92,7 +95,8 @@ class Sampler(nn.Module):
         self.width = width
         if self.config.features:
             base.with_features(self.config.features)  # refuses what it does not have
-        self.mix = nn.Linear((2 + len(self.config.features) + self.config.anchor) * width, width)
+        self.states = 1 + len(self.config.features) + self.config.anchor
+        self.mix = nn.Linear((1 + self.states) * width, width)
         shape = self.config.shape(Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)
         self.more = nn.ModuleList(BidirectionalLayer(shape) for _ in range(self.config.layers - 1))
@@ -139,7 +143,8 @@ class Sampler(nn.Module):
 
     def anchored(self, h_BLD: Tensor) -> Tensor:
         """States of a base pass as wide as g gives them back: with an anchor, h_0 stands behind them."""
-        return torch.cat(self._parts(h_BLD), -1) if self.config.anchor else h_BLD
+        wide = h_BLD.shape[-1] == self.states * self.width
+        return h_BLD if wide else torch.cat(self._parts(h_BLD), -1)
 
     def keys(self, h_BLD: Tensor, state: State) -> Keys:
         """The keys and values of each layer in one whole step, for `rows`."""

@@ -28,7 +28,6 @@ class TransformerBase(Base):
     """f = model, W = head weight; `next_frame` says that state i-1 scores token i (Dream)."""
 
     model: Any
-    keep: tuple[int, ...] = ()
 
     def __init__(
         self,

@@ -30,7 +30,9 @@ class Lane(Canvas):
     """B slots of L columns, the last ones new; shorter canvases get more left pads.
 
     Attributes:
-        h_BLD, start_BLD: states now, and those of the round's base pass.
+        h_BLD, start_BLD: states now, and those of the round's base pass; behind their D columns features and h_0, where
+            the base gives or g wants them.
+        shape: slots, columns, whether padded, features and whether with h_0: lanes of one shape do the same work.
         keys: keys and values of g's layers, where a decoder keeps some.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
@@ -38,9 +40,12 @@ class Lane(Canvas):
         report_N: which slots are open (B), and `bad` (1), after the latest commit.
     """
 
-    def __init__(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> None:
+    def __init__(
+        self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig, anchor: bool = False
+    ) -> None:
         """All slots idle. `padded=False` promises rows of exactly this length in all of them."""
         self.base, self.config, self.padded, self.watch = base, config, padded, None
+        self.shape = (slots, length, padded, base.keep, anchor)
         self.kernels = has_kernels(base.device)
         shape, device = (slots, length), base.device
         self.tokens_BL = torch.full(shape, base.spec.pad_id, device=device)
@@ -61,7 +66,8 @@ class Lane(Canvas):
             [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
         )
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        self.h_BLD = torch.zeros(*shape, base.width, dtype=base.dtype, device=device)
+        wide = base.width * (1 + len(base.keep) + anchor)
+        self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
         self.start_BLD = torch.zeros_like(self.h_BLD)
         self.keys: Keys = ()
         self._forbidden_EV = torch.zeros(2, base.spec.vocab_size, dtype=torch.uint8, device=device)
