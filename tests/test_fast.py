@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -432,6 +434,23 @@ def test_forms_of_g_do_not_share_what_differs() -> None:
             both(base, PROMPTS, config, "joint", sampler=g)
     for decoder in ("joint", "parallel"):
         both(base.with_features((1, 2)), PROMPTS, config.but(candidates=0), decoder)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_buffers_go_with_the_workspace(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """At once, since on a card nothing else would make room: no cycle leads back to them."""
+    monkeypatch.setattr(fast, "Graphs", Graphs)
+    base = tiny_base("dream", num_hidden_layers=3)
+    decode(base, PROMPTS, DecodeConfig(max_new_tokens=4), sampler=tiny_sampler(base, **FORMS[form]), eager=False)
+    (buffers,) = (weakref.ref(lane) for lane in base.workspace._lanes.values())
+    gc.collect()
+    gc.disable()
+    try:
+        assert buffers() is not None
+        base.workspace = None
+        assert buffers() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("form", ["features", "everything"])

@@ -122,6 +122,8 @@ class Base(ABC):
     def with_features(self, layers: tuple[int, ...]) -> Base:
         """A twin whose states carry those of earlier layers behind the D columns, in the same frame; itself for none.
 
+        The twin has the weights, but no workspace.
+
         Raises:
             InputError: the base has no such layer.
         """

@@ -68,7 +68,7 @@ class TransformerBase(Base):
         good = all(1 <= n <= most for n in layers) and list(layers) == sorted(set(layers))
         require(good, f"features are {layers}; base {self.spec.name!r} has layers 1..{most} below its last, ascending")
         twin = copy.copy(self)
-        twin.keep = layers
+        twin.keep, twin.workspace = layers, None
         return twin
 
     def eager(self) -> Base:
