@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import itertools
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,13 @@ def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BASES = {family: tiny_base(family, end_ids=(1, 5)) for family in FAMILIES}
 SAMPLERS = {family: tiny_sampler(base) for family, base in BASES.items()}
+FORMS: dict[str, dict[str, Any]] = {
+    "one layer": {}, "two layers": {"layers": 2}, "three narrow layers": {"layers": 3, "mlp": 0.5},
+    "anchor": {"anchor": True}, "feature": {"features": (1,)}, "features": {"features": (1, 2), "layers": 2},
+    "everything": {"features": (2,), "anchor": True, "layers": 3, "mlp": 1.5},
+}  # fmt: skip
+DEEP = {family: tiny_base(family, end_ids=(1, 5), num_hidden_layers=3) for family in FAMILIES}
+ALL = {(family, form): tiny_sampler(DEEP[family], **FORMS[form]) for family in FAMILIES for form in FORMS}
 
 
 def both(base: Any, given_: list[list[int]], config: DecodeConfig, decoder: str, **options: Any) -> DecodeResult:
@@ -86,6 +96,21 @@ def test_the_same_results_whatever_the_settings(
     config = heeded(config, decoder)
     options = {"restart": restart, "sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
     both(BASES[family], given_, config, decoder, sampler=SAMPLERS[family], slots=slots, **options)
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(FAMILIES), form=st.sampled_from(sorted(FORMS)), config=configs,
+    given_=prompts(MASK, 12, [BOS]), slots=st.sampled_from([None, 1, 2]), restart=st.sampled_from([None, 1, 2]),
+    sparse=st.booleans(),
+)  # fmt: skip
+def test_the_same_results_whatever_g_sees(
+    family: str, form: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, restart: int | None,
+    sparse: bool,
+) -> None:  # fmt: skip
+    """All forms of g in turn on one base, which keeps buffers and graphs for them."""
+    options = {"restart": restart, "sparse": sparse and config.candidates > 0}
+    both(DEEP[family], given_, config, "adjust", sampler=ALL[family, form], slots=slots, **options)
 
 
 @pytest.mark.parametrize("decoder", CORE)
@@ -135,6 +160,18 @@ def test_the_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, rule:
             suppress_eos=suppress,
         )  # fmt: skip
         both(base, PROMPTS[:2], config, decoder, sampler=tiny_sampler(base) if decoder == "adjust" else g)
+
+
+@pytest.mark.parametrize("form", ["features", "everything"])
+def test_the_kernels_read_states_with_others_behind_them(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(lane, "has_kernels", lambda device: True)
+    base = tiny_base("dream", num_hidden_layers=3)
+    g = tiny_sampler(base, **FORMS[form])
+    for temperature in (0.0, 0.8):
+        for sparse in (False, True):
+            config = DecodeConfig(max_new_tokens=6, tokens_per_step=3, temperature=temperature, candidates=3)
+            both(base, PROMPTS[:2], config, "adjust", sampler=g, sparse=sparse)
 
 
 @settings(max_examples=15)
@@ -220,14 +257,30 @@ def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pairing", ["state", "token"])
 @pytest.mark.parametrize("restart", [None, 1])
-def test_sparse_steps_with_all_columns_are_whole_steps(family: str, pairing: Any, restart: int | None) -> None:
-    base = BASES[family]
-    g = tiny_sampler(base, pairing=pairing)
-    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0.8)
-    whole = decode(base, PROMPTS, config, sampler=g, restart=restart)
-    sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, restart=restart, sparse=True)
-    for b in range(len(PROMPTS)):
-        assert row_of(whole, b) == row_of(sparse, b)
+@pytest.mark.parametrize("form", FORMS)
+def test_sparse_steps_with_all_columns_are_whole_steps(
+    form: str, family: str, pairing: Any, restart: int | None
+) -> None:
+    base = DEEP[family]
+    g = tiny_sampler(base, pairing=pairing, **FORMS[form])
+    for temperature in (0.0, 0.8):
+        config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=temperature)
+        whole = decode(base, PROMPTS, config, sampler=g, restart=restart)
+        sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, restart=restart, sparse=True)
+        for b in range(len(PROMPTS)):
+            assert row_of(whole, b) == row_of(sparse, b)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sparse_step_is_the_same_in_any_company(form: str) -> None:
+    """What fills up a row's columns depends on its neighbours' prompts; what comes out does not."""
+    base = DEEP["dream"]
+    g = tiny_sampler(base, **FORMS[form])
+    config = DecodeConfig(max_new_tokens=12, tokens_per_step=8, temperature=0.8, candidates=8)
+    together = both(base, PROMPTS, config, "adjust", sampler=g, sparse=True)
+    for b, prompt in enumerate(PROMPTS):
+        alone = decode(base, [prompt], config, sampler=g, rows=[b], sparse=True)
+        assert row_of(alone, 0) == row_of(together, b)
 
 
 @pytest.mark.parametrize("pairing", ["state", "token"])
@@ -237,8 +290,8 @@ def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing
     g = tiny_sampler(base, pairing=pairing)
     seen: list[list[int]] = []
     rows = g.rows
-    g.rows = lambda h, state, column_BN, keys: (  # type: ignore[method-assign]
-        seen.append(column_BN[0].tolist()), rows(h, state, column_BN, keys)
+    g.rows = lambda h, state, column_BN, *more: (  # type: ignore[method-assign]
+        seen.append(column_BN[0].tolist()), rows(h, state, column_BN, *more)
     )[1]  # fmt: skip
     config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, temperature=0.0, candidates=1, order="left_to_right")
     result = decode(base, [[BOS, MASK, 5]], config, sampler=g, sparse=True)
@@ -247,25 +300,12 @@ def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing
     assert row_of(result, 0) == row_of(whole, 0)  # with one step a round nothing is left out
 
 
-@pytest.mark.parametrize("pairing", ["state", "token"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_a_step_are_those_of_the_whole_step(family: str, pairing: Any) -> None:
-    base: TransformerBase = BASES[family]
-    g = tiny_sampler(base, pairing=pairing)
-    state = left_pad([[BOS, 5, MASK, 7, MASK], [BOS, MASK, 4], [MASK] * 5])
-    h_BLD = base.hidden(state)
-    column_BN = torch.tensor([[4, 1], [2, 3], [0, 2]])
-    got = g.rows(h_BLD, state, column_BN, g.keys(h_BLD, state))
-    want = g(h_BLD, state).gather(1, column_BN[..., None].expand(-1, -1, 32))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
 def test_sparse_steps_need_candidates_and_a_sampler_that_knows_them() -> None:
     base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=2)
     for eager in (True, False):
         with pytest.raises(InputError, match="set candidates too"):
             decode(base, [[BOS]], config, sampler=tiny_sampler(base), sparse=True, eager=eager)
-        with pytest.raises(InputError, match="function knows no sparse steps"):
+        with pytest.raises(InputError, match="a function knows no sparse steps; they take a Sampler"):
             decode(
                 base,
                 [[BOS]],
@@ -360,16 +400,80 @@ def test_quantized_layers_have_a_fast_form(tmp_path: Path) -> None:
     assert base.model.layers[0].self_attn._joined is None
 
 
-def test_other_forms_of_g(caplog: pytest.LogCaptureFixture) -> None:
-    """Several layers run as whole steps; one that carries more states than its own has no fast form."""
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_g_is_fast_and_captured_once(form: str, caplog: pytest.LogCaptureFixture) -> None:
     fast.log_fallback.cache_clear()
-    base = tiny_base("dream")
-    config = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2)
-    deep = tiny_sampler(base, layers=2)
-    both(base, PROMPTS, config, "adjust", sampler=deep)
-    with pytest.raises(InputError, match="not with these settings"):
-        decode(base, PROMPTS, config, sampler=deep, sparse=True)
+    base = tiny_base("dream", num_hidden_layers=3)
+    g = tiny_sampler(base, **FORMS[form])
+    config, seen = DecodeConfig(max_new_tokens=9, tokens_per_step=3, candidates=2), []
+    for _ in range(2):
+        for temperature, sparse in itertools.product((0.0, 0.8), (False, True)):
+            both(base, PROMPTS, config.but(temperature=temperature), "adjust", sampler=g, slots=3, sparse=sparse)
+        seen.append(fast.captures(base))
+    assert seen[0] == seen[1] > 0
     assert not caplog.records
-    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, anchor=True))
-    both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, features=(1,)))
-    assert [r.getMessage() for r in caplog.records] == ["eager decoding: the sampler carries more states than its own"]
+
+
+def test_forms_of_g_do_not_share_what_differs() -> None:
+    """States of other layers, an anchor in their place, keys of fewer layers; joint decoding in between."""
+    base = tiny_base("dream", num_hidden_layers=3)
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0.0, candidates=4)
+    shapes = [
+        {"features": (1,)},
+        {"features": (2,)},
+        {"anchor": True},
+        {"layers": 2, "anchor": True},
+        {"layers": 3},
+        {},
+    ]
+    for _ in range(2):
+        for shape in shapes:
+            g = tiny_sampler(base, **shape)  # type: ignore[arg-type]
+            for sparse in (False, True):
+                both(base, PROMPTS, config, "adjust", sampler=g, sparse=sparse)
+            both(base, PROMPTS, config, "joint", sampler=g)
+    for decoder in ("joint", "parallel"):
+        both(base.with_features((1, 2)), PROMPTS, config.but(candidates=0), decoder)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_buffers_go_with_the_workspace(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """At once, since on a card nothing else would make room: no cycle leads back to them."""
+    monkeypatch.setattr(fast, "Graphs", Graphs)
+    base = tiny_base("dream", num_hidden_layers=3)
+    decode(base, PROMPTS, DecodeConfig(max_new_tokens=4), sampler=tiny_sampler(base, **FORMS[form]), eager=False)
+    (buffers,) = (weakref.ref(lane) for lane in base.workspace._lanes.values())
+    gc.collect()
+    gc.disable()
+    try:
+        assert buffers() is not None
+        base.workspace = None
+        assert buffers() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("form", ["features", "everything"])
+def test_wide_states_move_to_a_smaller_batch(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setattr(fast, "_COMPACT", 0)
+    monkeypatch.setattr(fast, "_PAYS", 1)
+    base = tiny_base("dream", end_ids=(23,), num_hidden_layers=3)
+    rows = [[BOS, *[4] * 9]] * 3 + [[BOS, *[MASK] * 9]] + [[BOS, *[4] * 9]] * 4
+    both(
+        base,
+        rows,
+        DecodeConfig(max_new_tokens=2, tokens_per_step=2),
+        "adjust",
+        sampler=tiny_sampler(base, **FORMS[form]),
+    )
+    sizes = {key[0] for key in base.workspace._lanes}
+    assert sizes == {8, 1}
+
+
+def test_many_prompts_with_a_g_that_sees_more() -> None:
+    base, g = DEEP["dream"], ALL["dream", "everything"]
+    config = DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=9)
+    rows = [[BOS, *[7] * (n % 5)] for n in range(9)]
+    for which, result in decode_many(base, rows, config, batch_size=2, sampler=g, eager=False):
+        for b, n in enumerate(which):
+            assert row_of(result, b) == row_of(decode(base, [rows[n]], config, sampler=g, rows=[n], eager=True), 0)

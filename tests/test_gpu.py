@@ -13,7 +13,7 @@ from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.decoders import decode, decode_many
 from adjust_dlm.decoders.fast import captures
 from adjust_dlm.losses import kl_and_delta, pick_delta
-from adjust_dlm.sampler import Sampler, load_sampler
+from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.sampling import uniform
 from adjust_dlm.train.one_pass import Pool, PoolConfig
 from adjust_dlm.train.unroll import unroll_frames, unrolled_kl
@@ -210,6 +210,31 @@ def test_captured_steps_write_the_same_tokens(decoder: str, changes: dict[str, o
                 for name in ("tokens_BL", "order_BL", "base_calls_B", "sampler_calls_B", "rounds_B"):
                     assert torch.equal(getattr(slow, name), getattr(quick, name)), (name, seed, slots)
     assert captures(base) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "form",
+    [{"layers": 3}, {"anchor": True}, {"features": (1,)}, {"layers": 2, "features": (1,), "anchor": True}],
+    ids=str,
+)
+def test_every_form_of_g_is_captured(
+    form: dict[str, object], temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, _ = wide("cuda")
+    g = Sampler(base, SamplerConfig(**form)).eval().to("cuda")  # type: ignore[arg-type]
+    seen = []
+    config = DecodeConfig(tokens_per_step=4, max_new_tokens=13, temperature=temperature, candidates=4)
+    for again in (False, True):
+        for sparse in (False, True):
+            slow, quick = (
+                decode(base, PROMPTS * 3, config, sampler=g, eager=eager, sparse=sparse) for eager in (True, False)
+            )
+            for name in ("tokens_BL", "order_BL", "base_calls_B", "sampler_calls_B", "rounds_B"):
+                assert torch.equal(getattr(slow, name), getattr(quick, name)), (name, again, sparse)
+        seen.append(captures(base))
+    assert seen[0] == seen[1] > 0
+    assert not caplog.records
 
 
 def test_captures_are_few_for_many_lengths_and_k(caplog: pytest.LogCaptureFixture) -> None:

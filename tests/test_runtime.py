@@ -38,6 +38,7 @@ from adjust_dlm.bench.work import (
     base_work,
     decode_work,
     head_work,
+    keys_work,
     public_work,
     sampler_work,
 )
@@ -65,6 +66,11 @@ def clock_of(bench: Bench, seconds: Iterable[float]) -> None:
 
 # Arithmetic ----------------------------------------------------------------------------------------------------
 
+FORMS: list[dict[str, Any]] = [
+    {}, {"layers": 2, "mlp": 0.5}, {"anchor": True}, {"features": (1,)},
+    {"layers": 3, "features": (1,), "anchor": True},
+]  # fmt: skip
+
 
 def counted(run: Callable[[], Any]) -> int:
     counter = FlopCounterMode(display=False)
@@ -81,26 +87,46 @@ def test_arithmetic_of_passes_is_what_torch_counts(family: str) -> None:
     h_BLD = base.hidden(state)
     assert base_work(base, 3, 7).flops == counted(lambda: base.hidden(state))
     assert head_work(base, 5).flops == counted(lambda: base.head(h_BLD[0, :5]))
-    for config in ({}, {"layers": 2, "mlp": 0.5}, {"anchor": True}):
-        sampler = tiny_sampler(base, **config)
-        assert sampler_work(base, sampler, 3, 7).flops == counted(lambda g=sampler: g(h_BLD, state))  # type: ignore[misc]
+    column_BN = torch.tensor([[4, 1, 5]] * 3)
+    for config in FORMS:
+        g = tiny_sampler(base, **config)
+        seen = g.on(base)
+        h_BLD = seen.hidden(state)
+        keys = g.keys(h_BLD, state)
+        assert base_work(seen, 3, 7).flops == counted(lambda: seen.hidden(state))  # noqa: B023
+        assert sampler_work(base, g, 3, 7).flops == counted(lambda: g(h_BLD, state))  # noqa: B023
+        assert keys_work(base, g, 3, 7).flops == counted(lambda: g.keys(h_BLD, state))  # noqa: B023
+        some = counted(lambda: g.rows(h_BLD, state, column_BN, keys))  # noqa: B023
+        assert sampler_work(base, g, 3, 7, columns=3).flops == some
 
 
-@pytest.mark.parametrize("variant", ["joint", "parallel", "adjust", "adjust:candidates=3", "parallel:block_length=5"])
-def test_arithmetic_of_a_decode_is_what_torch_counts(variant: str) -> None:
+@pytest.mark.parametrize("form", range(len(FORMS)))
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "joint",
+        "parallel",
+        "adjust",
+        "adjust:candidates=3",
+        "adjust:candidates=3,sparse=true",
+        "parallel:block_length=5",
+    ],
+)
+def test_arithmetic_of_a_decode_is_what_torch_counts(variant: str, form: int) -> None:
     base = tiny_base("dream")
-    sampler, prompts, read = tiny_sampler(base), [[BOS, 5], [BOS, 7]], read_variant(variant)
+    sampler, prompts, read = tiny_sampler(base, **FORMS[form]), [[BOS, 5], [BOS, 7]], read_variant(variant)
     config = DecodeConfig(tokens_per_step=4, max_new_tokens=11, suppress_eos=True).but(**read.settings)
     work = decode_work(base, sampler, read, config, 2, 2)
     assert work is not None
-    seen = counted(lambda: decode(base, prompts, config, decoder=read.name, sampler=sampler))
+    seen = counted(lambda: decode(base, prompts, config, decoder=read.name, sampler=sampler, **read.options))
     assert sum(part.flops for part in work) == seen
 
 
+@pytest.mark.parametrize("form", range(len(FORMS)))
 @pytest.mark.parametrize("decoder", ["parallel", "adjust"])
-def test_arithmetic_of_the_public_loop_is_what_torch_counts(decoder: str) -> None:
+def test_arithmetic_of_the_public_loop_is_what_torch_counts(decoder: str, form: int) -> None:
     base = tiny_base("llada")
-    sampler, config = tiny_sampler(base), DecodeConfig(tokens_per_step=4, max_new_tokens=8)
+    sampler, config = tiny_sampler(base, **FORMS[form]), DecodeConfig(tokens_per_step=4, max_new_tokens=8)
     own = sampler if decoder == "adjust" else None
     work = public_work(base, sampler, config, 2, 2, decoder)
     assert sum(part.flops for part in work) == counted(lambda: public_loop(base, own, [[BOS, 5]] * 2, config))
@@ -113,6 +139,14 @@ def test_traffic_is_weights_once_and_states_twice() -> None:
     assert base_work(base, 3, 7).bytes == 4 * (2 * layer + 2 * 3 * 7 * 32)
     assert head_work(base, 5).bytes == 4 * (24 * 32 + 5 * 32 + 2 * 5 * 24)
     assert sampler_work(base, tiny_sampler(base), 3, 7).bytes == 4 * (layer + 2 * 32 * 32 + 2 * 3 * 7 * 32)
+    assert keys_work(base, tiny_sampler(base), 3, 7).bytes == 4 * (32 * 32 + 2 * 32 * 32 + 3 * 7 * (32 + 32))
+    some = sampler_work(base, tiny_sampler(base), 3, 7, columns=4).bytes
+    assert some == 4 * (layer + 2 * 32 * 32 + 3 * (2 * 4 * 32 + 7 * 32))
+    g = tiny_sampler(base, layers=2, features=(1,), anchor=True)  # mixes four states: e, h, a feature and h_0
+    seen, weights = g.on(base), 2 * layer + 4 * 32 * 32
+    assert base_work(seen, 3, 7).bytes == 4 * (2 * layer + 3 * 3 * 7 * 32)  # tokens' states in, h and a feature out
+    assert sampler_work(base, g, 3, 7).bytes == 4 * (weights + 4 * 3 * 7 * 32)
+    assert keys_work(base, g, 3, 7).bytes == 4 * (layer + 4 * 32 * 32 + 32 * 32 + 3 * 7 * (3 * 32 + 2 * 32))
 
 
 def test_shares_refer_to_the_slower_ceiling_part_by_part() -> None:
@@ -190,10 +224,11 @@ def test_only_tokens_before_an_end_count() -> None:
     assert row["share_of_roofline"] is None  # nobody knows how long texts will be
 
 
+@pytest.mark.parametrize("g", FORMS, ids=str)
 @pytest.mark.parametrize("form", ["eager", "fast"])
-def test_components_cover_a_round(form: Any) -> None:
+def test_components_cover_a_round(form: Any, g: dict[str, Any]) -> None:
     base = tiny_base("dream")
-    bench = bench_on(base, tiny_sampler(base), suppress_eos=True)
+    bench = bench_on(base, tiny_sampler(base, **g), suppress_eos=True)
     rows = {row["part"]: row for row in component_cell(bench, cell_of(form, COMPONENTS, 4, 2, 16))}
     extra = {"head, all rows"} if form == "eager" else set()
     names = {"base pass", "g step", "head", "head, scores and draw", "scores and draw", "round"}
@@ -204,6 +239,7 @@ def test_components_cover_a_round(form: Any) -> None:
     head = 2 * 32 * 24
     assert flops["head"] == pytest.approx(2 * 8 * head)  # half of the new positions are open
     assert flops["base pass"] == pytest.approx(base_work(base, 2, 18).flops)
+    assert flops["g step"] == pytest.approx(sampler_work(base, tiny_sampler(base, **g), 2, 18).flops)
     whole = flops["base pass"] + 3 * flops["g step"] + 2 * head * (8 + 7 + 6 + 5)
     assert flops["round"] == pytest.approx(whole)
 
@@ -378,6 +414,9 @@ def test_finished_cells_are_kept(tmp_path: Path, tiny_bench: Bench, monkeypatch:
     assert lower["rows"][3]["over_parallel"] == lower["rows"][3]["seconds"] / lower["rows"][1]["seconds"]
     make_runtime(tiny_run(tmp_path, seed=1), tiny_bench)
     assert done[5:] == ["parallel 4", "adjust 4"]  # other settings, other cells
+    tiny_bench.helpers["sampler"] = tiny_sampler(tiny_bench.base, layers=2)
+    make_runtime(tiny_run(tmp_path), tiny_bench)
+    assert done[7:] == ["parallel 4", "adjust 4"]  # as of another g
 
 
 def test_what_does_not_fit_is_left_out_by_name(

@@ -1,9 +1,11 @@
 """g: its formula by hand, what it pairs, what it owns, and files that are whole or refused by name."""
 
 import errno
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -14,8 +16,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
-from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, SamplerConfig, load_sampler
-from adjust_dlm.types import DecodeConfig, InputError
+from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, SamplerConfig, at_columns, load_sampler
+from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import FAMILIES, MASK, exact_base, left_pad, tiny_base, tiny_config, tiny_sampler
 
 ROWS = [[2, 5, MASK, 7, MASK, 9], [4, MASK, 6], [MASK]]
@@ -149,6 +151,82 @@ def test_g_owns_neither_embedding_nor_head(family: str) -> None:
     kv, biases = {"dream": (16, 32 + 2 * 16), "llada": (32, 0)}[family]
     layer = 2 * 32 * 32 + 2 * 32 * kv + biases + 3 * 32 * 64 + 2 * 32
     assert sum(p.numel() for p in sampler.parameters()) == layer + (64 * 32 + 32) + 3 * 32
+
+
+# Columns -------------------------------------------------------------------------------------------------------
+
+KNOBS = list(itertools.product((1, 2, 3), (1.0, 0.5), ((), (1,), (1, 2)), (False, True)))
+LENGTHS = {"padded": [5, 3, 6], "equal": [6, 6, 6]}
+
+
+def some_state(lengths: list[int]) -> State:
+    rows = [[2, 5, MASK, 7, MASK, 9], [4, MASK, 6, 8, 3, MASK], [MASK] * 6]
+    return left_pad([row[:n] for row, n in zip(rows, lengths, strict=True)])
+
+
+def after(state: State, column_B: list[int]) -> State:
+    """The canvas with one more token in each row."""
+    tokens_BL = state.tokens_BL.clone()
+    tokens_BL[torch.arange(len(column_B)), column_B] = 11
+    return State(tokens_BL, state.real_BL, (tokens_BL == MASK) & state.real_BL, padded=state.padded)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("pairing", ["state", "token"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_at_some_columns_is_the_whole_step_there(family: str, pairing: Any, lengths: str) -> None:
+    """For every form of g, from the base's states and its own; with keys of before, too, once all columns are new."""
+    base, one = tiny_base(family, num_hidden_layers=3), some_state(LENGTHS[lengths])
+    two = after(one, [4, 4, 5])
+    column_BN = torch.tensor([[4, 1], [5, 3], [0, 2]])
+    every_BN = torch.tensor([[5, 0, 4, 1, 3, 2], [0, 1, 2, 3, 4, 5], [3, 2, 5, 0, 4, 1]])
+    for layers, mlp, features, anchor in KNOBS:
+        g = tiny_sampler(base, pairing=pairing, layers=layers, mlp=mlp, features=features, anchor=anchor)
+        h_0 = g.on(base).hidden(one)
+        h_1 = g(h_0, one)
+        assert h_1.shape[-1] == g.anchored(h_0).shape[-1] == 32 * (1 + len(features) + anchor)
+        stale = g.keys(h_0, one)
+        assert len(stale) == layers
+        for h_BLD, state in ((h_0, one), (h_1, two)):
+            whole = g(h_BLD, state)
+            want, close = at_columns(whole, column_BN), {"rtol": 1e-5, "atol": 1e-5}
+            torch.testing.assert_close(g.rows(h_BLD, state, column_BN, g.keys(h_BLD, state)), want, **close)
+            torch.testing.assert_close(g(h_BLD, state, column_BN), want, **close)
+        got = g.rows(h_1, two, every_BN, stale)
+        torch.testing.assert_close(got, at_columns(g(h_1, two), every_BN), **close)
+        for kept, new in zip(stale, g.keys(h_1, two), strict=True):  # made anew, in place
+            torch.testing.assert_close(kept, new, **close)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_other_columns_keep_what_they_left_in_every_layer(layers: int) -> None:
+    """A second step at columns 1 and 4 by hand: before every layer the others hold what the first step put there."""
+    base, one = tiny_base("dream"), some_state([6, 6, 6])
+    g, two = tiny_sampler(base, layers=layers), after(one, [4, 4, 4])
+    h_0, column_BN = base.hidden(one), torch.tensor([[1, 4]] * 3)
+    h_1, at_L = g(h_0, one), torch.tensor([False, True, False, False, True, False])
+    entered = g.mix(torch.cat([g.norm_embed(base.to_frame(base.embed(one.tokens_BL), one)), g.norm_hidden(h_0)], -1))
+    fresh = g.mix(torch.cat([g.norm_embed(base.to_frame(base.embed(two.tokens_BL), two)), g.norm_hidden(h_1)], -1))
+    for layer in g.layers:
+        mixed = torch.where(at_L[:, None], fresh, entered)
+        entered, fresh = layer(entered, one), layer(mixed, two)
+    want = at_columns(h_1 + g.norm_out(fresh), column_BN)
+    got = g.rows(h_1, two, column_BN, g.keys(h_0, one))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_columns_that_fill_up_leave_no_trace(layers: int) -> None:
+    base, one = tiny_base("dream"), some_state([6, 6, 6])
+    g, two = tiny_sampler(base, layers=layers), after(one, [4, 4, 4])
+    h_0 = base.hidden(one)
+    h_1, some, more = g(h_0, one), g.keys(h_0, one), g.keys(h_0, one)
+    column_BN, valid_BN = torch.tensor([[1, 4, 2]] * 3), torch.tensor([[True, True, False]] * 3)
+    want = g.rows(h_1, two, column_BN[:, :2], some)
+    got = g.rows(h_1, two, column_BN, more, valid_BN)
+    torch.testing.assert_close(got[:, :2], want, rtol=1e-5, atol=1e-5)
+    for a, b in zip(itertools.chain(*some), itertools.chain(*more), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 # Files ---------------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, State, is_number, require, require_whole
 
 CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
+Keys = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer of g: [B, heads, L, d]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,9 @@ class Sampler(nn.Module):
     Args:
         base: the frozen model it sits on; its embedding is used, never copied.
         config: the choices above.
+
+    Attributes:
+        states: how many times D columns it gives: h, the features and, with an anchor, h_0.
     """
 
     def __init__(self, base: Base, config: SamplerConfig | None = None) -> None:
@@ -91,7 +95,8 @@ class Sampler(nn.Module):
         self.width = width
         if self.config.features:
             base.with_features(self.config.features)  # refuses what it does not have
-        self.mix = nn.Linear((2 + len(self.config.features) + self.config.anchor) * width, width)
+        self.states = 1 + len(self.config.features) + self.config.anchor
+        self.mix = nn.Linear((1 + self.states) * width, width)
         shape = self.config.shape(Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)
         self.more = nn.ModuleList(BidirectionalLayer(shape) for _ in range(self.config.layers - 1))
@@ -105,51 +110,72 @@ class Sampler(nn.Module):
         for weight in self.norm_out.parameters():
             nn.init.constant_(weight, self.config.output_norm_init)
 
-    def forward(self, h_BLD: Tensor, state: State) -> Tensor:
+    @property
+    def layers(self) -> list[BidirectionalLayer]:
+        """All of them, in their order."""
+        return [self.layer, *cast("Iterable[BidirectionalLayer]", self.more)]
+
+    def forward(self, h_BLD: Tensor, state: State, column_BN: Tensor | None = None) -> Tensor:
         """One step of the recursion h_{k+1} = g(h_k, x + the token just committed).
 
         Args:
             h_BLD: current states in the scoring frame: those of `self.on(base)`, or what g itself returned.
             state: the canvas after the latest commit.
+            column_BN: the only columns that are wanted, [B, N, ...]: queries and MLP of the last layer run there alone.
 
         Returns:
             The next states, same shape and frame. Behind their D columns stand the features and, with an anchor, h_0,
             which are carried along through the round; `Base.head` reads the first D columns.
         """
-        h_BLD, *rest = self._parts(h_BLD)
-        z_BLD = self.layer(self._mixed(self._paired(state, h_BLD.dtype), h_BLD, rest), state)
-        for layer in self.more:
+        *before, last = self.layers
+        z_BLD = self._mixed(h_BLD, self._paired(state, h_BLD.dtype))
+        for layer in before:
             z_BLD = layer(z_BLD, state)
-        z_BLD = self.norm_out(z_BLD)
-        h_BLD = h_BLD + z_BLD if self.config.residual else z_BLD
-        return torch.cat([h_BLD, *rest], -1) if rest else h_BLD
+        if column_BN is None:
+            return self._out(h_BLD, last(z_BLD, state))
+        keys = last.keys(z_BLD, state)
+        z_BND = last.rows(at_columns(z_BLD, column_BN), state, column_BN, keys)
+        return self._out(at_columns(h_BLD, column_BN), z_BND)
 
     def on(self, base: Base) -> Base:
         """The base, giving the features that g wants."""
         return base.with_features(self.config.features)
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether `keys` and `rows` can make a step: one layer, and nothing but h behind it."""
-        config = self.config
-        return config.layers == 1 and not config.anchor and not config.features
+    def anchored(self, h_BLD: Tensor) -> Tensor:
+        """States of a base pass as wide as g gives them back: with an anchor, h_0 stands behind them."""
+        wide = h_BLD.shape[-1] == self.states * self.width
+        return h_BLD if wide else torch.cat(self._parts(h_BLD), -1)
 
-    def keys(self, h_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        """The keys and values [B, heads, L, d] of one step, for `rows`."""
-        return self.layer.keys(self._mixed(self._paired(state, h_BLD.dtype), h_BLD), state)
+    def keys(self, h_BLD: Tensor, state: State) -> Keys:
+        """The keys and values of each layer in one whole step, for `rows`."""
+        *before, last = self.layers
+        z_BLD = self._mixed(h_BLD, self._paired(state, h_BLD.dtype))
+        made = []
+        for layer in before:
+            made.append(layer.keys(z_BLD, state))
+            z_BLD = layer(z_BLD, state)
+        return (*made, last.keys(z_BLD, state))
 
-    def rows(self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
-        """One step at some columns alone: [B, N, D]. With the `keys` of this very step it is exact.
+    def rows(
+        self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: Keys, valid_BN: Tensor | None = None
+    ) -> Tensor:
+        """One step at some columns alone: [B, N, ...], as wide as `forward` has it.
+
+        With the `keys` of this very step, or at all columns that are no pads, it is exact.
 
         Args:
             h_BLD: current states.
             state: the canvas after the latest commit.
             column_BN: the columns, all different in a row.
             keys: of all columns, from this step or an earlier one; made anew at these columns, in place.
+            valid_BN: False where a column only fills up its row: its keys stay, what it gives means nothing. Without
+                this, filling up would change what other columns see of it in the layers behind the first.
         """
-        h_BND, e_BND = at_columns(h_BLD, column_BN), at_columns(self._paired(state, h_BLD.dtype), column_BN)
-        z_BND = self.norm_out(self.layer.rows(self._mixed(e_BND, h_BND), state, column_BN, keys))
-        return h_BND + z_BND if self.config.residual else z_BND
+        h_BND = at_columns(h_BLD, column_BN)
+        z_BND = self._mixed(h_BND, at_columns(self._paired(state, h_BLD.dtype), column_BN))
+        for layer, own in zip(self.layers, keys, strict=True):
+            z_BND = layer.rows(z_BND, state, column_BN, own, valid_BN)
+        return self._out(h_BND, z_BND)
 
     def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
         """The columns [B, L] whose input holds the embedding of a marked position's token."""
@@ -169,13 +195,19 @@ class Sampler(nn.Module):
             parts.append(parts[0])  # the base's own states are their own anchor
         return parts
 
-    def _mixed(self, e_BLD: Tensor, h_BLD: Tensor, rest: Sequence[Tensor] = ()) -> Tensor:
-        parts = [self.norm_embed(e_BLD), self.norm_hidden(h_BLD)]
-        parts += [norm(f_BLD) for norm, f_BLD in zip(self.norm_features, rest, strict=False)]
-        if self.config.anchor:
-            parts.append(self.norm_anchor(rest[-1]))
-        z_BLD: Tensor = self.mix(torch.cat(parts, -1))
+    def _mixed(self, h_BLD: Tensor, e_BLD: Tensor) -> Tensor:
+        """What enters the first layer."""
+        norms = [self.norm_hidden, *self.norm_features, *([self.norm_anchor] if self.config.anchor else [])]
+        parts = [norm(part) for norm, part in zip(norms, self._parts(h_BLD), strict=True)]
+        z_BLD: Tensor = self.mix(torch.cat([self.norm_embed(e_BLD), *parts], -1))
         return z_BLD
+
+    def _out(self, h_BLD: Tensor, z_BLD: Tensor) -> Tensor:
+        """The next states, from these and what leaves the last layer."""
+        h_BLD, *rest = self._parts(h_BLD)
+        z_BLD = self.norm_out(z_BLD)
+        h_BLD = h_BLD + z_BLD if self.config.residual else z_BLD
+        return torch.cat([h_BLD, *rest], -1) if rest else h_BLD
 
     def save(self, folder: Path | str, **provenance: Any) -> None:
         """Writes config and weights (bf16), whole or not at all; `provenance` goes into the config file."""

@@ -60,6 +60,7 @@ class Base(ABC):
         layer_config: the shape of one decoder layer of the base (`bases.layers.Shape`).
         tokenizer: any object with transformers' tokenizer interface, or None.
         compiled: whether `compile` was called; decoders then compile their row scores too.
+        keep: earlier layers, from 1, whose states stand behind the D columns (see `with_features`).
         quantized: the kind of small weights that were asked for, or None.
         workspace: what a decoder keeps with the base between two calls: buffers and captured graphs.
         ar_source: the autoregressive model that it was made from (see `bases.partner.load_partner`), or None.
@@ -72,6 +73,7 @@ class Base(ABC):
     layer_config: Any
     tokenizer: Any = None
     compiled: bool = False
+    keep: tuple[int, ...] = ()
     ar_source: str | None = None
     quantized: str | None = None
     workspace: Any = None
@@ -119,6 +121,8 @@ class Base(ABC):
 
     def with_features(self, layers: tuple[int, ...]) -> Base:
         """A twin whose states carry those of earlier layers behind the D columns, in the same frame; itself for none.
+
+        The twin has the weights, but no workspace.
 
         Raises:
             InputError: the base has no such layer.

@@ -359,7 +359,10 @@ class BidirectionalLayer(_WithRotary):
         )
         return keys
 
-    def rows(self, z_BND: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
+    def rows(
+        self, z_BND: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor],
+        valid_BN: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """What `forward` gives at some columns, the others having left their keys and values.
 
         Args:
@@ -367,11 +370,15 @@ class BidirectionalLayer(_WithRotary):
             state: the canvas.
             column_BN: which columns, all different in a row.
             keys: of all columns; those of `column_BN` are written into them.
+            valid_BN: False on columns whose keys and values stay.
         """
 
         def keep(*fresh: Tensor) -> tuple[Tensor, Tensor]:
             for old, new in zip(keys, fresh, strict=True):
-                old.scatter_(2, column_BN[:, None, :, None].expand_as(new), new)
+                at = column_BN[:, None, :, None].expand_as(new)
+                if valid_BN is not None:
+                    new = torch.where(valid_BN[:, None, :, None], new, old.gather(2, at))
+                old.scatter_(2, at, new)
             return keys
 
         mask_B11L = state.real_BL[:, None, None, :] if state.padded else None

@@ -28,7 +28,6 @@ class TransformerBase(Base):
     """f = model, W = head weight; `next_frame` says that state i-1 scores token i (Dream)."""
 
     model: Any
-    keep: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class TransformerBase(Base):
         good = all(1 <= n <= most for n in layers) and list(layers) == sorted(set(layers))
         require(good, f"features are {layers}; base {self.spec.name!r} has layers 1..{most} below its last, ascending")
         twin = copy.copy(self)
-        twin.keep = layers
+        twin.keep, twin.workspace = layers, None
         return twin
 
     def eager(self) -> Base:

@@ -69,6 +69,11 @@ class Bench:
         """g."""
         return self.helpers.get("sampler")
 
+    @property
+    def seen(self) -> Base:
+        """The base, giving the features that g wants."""
+        return self.base if self.sampler is None else self.sampler.on(self.base)
+
     def config(self, cell: Cell) -> DecodeConfig:
         """All settings of a cell; the decoder's own win."""
         shared = self.settings.but(tokens_per_step=max(cell.tokens_per_step, 1), max_new_tokens=cell.new_tokens)
@@ -81,7 +86,7 @@ class Bench:
             self.base.workspace = None
             self.base.compiled = compiled
         if self.sampler is not None:
-            for layer in (self.sampler.layer, *self.sampler.more):
+            for layer in self.sampler.layers:
                 layer.compiled = compiled
 
 
@@ -223,7 +228,7 @@ def half_filled(bench: Bench, cell: Cell) -> Canvas:
 
 
 def _work(bench: Bench, rows: int, length: int, scored: int, k: int) -> dict[str, list[Work]]:
-    base, sampler = bench.base, bench.sampler
+    base, sampler = bench.seen, bench.sampler
     f, head = base_work(base, rows, length), head_work(base, rows * scored)
     work = {"base pass": [f], "head": [head], "head, scores and draw": [head]}
     g = [] if sampler is None else [sampler_work(base, sampler, rows, length)]
@@ -234,7 +239,7 @@ def _work(bench: Bench, rows: int, length: int, scored: int, k: int) -> dict[str
 @torch.no_grad()
 def eager_parts(bench: Bench, canvas: Canvas) -> Parts:
     """The reference's parts, the head on all rows beside them."""
-    base, sampler, k = bench.base, bench.sampler, canvas.config.tokens_per_step
+    base, sampler, k = bench.seen, bench.sampler, canvas.config.tokens_per_step
     kept = [getattr(canvas, name).clone() for name in _KEPT]
     h_BLD = base.hidden(canvas)
     canvas.start_round()
@@ -271,12 +276,13 @@ def _pick_only(base: Base, h_BLD: Tensor, canvas: Canvas) -> Picks:
 @torch.no_grad()
 def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     """Parts of the fast form: the functions that it captures, on the buffers that it would take."""
-    base, sampler, config = bench.base, bench.sampler, canvas.config
+    base, sampler, config = bench.seen, bench.sampler, canvas.config
     rows, length = canvas.tokens_BL.shape
     scored = int(canvas.masked_BL[0].sum())
     slots, columns = slot_bucket(rows), length_bucket(length, rows, base.spec.context)
     width, padded = width_bucket(scored, columns), (slots, columns) != (rows, length)
-    lane, graphs = Lane(base, slots, columns, padded=padded, config=config), Graphs(base.device)
+    anchor = sampler is not None and sampler.config.anchor
+    lane, graphs = Lane(base, slots, columns, padded=padded, config=config, anchor=anchor), Graphs(base.device)
     lane.start(config)
     lane.load(canvas, list(range(rows)), 0)
     if base.device.type == "cuda":  # as the fast form does
@@ -286,14 +292,15 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     lane.begin_round()
 
     def state() -> None:
-        lane.h_BLD.copy_(base.hidden(lane))
+        h_BLD = base.hidden(lane)
+        lane.h_BLD.copy_(h_BLD if sampler is None else sampler.anchored(h_BLD))
 
     def step() -> None:
         assert sampler is not None
         lane.h_BLD.copy_(sampler(lane.h_BLD, lane))
 
     def head() -> None:
-        base.head(lane.h_BLD[:, -width:].flatten(0, 1))
+        base.head(lane.h_BLD[:, -width:, : base.width].flatten(0, 1))
 
     functions = {
         "base pass": state, "g step": step, "head": head,

@@ -44,6 +44,7 @@ def public_loop(base: Base, sampler: Sampler | None, prompts: list[list[int]], c
         prompts: token ids, all of one length.
         config: K, length, temperature, top_p, end tokens and seed count.
     """
+    base = base if sampler is None else sampler.on(base)
     new = torch.full((len(prompts), config.max_new_tokens), base.spec.mask_id, device=base.device)
     tokens_BL = torch.cat([torch.tensor(prompts, device=base.device).long(), new], 1)
     state = State(tokens_BL, torch.ones_like(tokens_BL).bool(), tokens_BL == base.spec.mask_id, padded=False)

@@ -201,7 +201,8 @@ def digest(config: RuntimeConfig, bench: Bench) -> str:
     """Of all that a kept cell must agree in with this run: model, machine and settings, but not what is asked for."""
     asked = {"decoders", "tokens_per_step", "batch_sizes", "new_tokens", "forms", "seconds", "output", "plot"}
     facts = {name: value for name, value in asdict(config).items() if name not in asked}
-    text = json.dumps([facts, bench.base.fingerprint, machine(bench)], sort_keys=True)
+    g = None if bench.sampler is None else asdict(bench.sampler.config)
+    text = json.dumps([facts, bench.base.fingerprint, g, machine(bench)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

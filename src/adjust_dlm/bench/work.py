@@ -71,16 +71,37 @@ def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
 
 
 def base_work(base: Base, rows: int, length: int) -> Work:
-    """One base pass over `rows` canvases of `length` columns."""
-    states = 2 * rows * length * base.width * base.dtype.itemsize
+    """One base pass over `rows` canvases of `length` columns; features are states that it gives."""
+    states = (2 + len(base.keep)) * rows * length * base.width * base.dtype.itemsize
     body: nn.Module = base.model  # type: ignore[attr-defined]
     return Work(rows * base_flops(base, length), weight_bytes(body, base.quantized) + states)
 
 
 def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, columns: int | None = None) -> Work:
-    """One step of g; with `columns`, at that many columns of each canvas only."""
-    states = 2 * rows * (length if columns is None else columns) * base.width * base.dtype.itemsize
-    return Work(rows * sampler_flops(base, length, sampler, columns), weight_bytes(sampler) + states)
+    """One step of g, with features and anchor among what it takes.
+
+    With `columns` it runs at that many columns of each canvas only, and takes the keys and values of all.
+    """
+    states = (1 + sampler.states) * (length if columns is None else columns) * base.width
+    states += 0 if columns is None else length * _pairs(base, sampler)
+    traffic = weight_bytes(sampler) + rows * states * base.dtype.itemsize
+    return Work(rows * sampler_flops(base, length, sampler, columns), traffic)
+
+
+def _pairs(base: Base, sampler: Sampler) -> int:
+    """Numbers in the keys and values of a column, over the layers of g."""
+    shape = Shape.of(base.layer_config)
+    return 2 * shape.num_key_value_heads * shape.head_dim * sampler.config.layers
+
+
+def keys_work(base: Base, sampler: Sampler, rows: int, length: int) -> Work:
+    """Keys and values of all columns in each layer, which sparse steps begin with: whole layers, but for the last."""
+    shape, (*before, last) = sampler.config.shape(Shape.of(base.layer_config)), sampler.layers
+    pairs = _pairs(base, sampler)
+    flops = 2 * length * base.width * (sampler.mix.in_features + pairs) + len(before) * layer_flops(shape, length)
+    used = (sampler.mix, *before, last.layer.self_attn.k_proj, last.layer.self_attn.v_proj)
+    states = rows * length * (sampler.states * base.width + pairs) * base.dtype.itemsize
+    return Work(rows * flops, sum(map(weight_bytes, used)) + states)
 
 
 def head_work(base: Base, rows: int) -> Work:
@@ -124,11 +145,15 @@ def decode_work(
     length = prompt + config.max_new_tokens
     sparse = bool(variant.options.get("sparse"))
     parts = []
+    if variant.name == "adjust" and sampler is not None:
+        base = sampler.on(base)
     for scored in open_counts(config, variant.name):
         parts.append(base_work(base, rows, length))
         for k, count in enumerate(scored):
             if k and sampler is not None:
                 columns = min(config.candidates + 1 + k, length) if sparse else None
+                if sparse and k == 1:
+                    parts.append(keys_work(base, sampler, rows, length))
                 parts.append(sampler_work(base, sampler, rows, length, columns))
             parts.append(head_work(base, rows * count))
     return parts
@@ -139,6 +164,8 @@ def public_work(
 ) -> list[Work]:
     """Of `public_loop`: the head on all rows, K steps of g a round, the last of which is for nothing."""
     length = prompt + config.max_new_tokens
+    if decoder == "adjust" and sampler is not None:
+        base = sampler.on(base)
     full = head_work(base, rows * length)
     parts, left = list[Work](), config.max_new_tokens
     while left:

@@ -260,7 +260,7 @@ def decode(
     )
     if reason is None:
         own = plan.own[0] if plan.own else None
-        fast.run_fast(plan.base, sampler, canvas, decoder=decoder, options=own, slots=slots)
+        fast.run_fast(base, sampler, canvas, decoder=decoder, options=own, slots=slots)
     else:
         if fast.wanted(base, eager):
             fast.log_fallback(reason)

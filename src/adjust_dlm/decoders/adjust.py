@@ -10,10 +10,8 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, columns_of, pick
-from adjust_dlm.sampler import Sampler, at_columns
+from adjust_dlm.sampler import Keys, Sampler, at_columns
 from adjust_dlm.types import State, require, require_count
-
-Keys = tuple[Tensor, Tensor]  # of g's layer: [B, heads, L, d] each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +35,8 @@ class AdjustOptions:
     def check(self, sampler: object, candidates: int) -> None:
         """Raises InputError where a sparse step is asked for that cannot be made."""
         require(not self.sparse or candidates > 0, "sparse steps run at candidates: set candidates too")
-        able = isinstance(sampler, Sampler) and sampler.by_rows
-        require(not self.sparse or able, f"{type(sampler).__name__} knows no sparse steps, or not with these settings")
+        able = not self.sparse or isinstance(sampler, Sampler)
+        require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
 
     def starts_again(self, k: int) -> bool:
         """Whether call k = 1, 2, ... of a round begins from the base's states."""
@@ -69,8 +67,9 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
 
 def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Keys, k: int) -> Tensor:
     """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
+    h_BLD = sampler.anchored(h_BLD)
     count = min(canvas.config.candidates + 1 + k, h_BLD.shape[1])
     column_BN, valid_BN = columns_of(canvas.active(sampler.carriers), count)
-    new_BND = sampler.rows(h_BLD, canvas, column_BN, keys)
+    new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
     new_BND = torch.where(valid_BN[..., None], new_BND, at_columns(h_BLD, column_BN))
     return h_BLD.scatter(1, column_BN[..., None].expand_as(new_BND), new_BND)

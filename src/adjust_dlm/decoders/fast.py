@@ -56,8 +56,6 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch:
         return "a watched canvas is looked at after every commit"
     if decoder == "adjust" and not isinstance(sampler, Sampler):
         return f"the sampler is a {type(sampler).__name__}"
-    if decoder == "adjust" and (sampler.config.anchor or sampler.config.features):
-        return "the sampler carries more states than its own"
     if len({parameter.device for parameter in base.model.parameters()} | {base.device}) > 1:
         return "the layers of the base are spread over devices"
     return None
@@ -76,8 +74,8 @@ def run_fast(
     """Fills the canvas as the decoder of that name does.
 
     Args:
-        base: see `why_not` for what it may be.
-        sampler: for `adjust`.
+        base: see `why_not` for what it may be; buffers and graphs are kept with it, not with its twin for features.
+        sampler: for `adjust`; others leave it alone.
         canvas: its rows are computed `slots` at a time, each given its slot as soon as a row before it is done.
         decoder: joint, parallel or adjust.
         options: of adjust.
@@ -88,8 +86,10 @@ def run_fast(
     """
     options = options or AdjustOptions()
     options.check(sampler, canvas.config.candidates)
+    sampler = sampler if decoder == "adjust" else None
     with torch.cuda.device(base.device) if base.device.type == "cuda" else contextlib.nullcontext():
-        _engine(base, sampler).fill(base, sampler, canvas, _Plan(decoder, canvas, options), slots)
+        engine, seen = _engine(base, sampler), base if sampler is None else sampler.on(base)
+        engine.fill(seen, sampler, canvas, _Plan(decoder, canvas, options), slots)
 
 
 def captures(base: Base) -> int:
@@ -189,14 +189,14 @@ class _Engine:
         if self._sampler[0]() is not sampler or self._sampler[1] != where:
             self._sampler = weakref.ref(sampler), where
             self.graphs.drop(lambda key: key[1][0] == "step")
-            for layer in (sampler.layer, *sampler.more):
+            for layer in sampler.layers:
                 layer.compiled = compiled
 
-    def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> Lane:
+    def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig, anchor: bool) -> Lane:
         """Buffers of a shape."""
-        key = (slots, length, padded)
+        key = (slots, length, padded, base.keep, anchor)
         if key not in self._lanes:
-            self._lanes[key] = Lane(base, slots, length, padded=padded, config=config)
+            self._lanes[key] = Lane(base, slots, length, padded=padded, config=config, anchor=anchor)
             if len(self._lanes) > MOST_LANES:
                 old, _ = self._lanes.popitem(last=False)
                 self.graphs.drop(lambda known: known[0] == old)
@@ -214,7 +214,8 @@ class _Engine:
             return
         size, columns = slot_bucket(count), length_bucket(length, count, base.spec.context)
         padded = canvas.padded or (size, columns) != (count, length)
-        lane = self.lane(base, size, columns, padded=padded, config=canvas.config)
+        anchor = sampler is not None and sampler.config.anchor
+        lane = self.lane(base, size, columns, padded=padded, config=canvas.config, anchor=anchor)
         living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
         lane.load(canvas, [row.number for row in living if row], 0)
         work, mail = _Work(self.graphs, base, sampler, lane, plan), _Mail(lane)
@@ -239,8 +240,8 @@ class _Engine:
     def _move(self, base: Base, lane: Lane, living: list[_Row | None]) -> tuple[Lane, list[_Row | None]]:
         """A smaller lane for the rows that are left."""
         slots = [b for b, row in enumerate(living) if row]
-        size, columns = slot_bucket(len(slots)), lane.tokens_BL.shape[1]
-        smaller = self.lane(base, size, columns, padded=lane.padded or size > len(slots), config=lane.config)
+        size, (_, columns, padded, _, anchor) = slot_bucket(len(slots)), lane.shape
+        smaller = self.lane(base, size, columns, padded=padded or size > len(slots), config=lane.config, anchor=anchor)
         smaller.take(lane, slots)
         return smaller, [living[b] for b in slots]
 
@@ -260,8 +261,6 @@ class _Work:
         self.graphs, self.base, self.sampler, self.lane, self.plan = graphs, base, sampler, lane, plan
         self.options = plan.options
         blocks, config = lane.config.block_length is not None, lane.config
-        self.by_rows = sampler is not None and sampler.by_rows
-        self._shape = (*lane.tokens_BL.shape, lane.padded)
         self._settings = config.but(
             seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=config.max_new_tokens if blocks else 1
         )
@@ -269,7 +268,7 @@ class _Work:
             lane.need_keys(sampler)
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
-        self.graphs.run((self._shape, (*key, self._settings)), function, self.lane.buffers)
+        self.graphs.run((self.lane.shape, (*key, self._settings)), function, self.lane.buffers)
 
     def round(self, rows: list[_Row]) -> None:
         """One base pass and its commits, launched; nothing waits for them."""
@@ -293,7 +292,8 @@ class _Work:
     def _base_pass(self, keep: bool) -> None:
         lane = self.lane
         lane.begin_round()
-        lane.h_BLD.copy_(self.base.hidden(lane))
+        h_BLD = self.base.hidden(lane)
+        lane.h_BLD.copy_(h_BLD if self.sampler is None else self.sampler.anchored(h_BLD))
         if keep:
             lane.start_BLD.copy_(lane.h_BLD)
 
@@ -303,7 +303,7 @@ class _Work:
         if self.options.sparse:
             key: tuple[Any, ...] = ("step", "sparse", k, again)
             self._run(key, lambda: self._sparse(k, again))
-        elif last and self.by_rows and width < self.lane.tokens_BL.shape[1]:
+        elif last and width < self.lane.tokens_BL.shape[1]:
             self._run(("step", "last", width, again), lambda: self._last(width, again))
         else:
             self._run(("step", "whole", again), lambda: self._whole(again))
@@ -322,14 +322,14 @@ class _Work:
     def _last(self, width: int, again: bool) -> None:
         sampler, lane = self._begin_step(again), self.lane
         column_BN, _ = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
-        new_BND = sampler.rows(lane.h_BLD, lane, column_BN, sampler.keys(lane.h_BLD, lane))
+        new_BND = sampler(lane.h_BLD, lane, column_BN)
         lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
 
     def _sparse(self, k: int, again: bool) -> None:
         sampler, lane = self._begin_step(again), self.lane
-        assert lane.keys is not None
         if k == 1:
-            for kept, new in zip(lane.keys, sampler.keys(lane.h_BLD, lane), strict=True):
+            made = sampler.keys(lane.h_BLD, lane)
+            for kept, new in zip(itertools.chain(*lane.keys), itertools.chain(*made), strict=True):
                 kept.copy_(new)
         lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
 

@@ -6,12 +6,14 @@ on a count that only the device knows. Rows are loaded into slots and stored bac
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
-from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig
 
@@ -28,17 +30,22 @@ class Lane(Canvas):
     """B slots of L columns, the last ones new; shorter canvases get more left pads.
 
     Attributes:
-        h_BLD, start_BLD: states now, and those of the round's base pass.
-        keys: keys and values of g's layer, where a decoder keeps some.
+        h_BLD, start_BLD: states now, and those of the round's base pass; behind their D columns features and h_0, where
+            the base gives or g wants them.
+        shape: slots, columns, whether padded, features and whether with h_0: lanes of one shape do the same work.
+        keys: keys and values of g's layers, where a decoder keeps some.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
         bad: whether a NaN was seen.
         report_N: which slots are open (B), and `bad` (1), after the latest commit.
     """
 
-    def __init__(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> None:
+    def __init__(
+        self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig, anchor: bool = False
+    ) -> None:
         """All slots idle. `padded=False` promises rows of exactly this length in all of them."""
         self.base, self.config, self.padded, self.watch = base, config, padded, None
+        self.shape = (slots, length, padded, base.keep, anchor)
         self.kernels = has_kernels(base.device)
         shape, device = (slots, length), base.device
         self.tokens_BL = torch.full(shape, base.spec.pad_id, device=device)
@@ -59,9 +66,10 @@ class Lane(Canvas):
             [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
         )
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        self.h_BLD = torch.zeros(*shape, base.width, dtype=base.dtype, device=device)
+        wide = base.width * (1 + len(base.keep) + anchor)
+        self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
         self.start_BLD = torch.zeros_like(self.h_BLD)
-        self.keys: tuple[Tensor, Tensor] | None = None
+        self.keys: Keys = ()
         self._forbidden_EV = torch.zeros(2, base.spec.vocab_size, dtype=torch.uint8, device=device)
         self._forbidden_EV[:, base.spec.mask_id] = 1
         self._forbidden_EV[:, base.spec.token_limit :] = 1
@@ -122,13 +130,13 @@ class Lane(Canvas):
     def buffers(self) -> list[Tensor]:
         """Everything that a function of the lane may write."""
         kept = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return [*kept, *(self.keys or ())]
+        return [*kept, *itertools.chain(*self.keys)]
 
     def need_keys(self, sampler: Sampler) -> None:
-        """Makes the buffers of g's keys and values, once."""
-        if self.keys is None:
-            k, v = sampler.keys(self.h_BLD, self)
-            self.keys = torch.zeros_like(k), torch.zeros_like(v)
+        """Makes the buffers of g's keys and values, once for all g of as many layers."""
+        if len(self.keys) != len(sampler.layers):
+            made = sampler.keys(self.h_BLD, self)
+            self.keys = tuple((torch.zeros_like(k), torch.zeros_like(v)) for k, v in made)
 
     def begin_round(self) -> None:
         """As `Canvas.start_round`, from the schedule in the buffers."""

@@ -86,7 +86,10 @@ class Plain:
         return draw(processed_RV, u_R, self.config.temperature), processed_RV.isnan().any()
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
-        return self.base.logits(self.lane.h_BLD[row_R, column_R], suppress_eos=self.config.suppress_eos)
+        return self.base.logits(self._states(row_R, column_R), suppress_eos=self.config.suppress_eos)
+
+    def _states(self, row_R: Tensor, column_R: Tensor) -> Tensor:
+        return self.lane.h_BLD[row_R, column_R, : self.base.width]  # copies nothing that the head does not read
 
 
 class Fused(Plain):
@@ -126,7 +129,7 @@ class Fused(Plain):
         return draw_rows(logits_RV, forbidden_V, index_R, stats, u_R, processing["temperature"]), bad
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
-        return self.base.head(self.lane.h_BLD[row_R, column_R])
+        return self.base.head(self._states(row_R, column_R))
 
     def _processing(self, *, scored: bool) -> dict[str, Any]:
         """For raw scores logits count as they are; T = 0 leaves their scale alone."""
