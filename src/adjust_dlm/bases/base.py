@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Base(ABC):
 
     def head(self, h_RD: Tensor) -> Tensor:
         """W h: logits [R, V] in the base's dtype, nothing forbidden yet; columns behind the first D are not read."""
-        return nn.functional.linear(h_RD[..., : self.width].to(self.head_matrix.dtype), self.head_matrix)
+        return frozen_linear(h_RD[..., : self.width].to(self.head_matrix.dtype), self.head_matrix)
 
     @abstractmethod
     def embed(self, tokens_BL: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""W h for a frozen matrix; on a CPU with W laid out once in the order in which the product reads it."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+_X86 = platform.machine() in ("x86_64", "AMD64")
+_packed = WeakIdKeyDictionary()  # W -> (its version, its copy), as long as W lives
+
+
+def frozen_linear(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
+    """W h: [..., V], fresh. Plain fp32 on an x86 CPU takes oneDNN and a copy of W in its layout, made on first use.
+
+    MKL, which `linear` calls there, needs a fixed time for W however few the rows: with the default model as long as
+    the arithmetic of some twenty. oneDNN's numbers differ in the last bits; unlike MKL's, those of a row are the same
+    whatever the other rows are, and however many. Where a gradient is wanted, `linear` does it.
+
+    Args:
+        h_RD: rows, of the dtype of W.
+        weight_VD: W. Changed in place it is copied anew (not through `.data`, which nothing can see).
+    """
+    if not _packs(h_RD, weight_VD):
+        return F.linear(h_RD, weight_VD)
+    version, packed = _packed.get(weight_VD, (None, None))
+    if version != weight_VD._version:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_VD.contiguous())
+        _packed[weight_VD] = weight_VD._version, packed
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(h_RD, packed, None, "none", [], "")
+    return out
+
+
+def _packs(h_RD: Tensor, weight_VD: Tensor) -> bool:
+    with_gradient = torch.is_grad_enabled() and (h_RD.requires_grad or weight_VD.requires_grad)
+    plain = type(weight_VD) is Tensor and not weight_VD.is_inference() and weight_VD.dtype == torch.float32
+    on_cpu = _X86 and h_RD.is_cpu and weight_VD.is_cpu and torch.backends.mkldnn.is_available()
+    return on_cpu and plain and not with_gradient
