@@ -125,7 +125,6 @@ def test_decoders_take_an_anchored_g(decoder: str) -> None:
     ("config", "said"),
     [
         ({"layers": 0}, "layers is 0; it must be at least 1"),
-        ({"match_states": -0.1}, "match_states is -0.1; it must be a finite number >= 0"),
         ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
         ({"mlp": 0}, "mlp is 0; it is a multiple"),
         ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
@@ -431,6 +430,17 @@ def test_on_policy_training_brings_the_kl_down(exact: ExactBase, folder: Path, t
     held = train(settings(folder, tmp_path, **knobs), exact)["heldout"]
     for k in (1, 2):
         assert held[f"kl_{k}"] < 0.5 * held[f"stale_{k}"]
+
+
+def test_a_second_stage_goes_on_from_the_first_and_says_so(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(settings(folder, one, steps=2, slice_states=8), exact)
+    train(settings(folder, two, steps=1, rollout=5, slice_states=8, lr=1e-9, init=str(one / "sampler")), exact)
+    facts = json.loads((two / "sampler" / CONFIG).read_text())
+    assert facts["started_from"] == json.loads((one / "sampler" / CONFIG).read_text())
+    assert (facts["training"]["rollout"], facts["started_from"]["training"]["rollout"]) == (5, 3)
+    first, second = (load_sampler(stage / "sampler", exact).state_dict() for stage in (one, two))
+    assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
 
 
 @pytest.mark.parametrize(

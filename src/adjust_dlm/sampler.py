@@ -264,7 +264,7 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     require(folder is not None, f"no sampler ships for base {base.spec.name!r}; name one")
     folder = Path(str(folder))
     require((folder / CONFIG).is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
-    facts = _read_config(folder / CONFIG)
+    facts = read_config(folder)
     require(
         facts["base_fingerprint"] == base.fingerprint,
         f"sampler {folder} belongs to a base with fingerprint {facts['base_fingerprint'][:16]}; "
@@ -289,10 +289,10 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
     """
     sampler = Sampler(base, config)
     if init == "base":
-        own: list[Any] = [sampler.layer, *sampler.more]
-        layers = list(getattr(getattr(base, "model", None), "layers", []))[-len(own) :]
-        require(len(layers) == len(own), f"init is base, but base {base.spec.name!r} has not {len(own)} layers to copy")
-        for mine, theirs in zip(own, layers, strict=True):
+        count = len(sampler.layers)
+        layers: list[Any] = list(getattr(getattr(base, "model", None), "layers", []))[-count:]
+        require(len(layers) == count, f"init is base, but base {base.spec.name!r} has not {count} layers to copy")
+        for mine, theirs in zip(sampler.layers, layers, strict=True):
             weights = {k: v for k, v in theirs.state_dict().items() if type(v) is Tensor}
             wanted = {k: v.shape for k, v in mine.layer.state_dict().items()}
             require(
@@ -308,7 +308,9 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
     return sampler
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a sampler's config file says: its form, its base and how it was trained; checked."""
+    path = folder / CONFIG
     try:
         facts: dict[str, Any] = json.loads(path.read_text())
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}

@@ -35,11 +35,13 @@ def keep_best(run: Run, folder: Path, metrics: dict[str, float]) -> None:
 
 
 def save_sampler(run: Run, folder: Path, **facts: Any) -> None:
-    """Writes g with the settings of its run and the step it stands at.
+    """Writes g with the settings of its run, the step it stands at and what is known of the sampler it started from.
 
     Raises:
         OSError: it cannot be written; names the file, the bytes it needs and those that are free.
     """
+    if run.started_from:
+        facts["started_from"] = run.started_from
     with writing(folder / WEIGHTS, sampler_bytes(run)):
         run.best_g.save(folder, training=run.settings(), step=run.step, **facts)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, Delta, KernelName, RowWeights, kl_and_delta, pick_delta
-from adjust_dlm.sampler import Sampler, SamplerConfig, start_sampler
+from adjust_dlm.sampler import Sampler, SamplerConfig, read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import random_slices, to_device
 from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
@@ -198,6 +198,7 @@ class Run:
     pool: Pool | None = None
     held: TrajectoryStore | None = None
     best: dict[str, float] = field(default_factory=dict)
+    started_from: dict[str, Any] | None = None
 
     @property
     def best_g(self) -> Sampler:
@@ -285,6 +286,8 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         sampler = start_sampler(base, config.sampler_config(), config.init)
     facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
+    if config.init not in ("fresh", "base"):
+        run.started_from = read_config(Path(config.init))
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile)
     if config.ema:
