@@ -4,14 +4,15 @@
 #   recipes/smol.sh OUTPUT [GPUS]
 #
 # Every stage resumes, so the script can be run again after an interruption. Times below are seconds of training on
-# two H200; on other machines set ADAPT_SECONDS and TRAIN_SECONDS. STAGES picks some of: adapt trajectories train eval.
+# two H200; on other machines set ADAPT_SECONDS, TRAIN_SECONDS and DEEP_SECONDS. STAGES picks some of: adapt trajectories
+# train eval. BASE=smol CORPUS=DIR trains another g for the base that ships, with chats from the corpus in DIR.
 set -euo pipefail
 out=$1
 gpus=${2:-1}
 run() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
 
-text=${TEXT:-90000} chat=${CHAT:-20000} lists=${LISTS:-30000} num=${NUM:-5120} n=${N:-1024} heldout=${HELDOUT:-1024}
-batch=${BATCH:-512} slices=${SLICES:-8}
+text=${TEXT:-90000} chat=${CHAT:-20000} lists=${LISTS:-30000} num=${NUM:-8192} n=${N:-1024} heldout=${HELDOUT:-1024}
+batch=${BATCH:-512} slices=${SLICES:-32}
 compile=${COMPILE:---compile}
 
 stage() { [[ " ${STAGES:-adapt trajectories train eval} " == *" $1 "* ]]; }
@@ -21,18 +22,25 @@ if stage adapt; then run adapt --ar "${AR:-smol}" --output "$out/base" --text "$
     --steps "${ADAPT_STEPS:-100000}" --max-seconds "${ADAPT_SECONDS:-420}" --batch-size "$batch" \
     --lora-rank "${LORA_RANK:-64}" --lora-alpha "${LORA_RANK:-64}" --sample-top-p "${TOP_P:-0.9}" --sample-batch "${SAMPLE_BATCH:-4096}" $compile; fi
 
-common=(--base "$out/base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECODE_BATCH:-256}")
+base=${BASE:-$out/base}
+common=(--base "$base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECODE_BATCH:-256}")
 if stage trajectories; then
     run trajectories "${common[@]}" --output "$out/text" --num "$num" --suppress-eos $compile
-    run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 6)) --temperature 0.6 --suppress-eos --seed 1
-    run trajectories "${common[@]}" --output "$out/chat" --num $((num / 6)) --prompts "corpus:$out/base/corpus" \
+    run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 8)) --temperature 0.6 --suppress-eos --seed 1
+    run trajectories "${common[@]}" --output "$out/chat" --num $((num / 8)) --prompts "corpus:${CORPUS:-$out/base/corpus}" \
         --max-new-tokens 64 --seed 2
-    run trajectories "${common[@]}" --output "$out/lists" --num $((num / 12)) --prompts lists --max-new-tokens 48 --seed 3
+    run trajectories "${common[@]}" --output "$out/lists" --num $((num / 16)) --prompts lists --max-new-tokens 48 --seed 3
 fi
 
-if stage train; then run train --base "$out/base" --trajectories "$out/text" "$out/text-t06" "$out/chat" "$out/lists" \
-    --output "$out/train" --steps "${TRAIN_STEPS:-100000}" --max-seconds "${TRAIN_SECONDS:-390}" --slices "$slices" \
-    --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 1000 $compile; fi
+g=(--layers 2 --mlp 0.875 --features 10 20 --rows 32 --heldout "${HELDOUT_ROWS:-256}" --steps "${TRAIN_STEPS:-100000}"
+    --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 4000 $compile)
+data=(--base "$base" --trajectories "$out/text" "$out/text-t06" "$out/chat" "$out/lists")
+if stage train; then
+    run train "${data[@]}" "${g[@]}" --output "$out/train" --slices "$slices" --lr 3e-3 --warmup 100 \
+        --untimed 20 --max-seconds "${TRAIN_SECONDS:-480}"
+    run train "${data[@]}" "${g[@]}" --output "$out/deep" --slices $((slices / 2)) --lr 1e-3 --init "$out/train/sampler" \
+        --rollout 7 --slice-states 15 --untimed 20 --max-seconds "${DEEP_SECONDS:-170}"
+fi
 
-if stage eval; then run eval table --base "$out/base" --sampler "$out/train/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
-    --batch-size "${DECODE_BATCH:-256}" $compile; fi
+if stage eval; then run eval table --base "$base" --sampler "$out/deep/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
+    --batch-size "${DECODE_BATCH:-256}"; fi
