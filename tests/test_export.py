@@ -74,7 +74,8 @@ class Setup:
     def __init__(self, family: str, folder: Path) -> None:
         self.base = tiny_base("dream") if family == "dream" else adapted(llama())
         self.model: Any = qwen(self.base) if family == "dream" else llama()
-        self.sampler = tiny_sampler(self.base)
+        form: dict[str, Any] = {} if family == "dream" else {"layers": 2, "features": (1,)}  # the default model's, too
+        self.sampler = tiny_sampler(self.base, **form)
         self.folder = export(self.sampler, self.base, folder)
         self.stored: Sampler = from_pretrained(self.folder, self.base)
 
