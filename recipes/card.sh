@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# What docs/results/ says about speed, training cost and tasks on a card, stage by stage; each stage ends within ten minutes.
+#
+#   recipes/card.sh OUTPUT STAGE...        DATA=folder of gsm8k/, math/, mbpp/ and humaneval/
+#
+# check      the GPU tests, and the fast decoders against the reference
+# runtime    tokens/s and components at Dream-7B's shape: eager, graphs, and the public loop's way of working
+# compiled   the same on compiled layers, with the cheaper steps of g
+# llada      LLaDA-8B's shape
+# quantized  int8 and fp8 weights
+# cost       training at LLaDA-8B's shape (Dream-7B's: recipes/training_cost.py dream)
+# scaling    windows/s of one process and of one a card, on the default model; needs OUTPUT/text (adjust trajectories)
+# small      memory and time at the settings that docs/training.md has for a card of 24 GB
+# tasks      MATH, MBPP and HumanEval with the default model (runs what the model writes, in the sandbox)
+# rivals     EDLM and APD beside ADJUST, n = 1,024
+set -uo pipefail
+out=$1
+shift
+gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
+run() { python3 -m adjust_dlm.cli "$@"; }
+many() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
+bench() { run bench runtime --no-plot "$@"; }
+task() { many eval "$1" --chat --shots 0 --max-new-tokens 128 --temperature 0 --batch-size 256 --decoders parallel adjust \
+    --tokens-per-step 1 2 4 8 --output "$out/$1" "${@:2}"; }
+sparse=adjust:candidates=16,sparse=true
+
+for stage in "$@"; do
+    echo "== $stage, $(date +%T)"
+    case $stage in
+    check) python3 -m pytest -q -m gpu tests/test_gpu.py && python3 recipes/fast_check.py ;;
+    runtime) bench --base dream-7b-shape --forms eager fast public --decoders parallel adjust "$sparse" components --seconds 240 \
+        --output "$out/runtime" ;;
+    compiled) bench --base dream-7b-shape --forms compiled --decoders parallel adjust "$sparse" components --seconds 240 \
+        --output "$out/compiled" ;;
+    llada) bench --base llada-8b-shape --order entropy --forms fast --decoders parallel adjust "$sparse" components --seconds 150 \
+        --output "$out/llada" ;;
+    quantized) for kind in int8 fp8; do bench --base dream-7b-shape --quantize $kind --forms fast compiled --decoders parallel \
+        "$sparse" components --seconds 120 --output "$out/$kind"; done ;;
+    cost) python3 recipes/training_cost.py llada --output "$out/llada-cost.json" ;;
+    scaling) for world in 1 "$gpus"; do python3 -m torch.distributed.run --standalone --nproc-per-node "$world" -m -- adjust_dlm.cli train \
+        --trajectories "$out/text" --output "$out/scaling-$world" --slices 32 --rows 32 --compile --untimed 20 --max-seconds 25 \
+        --steps 100000 --eval-every 100000 --checkpoint-every 100000; done ;;
+    small) python3 recipes/training_cost.py dream --slices 1 --states 7 --batch 64 --forms sliced --seconds 60 --output "$out/small.json" ;;
+    tasks)
+        task math --data "$DATA/math/math_test_5000.jsonl" --per-subject 150
+        task humaneval --data "$DATA/humaneval/HumanEval.jsonl.gz" --allow-code-execution
+        task mbpp --data "$DATA/mbpp/mbpp.jsonl" --allow-code-execution ;;
+    rivals) many eval table --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
+        apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,candidates=16,sparse=true" --output "$out/rivals" ;;
+    *) echo "$stage is no stage; see the head of $0" >&2 && exit 2 ;;
+    esac
+done
