@@ -7,7 +7,7 @@
 # runtime    tokens/s and components at Dream-7B's shape: eager, graphs, and the public loop's way of working
 # compiled   the same on compiled layers, with the cheaper steps of g
 # llada      LLaDA-8B's shape
-# quantized  int8 and fp8 weights
+# quantized  int8 and fp8 weights, and products in fp8
 # cost       training at LLaDA-8B's shape (Dream-7B's: recipes/training_cost.py dream)
 # scaling    windows/s of one process and of one a card, on the default model; needs OUTPUT/text (adjust trajectories)
 # small      memory and time at the settings that docs/training.md has for a card of 24 GB
@@ -34,8 +34,8 @@ for stage in "$@"; do
         --output "$out/compiled" ;;
     llada) bench --base llada-8b-shape --order entropy --forms fast --decoders parallel adjust "$sparse" components --seconds 150 \
         --output "$out/llada" ;;
-    quantized) for kind in int8 fp8; do bench --base dream-7b-shape --quantize $kind --forms fast compiled --decoders parallel \
-        "$sparse" components --seconds 120 --output "$out/$kind"; done ;;
+    quantized) for kind in fp8-dynamic int8 fp8; do bench --base dream-7b-shape --quantize $kind --forms fast compiled --decoders parallel \
+        "$sparse" components --batch-sizes 1 32 --seconds 100 --output "$out/$kind"; done ;;
     cost) python3 recipes/training_cost.py llada --output "$out/llada-cost.json" ;;
     scaling) for world in 1 "$gpus"; do python3 -m torch.distributed.run --standalone --nproc-per-node "$world" -m -- adjust_dlm.cli train \
         --trajectories "$out/text" --output "$out/scaling-$world" --slices 32 --rows 32 --compile --untimed 20 --max-seconds 25 \

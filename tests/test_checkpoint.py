@@ -413,8 +413,11 @@ def test_int8_weights_stay_near_and_keep_the_fingerprint(tmp_path: Path) -> None
         state.real_BL
     ].norm()
     assert 1e-5 < error < 0.05
-    with pytest.raises(InputError, match="quantize is 'int3'"):
+    with pytest.raises(InputError, match="quantize is 'int3'; it must be one of int8, fp8, fp8-dynamic"):
         load_base(str(tmp_path), quantize="int3")
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match=r"quantize fp8-dynamic does not work here: .* CUDA"):
+            load_base(str(tmp_path), quantize="fp8-dynamic")
 
 
 def test_a_device_map_places_the_layers(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def load_checkpoint(
         source: folder with `config.json`, `.gguf` file, or Hub id.
         revision: commit, tag or branch of a Hub id.
         tokenizer: folder of the tokenizer; by default that of the checkpoint. A GGUF has none.
-        quantize: "int8" or "fp8": weights of the body's linear layers only (torchao).
+        quantize: "int8", "fp8" or "fp8-dynamic": the body's linear layers only (torchao; `placement.quantized`).
         device_map: spread the layers over devices: "auto", or module -> device (accelerate).
 
     Raises:

@@ -68,7 +68,7 @@ class RuntimeConfig:
         cell_seconds: no timed decode of a cell begins later; with warm-up a cell has three times as long.
         layers: of a shape, instead of its own number; 0 keeps that.
         device: auto, cpu, cuda or cuda:N.
-        quantize: int8 or fp8 weights of linear layers.
+        quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
         plot: draw runtime.png (needs matplotlib).
     """
 
