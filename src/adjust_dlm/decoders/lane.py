@@ -70,10 +70,6 @@ class Lane(Canvas):
         self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
         self.start_BLD = torch.zeros_like(self.h_BLD)
         self.keys: Keys = ()
-        self._forbidden_EV = torch.zeros(2, base.spec.vocab_size, dtype=torch.uint8, device=device)
-        self._forbidden_EV[:, base.spec.mask_id] = 1
-        self._forbidden_EV[:, base.spec.token_limit :] = 1
-        self._forbidden_EV[1, list(base.spec.end_ids)] = 1
 
     def start(self, config: DecodeConfig) -> None:
         """Takes the settings of a decode; every slot is idle."""
@@ -122,10 +118,6 @@ class Lane(Canvas):
         for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
             getattr(self, name)[: len(slots)] = getattr(other, name)[index]
         self.bad.copy_(other.bad)
-
-    def forbidden(self) -> Tensor:
-        """uint8 [V]: 1 for tokens that may not be drawn under these settings."""
-        return self._forbidden_EV[int(self.config.suppress_eos)]
 
     def buffers(self) -> list[Tensor]:
         """Everything that a function of the lane may write."""
