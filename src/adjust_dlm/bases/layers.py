@@ -200,7 +200,12 @@ def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotar
 
 @functools.cache
 def _compiled_layer() -> Any:
-    """One compiled function for the layers of all bodies and for all batch sizes and lengths."""
+    """One compiled function for the layers of all bodies and for all batch sizes and lengths.
+
+    A shape of layer has four graphs (one row or several, pads or none). Past torch's limit of eight a base with a g of
+    another shape would go on without any, and say so in a log at most.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     return torch.compile(_call_layer, dynamic=True)
 
 
