@@ -42,7 +42,10 @@ class Rotary:
         angle_BLF = positions_BL[..., None].float() * self.inverse_F
         angle_B1LE = torch.cat([angle_BLF, angle_BLF], -1)[:, None]
         out = torch.float32 if self.fp32 else dtype
-        return (angle_B1LE.cos() * self.scale).to(out), (angle_B1LE.sin() * self.scale).to(out)
+        cos, sin = angle_B1LE.cos(), angle_B1LE.sin()
+        if self.scale != 1:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(out), sin.to(out)
 
 
 def _scaled_frequencies(shape: Shape) -> tuple[Tensor, float]:
