@@ -26,17 +26,18 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 2.0) ->
 
 
 def assert_same(got: Tensor, wanted: Tensor) -> None:
-    """At most one number in 500 lies on the other side of a rounding, or of two in a row: two steps at most.
+    """One number in 200 may lie on the other side of a rounding, or of two in a row: two steps at most. A card's exp is
+    good to some 1e-6.
 
     Triton's interpreter cuts bf16 off where it should round it: there every rounding may cost a step.
     """
-    step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-21}[wanted.dtype]
+    step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-18}[wanted.dtype]
     cut = wanted.dtype == torch.bfloat16 and DEVICE == "cpu"
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     near = torch.isclose(got, wanted, rtol=3 * step if cut else 2 * step, atol=0.05 if cut else step * 1e-3)
     assert near.all()
     if wanted.dtype != torch.float32 and not cut:
-        assert (got != wanted).float().mean() <= 1 / 500
+        assert int((got != wanted).sum()) <= 2 + wanted.numel() // 200
 
 
 @pytest.mark.parametrize("dtype", KINDS)
