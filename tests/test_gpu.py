@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from adjust_dlm.bases import load_base
+from adjust_dlm.bases import attention, layers, load_base
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
+from adjust_dlm.bases.layers import join_projections
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.decoders import decode, decode_many
 from adjust_dlm.decoders.fast import captures
@@ -90,6 +92,31 @@ def test_fused_kl_equals_torch_at_full_vocabulary() -> None:
     torch.testing.assert_close(got_kl, wanted_kl, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=1e-10)
     assert got.data_ptr() == student[16:].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["dream", "llada"])
+def test_half_precision_kernels_give_the_states_of_the_plain_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
+) -> None:
+    """Pads by runs of flash attention, too; joined projections; and g after it."""
+    base = load_base(str(write(tmp_path, family)), device="cuda", dtype=dtype)
+    assert isinstance(base, TransformerBase)
+    g = Sampler(base).to("cuda", dtype).eval().requires_grad_(False)
+    state = left_pad([[2, 5, 36, 36], [5, 36], [2, 5, 7, 3, 36, 36, 36]], mask_id=36, pad_id=34)
+    state = State(state.tokens_BL.cuda(), state.real_BL.cuda(), state.masked_BL.cuda())
+    h_BLD = base.hidden(state)
+    with torch.no_grad():
+        seen = {"g": g(h_BLD, state), "f": h_BLD}
+        for part in (base.model, g):
+            join_projections(part)
+        seen |= {"g joined": g(h_BLD, state), "f joined": base.hidden(state)}
+        for module in (attention, layers):
+            monkeypatch.setattr(module, "fuses", lambda h: False)
+        wanted = {"g": g(h_BLD, state), "f": base.hidden(state)}
+    for name, got in seen.items():
+        exact = wanted[name[0]][state.real_BL].float()
+        assert (got[state.real_BL].float() - exact).norm() < 0.02 * exact.norm(), name
 
 
 def test_one_pass_on_a_card_sees_what_the_cpu_sees() -> None:

@@ -27,6 +27,7 @@ from adjust_dlm.bench.measure import (
     decode_cell,
     eager_parts,
     half_filled,
+    require_graphs,
     shares,
     text_tokens,
 )
@@ -45,6 +46,7 @@ from adjust_dlm.bench.work import (
 )
 from adjust_dlm.cli import main
 from adjust_dlm.decoders import decode, read_variant
+from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.sampler import SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import BOS, END, FAMILIES, count_passes, tiny_base, tiny_sampler, writer
@@ -449,6 +451,24 @@ def test_what_does_not_fit_is_left_out_by_name(
     monkeypatch.setattr(runtime, "decode_cell", full)
     out = make_runtime(tiny_run(tmp_path / "full"), tiny_bench)
     assert [item["reason"] for item in out["left_out"]] == ["out of memory"] * 2
+
+    def broken(bench: Bench, cell: Cell) -> list[Row]:
+        raise RuntimeError("no kernel\n for that")
+
+    monkeypatch.setattr(runtime, "decode_cell", broken)
+    out = make_runtime(tiny_run(tmp_path / "broken"), tiny_bench)
+    assert [item["reason"] for item in out["left_out"]] == ["RuntimeError: no kernel for that"] * 2
+
+
+def test_a_card_without_graphs_gives_no_time_of_the_fast_form() -> None:
+    clock, graphs = Clock(torch.device("cpu")), Graphs(torch.device("cpu"))
+    require_graphs(graphs, clock)
+    clock.cuda = True
+    for none in (None, graphs):
+        with pytest.raises(RuntimeError, match="nothing is captured"):
+            require_graphs(none, clock)
+    graphs.works = True
+    require_graphs(graphs, clock)
 
 
 def test_a_book_of_another_model_does_not_count(tmp_path: Path) -> None:

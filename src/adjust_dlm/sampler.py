@@ -185,8 +185,10 @@ class Sampler(nn.Module):
 
     def _paired(self, state: State, dtype: torch.dtype) -> Tensor:
         """The embedding that meets each state."""
-        e_BLD = self._embed(state.tokens_BL).to(dtype)
-        return self._to_frame(e_BLD, state) if self.config.pairing == "state" else e_BLD
+        token_BL = state.tokens_BL
+        if self.config.pairing == "state":  # ids move: D times less than their embeddings
+            token_BL = self._to_frame(token_BL[..., None], state)[..., 0]
+        return self._embed(token_BL).to(dtype)
 
     def _parts(self, h_BLD: Tensor) -> list[Tensor]:
         """h, the features and, with an anchor, h_0."""

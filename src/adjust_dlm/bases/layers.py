@@ -15,49 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
 from adjust_dlm.bases.memory import KeepKeys, Memory
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, State
-
-
-class Rotary:
-    """cos and sin of the rotary embedding. Not a module: its fp32 frequencies must survive a cast to bf16."""
-
-    def __init__(self, shape: Shape) -> None:
-        """Frequencies theta^(-2i/d), scaled where the family says so."""
-        rope, d = shape.rope, shape.head_dim
-        self.scale, self.fp32 = 1.0, shape.rotate_fp32
-        if rope["rope_type"] == "default":
-            self.inverse_F = 1.0 / (rope["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float, device="cpu") / d))
-        else:
-            self.inverse_F, self.scale = _scaled_frequencies(shape)
-
-    def to(self, device: torch.device) -> None:
-        """Goes along with the weights; a move during a compiled call would have it compiled again."""
-        if device.type != "meta":
-            self.inverse_F = self.inverse_F.to(device)
-
-    def __call__(self, positions_BL: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [B, 1, L, d]; angles in fp32, the results in fp32 or in the states' dtype."""
-        if self.inverse_F.device != positions_BL.device:
-            self.to(positions_BL.device)
-        angle_BLF = positions_BL[..., None].float() * self.inverse_F
-        angle_B1LE = torch.cat([angle_BLF, angle_BLF], -1)[:, None]
-        out = torch.float32 if self.fp32 else dtype
-        return (angle_B1LE.cos() * self.scale).to(out), (angle_B1LE.sin() * self.scale).to(out)
-
-
-def _scaled_frequencies(shape: Shape) -> tuple[Tensor, float]:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads, head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings, rope_parameters=shape.rope,
-    )  # fmt: skip
-    with torch.device("cpu"):  # a body may be under construction on another one
-        inverse_F, scale = ROPE_INIT_FUNCTIONS[shape.rope["rope_type"]](config, torch.device("cpu"))
-    return inverse_F, float(scale)
 
 
 class Linear(nn.Linear):
@@ -84,7 +45,20 @@ class Norm(nn.Module):
 
     def forward(self, h_BLD: Tensor) -> Tensor:
         """Same shape."""
+        if fuses(h_BLD) and self.weight.dtype == h_BLD.dtype:
+            from adjust_dlm.kernels.layer import rms_norm
+
+            return rms_norm(h_BLD, self.weight, self.eps)
         return self.weight * F.rms_norm(h_BLD.float(), self.weight.shape, None, self.eps).to(h_BLD.dtype)
+
+    def after(self, h_BLD: Tensor, more_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and `forward` of it."""
+        if fuses(h_BLD) and self.weight.dtype == h_BLD.dtype == more_BLD.dtype:
+            from adjust_dlm.kernels.layer import add_rms_norm
+
+            return add_rms_norm(h_BLD, more_BLD, self.weight, self.eps)
+        h_BLD = h_BLD + more_BLD
+        return h_BLD, self(h_BLD)
 
 
 class _Joins(nn.Module):
@@ -141,35 +115,21 @@ class Attention(_Joins):
     ) -> Tensor:
         """Same shape; `keep` adds the keys and values of before.
 
-        `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see.
+        `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see, or is what
+        `visible` gives.
         """
         parts = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
         q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, L, d]
-        q, k = _turn(q, *rotary), _turn(k, *rotary)
+        q, k = turned(q, k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
-        return self._attend(q, k, v, mask_BHLL)
+        out: Tensor = self.o_proj(attend(q, k, v, mask_BHLL))
+        return out
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values alone: [B, heads, L, d] each."""
         k, v = (proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.k_proj, self.v_proj))
-        return _turn(k.transpose(1, 2), *rotary), v.transpose(1, 2)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Tensor | None) -> Tensor:
-        share = self.shape.num_attention_heads // self.shape.num_key_value_heads
-        # With a mask, grouped heads would send CUDA to the slow kernel.
-        grouped = share > 1 and mask_BHLL is None and q.is_cuda
-        if share > 1 and not grouped:
-            k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BHLL, enable_gqa=grouped)
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return mixed
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x_i, x_{i + d/2}), in the dtype of cos and sin."""
-    low, high = x.chunk(2, -1)
-    return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
+        return turn(k.transpose(1, 2), *rotary), v.transpose(1, 2)
 
 
 class Mlp(_Joins):
@@ -187,7 +147,13 @@ class Mlp(_Joins):
     def forward(self, h_BLD: Tensor) -> Tensor:
         """Same shape."""
         gate, up = self._project(h_BLD)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        if fuses(gate):
+            from adjust_dlm.kernels.layer import silu_mul
+
+            inner = silu_mul(gate, up)
+        else:
+            inner = F.silu(gate) * up
+        out: Tensor = self.down_proj(inner)
         return out
 
 
@@ -204,8 +170,9 @@ class Layer(nn.Module):
         self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
     ) -> Tensor:
         """Same shape."""
-        h_BLD = h_BLD + self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep)
-        return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
+        mixed_BLD = self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep)
+        h_BLD, normed_BLD = self.post_attention_layernorm.after(h_BLD, mixed_BLD)
+        return h_BLD + self.mlp(normed_BLD)
 
 
 class _WithRotary(nn.Module):
@@ -233,7 +200,12 @@ def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotar
 
 @functools.cache
 def _compiled_layer() -> Any:
-    """One compiled function for the layers of all bodies and for all batch sizes and lengths."""
+    """One compiled function for the layers of all bodies and for all batch sizes and lengths.
+
+    A shape of layer has four graphs (one row or several, pads or none). Past torch's limit of eight a base with a g of
+    another shape would go on without any, and say so in a log at most.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     return torch.compile(_call_layer, dynamic=True)
 
 
@@ -274,9 +246,9 @@ class Body(_WithRotary):
         """
         first = 0 if memory is None else memory.first
         h_BLD = self.embed_tokens(tokens_BL[:, first:])
-        mask_BHLL = None if real_BL is None else real_BL[:, None, None, :]
+        mask_BHLL = visible(real_BL, h_BLD, self.config, masks=compiled or causal or memory is not None)
         if causal:
-            mask_BHLL = _causal(tokens_BL, mask_BHLL)
+            mask_BHLL = causal_mask(tokens_BL, mask_BHLL)
         rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
         kept: list[Tensor] = []
         call = _compiled_layer() if compiled else _call_layer
@@ -289,13 +261,6 @@ class Body(_WithRotary):
                 kept.append(h_BLD)
         out: Tensor = self.norm(h_BLD)
         return torch.cat([out, *kept], -1) if kept else out
-
-
-def _causal(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:
-    """Every position sees itself, pads too: a row that sees nothing would be NaN."""
-    own_LL = torch.eye(tokens_BL.shape[1], dtype=torch.bool, device=tokens_BL.device)
-    earlier_LL = torch.ones_like(own_LL).tril()
-    return earlier_LL if mask_B11L is None else earlier_LL & mask_B11L | own_LL
 
 
 def _draw_weights(module: nn.Module, std: float) -> None:
@@ -347,7 +312,8 @@ class BidirectionalLayer(_WithRotary):
 
     def forward(self, z_BLD: Tensor, state: State) -> Tensor:
         """Same shape out; pads are invisible as keys."""
-        mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
+        real_BL = state.real_BL if state.padded else None
+        mask_B11L = visible(real_BL, z_BLD, self.layer.self_attn.shape, masks=self.compiled)
         call = _compiled_layer() if self.compiled else _call_layer
         return call(self.layer, z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
 

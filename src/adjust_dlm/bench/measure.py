@@ -101,6 +101,12 @@ def shares(parts: Sequence[Work] | None, seconds: float, most: Ceilings) -> Row:
     }  # fmt: skip
 
 
+def require_graphs(graphs: Graphs | None, clock: Clock) -> None:
+    """Raises RuntimeError on a card where nothing is captured (any more): that would be another form's time."""
+    if clock.cuda and not (graphs and graphs.works):
+        raise RuntimeError("nothing is captured (see the log)")
+
+
 def text_tokens(tokens_BN: Tensor, end_ids: Sequence[int]) -> int:
     """New tokens before each row's first end token: what counts as throughput."""
     return sum(len(cut_at_end(row, end_ids)) for row in tokens_BN.tolist())
@@ -129,6 +135,8 @@ def decode_cell(bench: Bench, cell: Cell) -> list[Row]:
             settled = captures(bench.base) == known or len(warm) >= _SETTLED
             (samples if warm and settled else warm).append(seconds)
             host.append(time.process_time() - busy)
+            if captured:
+                require_graphs(bench.base.workspace and bench.base.workspace.graphs, bench.clock)
     except TimeoutError:
         bench.base.workspace = None  # what was interrupted may hold half a graph
         if not samples:
@@ -323,4 +331,5 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     names = [name for name in functions if name != "begin" and (name != "g step" or sampler is not None)]
     parts = {name: (replay(name), work[name]) for name in names}
     whole()  # captures
+    require_graphs(graphs, bench.clock)
     return parts | {"round": (whole, work["round"])}

@@ -65,7 +65,8 @@ class RuntimeConfig:
         runs: timed decodes of a cell at most, after a warm-up that does not count.
         seconds: for everything, loading included; cells that do not fit are listed as left out. By default 150 on a
             card, 300 on a CPU.
-        cell_seconds: no timed decode of a cell begins later; with warm-up a cell has three times as long.
+        cell_seconds: no timed decode of a cell begins later; with warm-up a cell has three times as long, a compiled
+            one all that is left.
         layers: of a shape, instead of its own number; 0 keeps that.
         device: auto, cpu, cuda or cuda:N.
         quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
@@ -148,13 +149,15 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
     left_out: list[Row] = []
     for cell in book.missing(cells):
         left = seconds - (time.monotonic() - started)
+        most = left if cell.form == "compiled" else min(left, 3 * config.cell_seconds)  # the first ones compile
         try:
-            with limit(min(left, 3 * config.cell_seconds)):
+            with limit(most):
                 rows = (component_cell if cell.decoder == COMPONENTS else decode_cell)(bench, cell)
-        except (TimeoutError, torch.cuda.OutOfMemoryError) as error:
+        except (TimeoutError, RuntimeError, FloatingPointError) as error:
             bench.base.workspace = None
-            late = "no time was left" if left <= 0 else f"took longer than {min(left, 3 * config.cell_seconds):.0f} s"
-            reason = late if isinstance(error, TimeoutError) else "out of memory"
+            if bench.clock.cuda:
+                torch.cuda.synchronize()  # what was interrupted may still write into memory that is given on
+            reason = _reason(error, left, most)
             left_out.append({"cell": cell.name, "reason": reason})
             log.warning("left out: %s: %s", cell.name, reason)
             continue
@@ -167,6 +170,15 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
     }  # fmt: skip
     _write(config, out)
     return out
+
+
+def _reason(error: Exception, left: float, most: float) -> str:
+    """Why a cell is left out; an alarm inside a compiler comes back as an error of the compiler's own."""
+    if isinstance(error, TimeoutError):
+        return "no time was left" if left <= 0 else f"took longer than {most:.0f} s"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _told(cell: Cell, rows: list[Row]) -> str:

@@ -22,13 +22,14 @@ class Graphs:
 
     Attributes:
         captures: how many functions were captured so far.
+        works: whether functions are captured: on CUDA, until one of them cannot be.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.captures = 0
-        self._device, self._works = device, device.type == "cuda"
+        self._device, self.works = device, device.type == "cuda"
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
-        if self._works:
+        if self.works:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
@@ -40,7 +41,7 @@ class Graphs:
             function: free of host synchronisation; a first run does it several times.
             buffers: all that it writes and that must look as if it had run once.
         """
-        if not self._works:
+        if not self.works:
             function()
             return
         if key not in self._graphs:
@@ -68,26 +69,33 @@ class Graphs:
             logger.info("dropped the captured %s: %d graphs are kept at most", key, MOST_GRAPHS)
 
     def _capture(self, key: Hashable, function: Callable[[], None], buffers: list[Tensor]) -> Any:
-        """A graph of the function; None, and never another try, where it cannot be captured."""
+        """A graph of the function; None, and never another try, where it cannot be captured.
+
+        Raises:
+            RuntimeError: what the function itself raises, or no memory is left.
+        """
         saved = [buffer.clone() for buffer in buffers]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            function()  # loads and compiles kernels, makes workspaces: none of that can be captured
+            for buffer, before in zip(buffers, saved, strict=True):
+                buffer.copy_(before)
+            self._stream.synchronize()
+        del saved
+        self._make_room()
         try:
             with torch.cuda.stream(self._stream):
-                function()  # loads and compiles kernels, makes workspaces: none of that can be captured
-                for buffer, before in zip(buffers, saved, strict=True):
-                    buffer.copy_(before)
-                self._stream.synchronize()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    function()
+                    function()  # is recorded: nothing runs, no buffer changes
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            self._works = False
+            if torch.OutOfMemoryError in (type(error), type(error.__context__)):
+                raise  # without graphs it would not fit either
+            self.works = False
             torch.cuda.synchronize(self._device)
-            for buffer, before in zip(buffers, saved, strict=True):
-                buffer.copy_(before)
             reason = " ".join(str(error).split())[:200]
             logger.warning("CUDA graphs are off for this base: %s cannot be captured (%s)", key, reason)
             return None
@@ -95,3 +103,9 @@ class Graphs:
         self.captures += 1
         logger.debug("captured %s, number %d", key, self.captures)
         return graph
+
+    def _make_room(self) -> None:
+        """Memory that is cached cannot be given back during a capture: a large part of what is left goes back now."""
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if cached > torch.cuda.mem_get_info(self._device)[0]:
+            torch.cuda.empty_cache()

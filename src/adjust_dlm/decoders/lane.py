@@ -62,6 +62,7 @@ class Lane(Canvas):
         self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         self._first_B = torch.zeros_like(self.rows_B)  # first real column
+        self._positions_BL = super().positions_BL
         self._offsets = torch.tensor(
             [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
         )
@@ -70,10 +71,6 @@ class Lane(Canvas):
         self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
         self.start_BLD = torch.zeros_like(self.h_BLD)
         self.keys: Keys = ()
-        self._forbidden_EV = torch.zeros(2, base.spec.vocab_size, dtype=torch.uint8, device=device)
-        self._forbidden_EV[:, base.spec.mask_id] = 1
-        self._forbidden_EV[:, base.spec.token_limit :] = 1
-        self._forbidden_EV[1, list(base.spec.end_ids)] = 1
 
     def start(self, config: DecodeConfig) -> None:
         """Takes the settings of a decode; every slot is idle."""
@@ -94,6 +91,7 @@ class Lane(Canvas):
             getattr(self, name)[slots] = getattr(canvas, name)[index]
         self._round_B[slots] = 0
         self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
+        self._positions_BL.copy_(super().positions_BL)
         schedule = canvas.schedule
         if isinstance(schedule, int):
             self.schedule_BL[slots] = schedule
@@ -121,11 +119,13 @@ class Lane(Canvas):
         index = torch.tensor(slots, device=self.seed.device)
         for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
             getattr(self, name)[: len(slots)] = getattr(other, name)[index]
+        self._positions_BL.copy_(super().positions_BL)
         self.bad.copy_(other.bad)
 
-    def forbidden(self) -> Tensor:
-        """uint8 [V]: 1 for tokens that may not be drawn under these settings."""
-        return self._forbidden_EV[int(self.config.suppress_eos)]
+    @property
+    def positions_BL(self) -> Tensor:
+        """As `State.positions_BL`, kept: they change with the rows alone, and every pass and step asks for them."""
+        return self._positions_BL
 
     def buffers(self) -> list[Tensor]:
         """Everything that a function of the lane may write."""

@@ -100,11 +100,11 @@ class Fused(Plain):
         from adjust_dlm.kernels.draw import Stats, row_stats
 
         chunk = max(1, _FUSED_BYTES // (self.base.spec.vocab_size * self.base.dtype.itemsize))
-        forbidden_V, parts, logits_RV = self.lane.forbidden(), [], torch.empty(0)
+        parts, logits_RV = [], torch.empty(0)
         for row, column in zip(row_R.split(chunk), column_R.split(chunk), strict=True):
             logits_RV = torch.empty(0)
             logits_RV = self._logits(row, column)
-            parts.append(row_stats(logits_RV, forbidden_V, **self._processing(scored=True)))
+            parts.append(row_stats(logits_RV, **self._processing(scored=True)))
         stats = parts[0] if len(parts) == 1 else Stats(*map(torch.cat, zip(*parts, strict=True)))
         self._kept_RV = logits_RV if len(parts) == 1 else None
         self._stats = stats
@@ -114,22 +114,20 @@ class Fused(Plain):
         """See `Plain.draw`."""
         from adjust_dlm.kernels.draw import draw_rows, row_stats
 
-        forbidden_V, processing = self.lane.forbidden(), self._processing(scored=False)
+        processing = self._processing(scored=False)
         logits_RV = self._kept_RV
-        if logits_RV is None:
-            logits_RV, index_R = self._logits(row_R, column_R), torch.arange(len(row_R), device=row_R.device)
-        if self._kept_RV is not None and processing == self._processing(scored=True):
-            stats = self._stats.at(index_R)
+        if logits_RV is not None and processing == self._processing(scored=True):
+            stats = self._stats
         else:
-            chosen_RV = logits_RV if self._kept_RV is None else logits_RV[index_R]
-            stats = row_stats(chosen_RV, forbidden_V, **processing)
-        bad = stats.total.isnan().any()
+            logits_RV = self._logits(row_R, column_R) if logits_RV is None else logits_RV[index_R]
+            stats, index_R = row_stats(logits_RV, **processing), torch.arange(len(row_R), device=row_R.device)
+        bad = stats.total[index_R].isnan().any()
         if self.config.temperature == 0:
-            return stats.token, bad
-        return draw_rows(logits_RV, forbidden_V, index_R, stats, u_R, processing["temperature"]), bad
+            return stats.token[index_R], bad
+        return draw_rows(logits_RV, index_R, stats, u_R, **processing), bad
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
-        return self.base.head(self._states(row_R, column_R))
+        return self.base.plain_logits(self._states(row_R, column_R), suppress_eos=self.config.suppress_eos)
 
     def _processing(self, *, scored: bool) -> dict[str, Any]:
         """For raw scores logits count as they are; T = 0 leaves their scale alone."""

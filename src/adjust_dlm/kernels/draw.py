@@ -1,7 +1,7 @@
-"""Certainty of rows of logits and a draw from them: two reads of each row, some fifteen more under top_p or top_k.
+"""Certainty of rows of logits and a draw from them: one read of each row, some fifteen more under top_p or top_k.
 
-The plain form is `sampling` (`process`, `negative_entropy`, `margin`, `confidence`, `draw`). One program has one row,
-which stays in the cache between its reads; logits keep the head's dtype and are never written back. What the filters
+The plain form is `sampling` (`process`, `negative_entropy`, `margin`, `confidence`, `draw`). One program has one row;
+logits keep the head's dtype, stand at -inf where a token is forbidden, and are never written back. What the filters
 keep is a prefix of the tokens by falling probability, then rising id: e = exp((logit - top) / T) above `cut`, and the
 first `ties` of those equal to it.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 _KINDS = (torch.float32, torch.float64, torch.float32, torch.float32, torch.long)
 _BLOCK, _WARPS = 8192, 16  # one program has a row to itself: large blocks, so that it waits for memory less often
+_SCAN, _STAGES = 4096, 4  # of kernels that keep several numbers in each lane; statistics ask for blocks ahead of time
 
 
 class Stats(NamedTuple):
@@ -28,8 +29,8 @@ class Stats(NamedTuple):
         entropy: minus the entropy of the softmax.
         margin: p1 - p2 of the two likeliest tokens.
         token: the likeliest token, the lowest of several: int64.
-        cut: e of the last token that the filters keep; -1 without filters.
-        ties: how many tokens of that e they keep: int32.
+        cut: e of the last token that the filters keep; means nothing without filters.
+        ties: how many tokens of that e they keep: int32; means nothing without filters.
     """
 
     top: Tensor
@@ -45,64 +46,57 @@ class Stats(NamedTuple):
         """Probability of the likeliest token."""
         return (1 / self.total).float()
 
-    def at(self, row_R: Tensor) -> Stats:
-        """Those of some rows."""
-        return Stats(*(part[row_R] for part in self))
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _stats_kernel(  # type: ignore[no-untyped-def]
-    logits, forbidden, top, total, entropy, margin, token, cut, ties, width, stride, temperature, BLOCK: tl.constexpr
+    logits, top, total, entropy, margin, token, width, stride, inverse, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    first = tl.full((BLOCK,), float("-inf"), tl.float32)  # the best and the second best that each lane saw
+    # Of what each lane saw: the best and the second best, where the best stood, sums of e and of e * log e. e is
+    # relative to the best so far; finite at first, so that no -inf - -inf arises.
+    first = tl.full((BLOCK,), -1.0e30, tl.float32)
     second = first
     where = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, width, BLOCK):
+    mass = tl.zeros((BLOCK,), tl.float32)
+    weighted = mass
+    for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         column = start + lane
-        banned = tl.load(forbidden + column, column < width, other=1)
-        x = tl.load(logits + row * stride + column, column < width, other=0.0).to(tl.float32)
-        x = tl.where(banned != 0, float("-inf"), x)
-        where = tl.where(x > first, column, where)
+        x = tl.load(logits + row * stride + column, column < width, other=float("-inf")).to(tl.float32)
+        higher = x > first
+        below = -tl.abs(x - first) * inverse
+        e = tl.exp(below)
+        below = tl.maximum(below, -1e4)  # 0 * -inf would be NaN
+        weighted = tl.where(higher, e * (weighted + mass * below), weighted + e * below)
+        mass = tl.where(higher, e * mass + 1.0, mass + e)
         second = tl.maximum(second, tl.minimum(first, x))
+        where = tl.where(higher, column, where)
         first = tl.maximum(first, x)
     best = tl.max(first, 0)
     chosen = tl.min(tl.where(first == best, where, width), 0)
     runner = tl.max(tl.where(where == chosen, second, first), 0)
-    sums = tl.zeros((BLOCK,), tl.float64)  # the draw adds up the same numbers
-    weighted = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        banned = tl.load(forbidden + column, column < width, other=1)
-        x = tl.load(logits + row * stride + column, column < width, other=0.0).to(tl.float32)
-        below = tl.where(banned != 0, float("-inf"), (x - best) / temperature)
-        e = tl.exp(below)
-        sums += e.to(tl.float64)
-        weighted += e * tl.maximum(below, -1e4)  # 0 * -inf would be NaN
-    total_mass = tl.sum(sums, 0)
-    mass = total_mass.to(tl.float32)
+    below = (first - best) * inverse
+    e = tl.exp(below)
+    weighted = e * (weighted + mass * tl.maximum(below, -1e4))
+    total_mass = tl.sum((e * mass).to(tl.float64), 0)
+    mass_all = total_mass.to(tl.float32)
     tl.store(top + row, best)
     tl.store(total + row, total_mass)
-    tl.store(entropy + row, tl.sum(weighted, 0) / mass - tl.log(mass))
-    tl.store(margin + row, (1.0 - tl.exp((runner - best) / temperature)) / mass)
+    tl.store(entropy + row, tl.sum(weighted, 0) / mass_all - tl.log(mass_all))
+    tl.store(margin + row, (1.0 - tl.exp((runner - best) * inverse)) / mass_all)
     tl.store(token + row, chosen.to(tl.int64))
-    tl.store(cut + row, -1.0)
-    tl.store(ties + row, 0)
 
 
 @triton.jit
-def _load_e(logits, forbidden, row, column, width, stride, best, temperature):  # type: ignore[no-untyped-def]
-    banned = tl.load(forbidden + column, column < width, other=1)
-    x = tl.load(logits + row * stride + column, column < width, other=0.0).to(tl.float32)
-    below = tl.where(banned != 0, float("-inf"), (x - best) / temperature)
+def _load_e(logits, row, column, width, stride, best, inverse):  # type: ignore[no-untyped-def]
+    x = tl.load(logits + row * stride + column, column < width, other=float("-inf")).to(tl.float32)
+    below = (x - best) * inverse
     return tl.exp(below), below
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut_kernel(  # type: ignore[no-untyped-def]
-    logits, forbidden, top, total, entropy, margin, cut, ties, width, stride, temperature, top_p, top_k,
-    BLOCK: tl.constexpr,
+    logits, top, total, entropy, margin, cut, ties, width, stride, inverse, top_p, top_k, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -122,7 +116,7 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
         count2 = count1
         count3 = count1
         for start in range(0, width, BLOCK):
-            e, _ = _load_e(logits, forbidden, row, start + lane, width, stride, best, temperature)
+            e, _ = _load_e(logits, row, start + lane, width, stride, best, inverse)
             mass1 += tl.where(e >= first, e, 0.0)
             mass2 += tl.where(e >= second, e, 0.0)
             mass3 += tl.where(e >= third, e, 0.0)
@@ -141,7 +135,7 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
     above = tl.zeros((BLOCK,), tl.float64)
     bigger = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, width, BLOCK):
-        e, _ = _load_e(logits, forbidden, row, start + lane, width, stride, best, temperature)
+        e, _ = _load_e(logits, row, start + lane, width, stride, best, inverse)
         above += tl.where(e > edge, e, 0.0).to(tl.float64)
         bigger += (e > edge).to(tl.int32)
     over = tl.sum(bigger, 0)
@@ -152,7 +146,7 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
     weighted = tl.zeros((BLOCK,), tl.float32)
     seen = tl.full([], 0, tl.int32)
     for start in range(0, width, BLOCK):
-        e, below = _load_e(logits, forbidden, row, start + lane, width, stride, best, temperature)
+        e, below = _load_e(logits, row, start + lane, width, stride, best, inverse)
         tie = (e == edge).to(tl.int32)
         stays = (e > edge) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= kept))
         seen += tl.sum(tie, 0)
@@ -169,14 +163,11 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
     tl.store(ties + row, kept)
 
 
-def row_stats(
-    logits_RV: Tensor, forbidden_V: Tensor, temperature: float, *, top_p: float = 1.0, top_k: int = 0
-) -> Stats:
+def row_stats(logits_RV: Tensor, temperature: float, *, top_p: float = 1.0, top_k: int = 0) -> Stats:
     """Statistics of every row, after the filters if there are any.
 
     Args:
-        logits_RV: of the head, any floating dtype, contiguous rows; nothing forbidden yet.
-        forbidden_V: uint8, 1 for tokens that must not be drawn.
+        logits_RV: any floating dtype, contiguous rows; forbidden tokens at -inf, and some token of each row not.
         temperature: above 0.
         top_p: as in `DecodeConfig`.
         top_k: as in `DecodeConfig`.
@@ -184,27 +175,30 @@ def row_stats(
     rows, width = logits_RV.shape
     kinds = (*_KINDS, torch.float32, torch.int32)
     stats = Stats(*(torch.empty(rows, dtype=kind, device=logits_RV.device) for kind in kinds))
+    inverse = _inverse(temperature)
     _stats_kernel[(rows,)](
-        logits_RV, forbidden_V, *stats, width, logits_RV.stride(0), _in_range(temperature), **_shape(width)
+        logits_RV, *stats[:5], width, logits_RV.stride(0), inverse, STAGES=_STAGES, **_shape(width, _SCAN)
     )
-    if top_p < 1 or 0 < top_k < width:
+    if _filters(width, top_p, top_k):
         _cut_kernel[(rows,)](
-            logits_RV, forbidden_V, stats.top, stats.total, stats.entropy, stats.margin, stats.cut, stats.ties, width,
-            logits_RV.stride(0), _in_range(temperature), top_p if top_p < 1 else 1e30, top_k or width, **_shape(width),
+            logits_RV, stats.top, stats.total, stats.entropy, stats.margin, stats.cut, stats.ties, width,
+            logits_RV.stride(0), inverse, top_p if top_p < 1 else 1e30, top_k or width, **_shape(width, _SCAN),
         )  # fmt: skip
     return stats
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw_kernel(  # type: ignore[no-untyped-def]
-    logits, forbidden, row_of, top, total, cut, ties, uniform, token, width, stride, temperature, BLOCK: tl.constexpr
-):
+    logits, row_of, top, total, cut, ties, uniform, token, width, stride, inverse, FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     row = tl.load(row_of + program)
-    best = tl.load(top + program)
-    goal = tl.load(uniform + program) * tl.load(total + program)
-    edge = tl.load(cut + program)
-    kept = tl.load(ties + program)
+    best = tl.load(top + row)
+    goal = tl.load(uniform + program) * tl.load(total + row)
+    if FILTERED:
+        edge = tl.load(cut + row)
+        kept = tl.load(ties + row)
     seen = tl.full([], 0, tl.int32)
     lane = tl.arange(0, BLOCK)
     below = tl.full([], 0.0, tl.float64)  # mass of all blocks before
@@ -213,10 +207,11 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     last = tl.full([], 0, tl.int32)  # the last token with any mass, for a goal that rounding put behind it
     while (start < width) & (drawn < 0):
         column = start + lane
-        e, _ = _load_e(logits, forbidden, row, column, width, stride, best, temperature)
-        tie = (e == edge).to(tl.int32)
-        e = tl.where((e > edge) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= kept)), e, 0.0)
-        seen += tl.sum(tie, 0)
+        e, _ = _load_e(logits, row, column, width, stride, best, inverse)
+        if FILTERED:
+            tie = (e == edge).to(tl.int32)
+            e = tl.where((e > edge) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= kept)), e, 0.0)
+            seen += tl.sum(tie, 0)
         last = tl.maximum(last, tl.max(tl.where(e > 0, column, 0), 0))
         mass = tl.sum(e.to(tl.float64), 0)
         if below + mass > goal:
@@ -229,30 +224,36 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
 
 def draw_rows(
-    logits_RV: Tensor, forbidden_V: Tensor, row_N: Tensor, stats: Stats, u_N: Tensor, temperature: float
-) -> Tensor:
+    logits_RV: Tensor, row_N: Tensor, stats: Stats, u_N: Tensor, temperature: float, *, top_p: float = 1.0,
+    top_k: int = 0,
+) -> Tensor:  # fmt: skip
     """Inverse CDF at u for some rows: int64 [N].
 
     Args:
         logits_RV: as for `row_stats`.
-        forbidden_V: as for `row_stats`.
         row_N: which rows, int64.
-        stats: of these rows [N], at the temperature of the draw.
+        stats: of all rows, with the same settings.
         u_N: float64 uniforms in [0, 1).
-        temperature: above 0.
+        temperature: as for `row_stats`.
+        top_p: as for `row_stats`.
+        top_k: as for `row_stats`.
     """
     token_N, width = torch.empty_like(row_N), logits_RV.shape[1]
     _draw_kernel[(len(row_N),)](
-        logits_RV, forbidden_V, row_N, stats.top, stats.total, stats.cut, stats.ties, u_N, token_N, width,
-        logits_RV.stride(0), _in_range(temperature), **_shape(width),
+        logits_RV, row_N, stats.top, stats.total, stats.cut, stats.ties, u_N, token_N, width, logits_RV.stride(0),
+        _inverse(temperature), FILTERED=_filters(width, top_p, top_k), **_shape(width, _BLOCK),
     )  # fmt: skip
     return token_N
 
 
-def _shape(width: int) -> dict[str, int]:
-    return {"BLOCK": min(_BLOCK, triton.next_power_of_2(width)), "num_warps": _WARPS if width > 1024 else 4}
+def _filters(width: int, top_p: float, top_k: int) -> bool:
+    return top_p < 1 or 0 < top_k < width
 
 
-def _in_range(temperature: float) -> float:
-    """Within fp32, as in `sampling.process`."""
-    return min(max(float(temperature), 1e-30), 1e30)
+def _shape(width: int, block: int) -> dict[str, int]:
+    return {"BLOCK": min(block, triton.next_power_of_2(width)), "num_warps": _WARPS if width > 1024 else 4}
+
+
+def _inverse(temperature: float) -> float:
+    """1 / T, within fp32 as in `sampling.process`."""
+    return 1 / min(max(float(temperature), 1e-30), 1e30)
