@@ -125,7 +125,6 @@ def test_decoders_take_an_anchored_g(decoder: str) -> None:
     ("config", "said"),
     [
         ({"layers": 0}, "layers is 0; it must be at least 1"),
-        ({"match_states": -0.1}, "match_states is -0.1; it must be a finite number >= 0"),
         ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
         ({"mlp": 0}, "mlp is 0; it is a multiple"),
         ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
