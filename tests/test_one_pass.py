@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.train import one_pass, trainer
 from adjust_dlm.train.batches import lots, pack
 from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead
 from adjust_dlm.train.trainer import TrainConfig, train
@@ -266,23 +268,60 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path, monkeypatch: pytest.
     """Rows 0..31 are held out where nothing is stored; stored rows of the same seed are left out too."""
     exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
     first: list[int] = []
-    frames = Pool.frames
+    frames, measure = Pool.frames, trainer.held_out
+    measured: list[list[int]] = []
 
     def watching(pool: Pool) -> Frames:
         out = frames(pool)
         first.append(min(int(row) for row in out.text_SN.flatten() if row >= 0))
         return out
 
+    def measuring(base: Base, g: Any, data: Any, rows: Any, *rest: Any) -> dict[str, float]:
+        measured.append([data[n].row for n in rows])
+        return measure(base, g, data, rows, *rest)
+
     monkeypatch.setattr(Pool, "frames", watching)
-    train(run_settings(tmp_path / "a", steps=2), exact)
-    assert min(first) == 32
-    first.clear()
-    stored = TrajectoriesConfig(base="exact", num=64, output=str(tmp_path / "t"), max_new_tokens=4)
+    monkeypatch.setattr(trainer, "held_out", measuring)
+
+    def first_trained(name: str, **changes: Any) -> int:
+        first.clear()
+        assert train(run_settings(tmp_path / name, steps=6, **changes), exact)["heldout"]
+        return min(first)
+
+    stored = TrajectoriesConfig(base="exact", num=64, output=str(tmp_path / "t"), max_new_tokens=4, first_row=8)
     make_trajectories(stored, base=exact)
-    assert train(run_settings(tmp_path / "b", steps=6, trajectories=(str(tmp_path / "t"),)), exact)["heldout"]
-    assert min(first) == 64
-    with pytest.raises(InputError, match="64 trajectories, of which 65 are held out"):
-        train(run_settings(tmp_path / "c", heldout=65, trajectories=(str(tmp_path / "t"),)), exact)
+    folder = (str(tmp_path / "t"),)
+    assert first_trained("a") == 32 and measured.pop() == [*range(32)]
+    assert first_trained("b", heldout_trajectories=folder) == 72 and measured.pop() == [*range(8, 72)]
+    assert first_trained("c", heldout_trajectories=folder, seed=1) == 0 and measured.pop() == [*range(8, 72)]
+    make_trajectories(dataclasses.replace(stored, output=str(tmp_path / "u"), seed=5), base=exact)
+    with pytest.raises(InputError, match="heldout_digest was"):
+        first_trained("c", heldout_trajectories=(str(tmp_path / "u"),), seed=1)
+
+
+def test_stored_rows_are_no_training_rows_of_one_pass(tmp_path: Path) -> None:
+    said = r"trajectories is \('t',\); one_pass decodes what it trains on: give stored rows as heldout_trajectories"
+    with pytest.raises(InputError, match=said):
+        run_settings(tmp_path, trajectories=("t",))
+    exact, other = (load_exact(device=torch.device("cpu"), dtype=torch.float32, seed=seed) for seed in (0, 1))
+    make_trajectories(TrajectoriesConfig(base="exact", num=8, output=str(tmp_path / "t"), max_new_tokens=4), base=other)
+    with pytest.raises(InputError, match="come from a base with fingerprint"):
+        train(run_settings(tmp_path / "a", heldout_trajectories=(str(tmp_path / "t"),)), exact)
+
+
+def test_rows_behind_stored_ones_have_prompts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endless source makes a prompt for every row up to the last: those of held-out rows do not come again."""
+    exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
+    make_trajectories(TrajectoriesConfig(base="exact", num=64, output=str(tmp_path / "t"), max_new_tokens=4), exact)
+    asked: list[int] = []
+
+    def opened(*_: Any, rows: int, **__: Any) -> PromptSource:
+        asked.append(rows)
+        return PromptSource("none", [[]])
+
+    monkeypatch.setattr(one_pass, "open_prompts", opened)
+    train(run_settings(tmp_path / "a", heldout_trajectories=(str(tmp_path / "t"),)), exact)
+    assert asked == [64 + 16 + 12 * 2 * 8 // 4]  # held out, the pool's, and those that its steps use up
 
 
 @pytest.mark.slow

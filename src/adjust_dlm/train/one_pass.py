@@ -27,7 +27,7 @@ from adjust_dlm.data.trajectories import TrajectoriesConfig
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.decoders.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
-from adjust_dlm.train.rows import open_rows
+from adjust_dlm.train.rows import open_checked
 from adjust_dlm.train.unroll import NEVER, Frames
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require
 
@@ -281,10 +281,10 @@ def _rows_of(lane: int, lanes: int, source: PromptSource, first: int) -> Iterato
 
 
 def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], str, Pool]:
-    """Held-out trajectories, a digest of them and of the prompts, and the pool of this process.
+    """Held-out trajectories, a digest of the prompts, and the pool of this process.
 
     Held-out rows come from stored folders where these are given; else they are rows 0 .. heldout-1, decoded first.
-    Training decodes other rows.
+    Training decodes the rows behind them: of stored ones, behind the last that has its seed.
 
     Args:
         config: a `TrainConfig`.
@@ -293,30 +293,23 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
         world: number of processes.
 
     Raises:
-        InputError: bad settings or prompts; stored trajectories that are too few or another base's.
+        InputError: bad settings or prompts; stored trajectories that are another base's.
     """
-    folders = config.heldout_trajectories
-    require(not folders, f"heldout_trajectories is {folders}; one_pass takes held-out rows from `trajectories`")
     pool, windows = config.pool, config.slice_states - config.rollout
-    made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos)
-    wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
-    source = open_prompts(pool.prompts, base, chat=pool.chat, rows=config.heldout + wanted, seed=config.seed)
-    source.check_fits(base, pool.max_new_tokens)
-    data: Sequence[Trajectory]
-    if config.trajectories:
-        store, _ = open_rows(config.trajectories, (), config.heldout, base)
-        first = max((m["first_row"] + m["rows"] for m in store.manifests if m["seed"] == config.seed), default=0)
-        data, digest = store, store.digest()
-    else:
-        data, first = held_out_rows(base, made, source, config.heldout), config.heldout
-        digest = ""
     require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
-    kept = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
-    return data, f"{digest} {source.facts()['sha256']}", Pool(
+    store = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
+    manifests, first = ([], config.heldout) if store is None else (store.manifests, 0)
+    first = max((m["first_row"] + m["rows"] for m in manifests if m["seed"] == config.seed), default=first)
+    wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
+    source = open_prompts(pool.prompts, base, chat=pool.chat, rows=first + wanted, seed=config.seed)
+    source.check_fits(base, pool.max_new_tokens)
+    made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
+    held = held_out_rows(base, made, source, config.heldout) if store is None else store
+    return held, source.facts()["sha256"], Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
         weights=config.weights, decay=config.next_decay,
-        keeper=None if pool.keep is None or config.dry_run else Keeper(kept, base, source),
+        keeper=None if pool.keep is None or config.dry_run else Keeper(made, base, source),
     )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ class TrainConfig:
 
     Attributes:
         base: name or folder of the frozen base.
-        trajectories: folders written by `adjust trajectories`.
-        one_pass: decode the trajectories while training on them (see `pool`); folders then serve held-out metrics only.
+        trajectories: folders written by `adjust trajectories`; none with `one_pass`.
+        one_pass: decode the trajectories while training on them (see `pool`).
         pool: what `one_pass` decodes.
         output: folder for the sampler, checkpoints and metrics.
         preset: "default", or "paper": AdamW 5e-5 constant after 250 warm-up steps, uniform rows, batch 32.
@@ -68,8 +68,8 @@ class TrainConfig:
         slices: slices per micro-batch; with `one_pass`, rows of the pool that make one.
         accumulate: micro-batches per step and rank.
         clip: gradient norm limit.
-        heldout: trajectories kept apart for metrics; not with `heldout_trajectories`.
-        heldout_trajectories: folders of trajectories for metrics only, none of them among `trajectories`.
+        heldout: trajectories kept apart for metrics (with `one_pass` the first rows); not with `heldout_trajectories`.
+        heldout_trajectories: folders of trajectories for metrics only, none of whose rows is trained on.
         eval_every: steps between held-out metrics.
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
@@ -196,7 +196,7 @@ class Run:
     averaged: Sampler | None = None
     data_digest: str = ""
     pool: Pool | None = None
-    held: TrajectoryStore | None = None
+    held: Sequence[Trajectory] | None = None
     best: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -223,7 +223,7 @@ class Run:
         return {
             **fixed, "dtype": str(self.base.dtype).removeprefix("torch."), "base_fingerprint": self.base.fingerprint,
             "trajectories": len(self.data), "data_digest": self.data_digest, "world": self.world,
-            "heldout_digest": None if self.held is None else self.held.digest(),
+            "heldout_digest": self.held.digest() if isinstance(self.held, TrajectoryStore) else None,
         }  # fmt: skip
 
 
@@ -274,12 +274,14 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
     base = base.with_features(config.features)
-    pool, held = None, None
+    data: Sequence[Trajectory] = ()
+    held: Sequence[Trajectory] | None
+    pool: Pool | None = None
     if config.one_pass:
-        data, digest, pool = start_pool(config, base, rank, world)
+        held, digest, pool = start_pool(config, base, rank, world)
     else:
-        data, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
-        digest = data.digest()
+        store, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
+        data, digest = store, store.digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         sampler = start_sampler(base, config.sampler_config(), config.init)
