@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjust_dlm import cli
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.exact import load_exact
 from adjust_dlm.data.keep import Keeper
@@ -26,8 +28,9 @@ from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.train import one_pass, trainer
+from adjust_dlm.train import one_pass, preflight, trainer
 from adjust_dlm.train.batches import lots, pack
+from adjust_dlm.train.checkpoint import tensor_bytes
 from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
@@ -372,3 +375,116 @@ def test_features_and_a_limit_on_rows_go_with_it(tmp_path: Path, rows: int | Non
     share = None if rows is None else row_shares(run.rank_BL, rows, lots(run.rank_BL, (0, 0, 0)))
     parts = [unrolled_kl(base, run, k, next_decay=2.0, share_BL=share).item() for k in (1, 2, 3)]
     assert loss == pytest.approx((parts[0] + 2 * parts[1] + parts[2]) / 4, rel=1e-4)
+
+
+# the dry run
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_dry_run_of_one_pass_writes_nothing(tmp_path: Path, resumed: bool) -> None:
+    """Before a run and in the middle of one; 12 steps of 2 x 8 windows, texts of 4."""
+    exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
+    pool = PoolConfig(rows=16, max_new_tokens=4, keep=str(tmp_path / "kept"))
+    config = run_settings(tmp_path / "run", pool=pool)
+    done = 0
+    if resumed:
+        with pytest.raises(FloatingPointError), pytest.MonkeyPatch.context() as patch:
+            micro_loss = trainer._micro_loss
+            patch.setattr(
+                trainer, "_micro_loss", lambda run, j: micro_loss(run, j) * (math.nan if run.step == 7 else 1)
+            )
+            train(config, exact)
+        done = 5
+    before = files_in(tmp_path)
+    report = train(dataclasses.replace(config, dry_run=True), exact)
+    assert files_in(tmp_path) == before and bool(before) == resumed
+    assert report["problems"] == [] and report["heldout_rows"] == 32 and report["steps"] == 12 - done
+    assert report["windows"] == (12 - done) * 16 and report["training_rows"] == (12 - done) * 4
+    assert report["windows_per_row"] == 4
+    if resumed:  # a folder of other rows is found out before anything is spent
+        other = dataclasses.replace(config, seed=1, resume="never", dry_run=True)
+        make_trajectories(TrajectoriesConfig(base="exact", num=8, output=pool.keep or "", max_new_tokens=4), exact)
+        with pytest.raises(InputError, match=r"cannot continue .*kept: seed was 0 and is now 1"):
+            train(other, exact)
+
+
+def test_a_dry_run_counts_the_rows_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 steps of 4 rows x 2 windows are the windows of 200 texts of 8; up to a pool of 8 is only half used."""
+    base, seen = endless_base(), set()
+    pool = PoolConfig(rows=8, max_new_tokens=8)
+    config = run_settings(
+        tmp_path, pool=pool, steps=200, slices=4, slice_states=4, rollout=2, accumulate=1, heldout=4,
+        checkpoint_every=200, eval_every=200,
+    )  # fmt: skip
+    report = train(dataclasses.replace(config, dry_run=True), base)
+    frames = Pool.frames
+
+    def watching(pool: Pool) -> Frames:
+        out = frames(pool)
+        seen.update(out.text_SN[:2].flatten().tolist())
+        return out
+
+    monkeypatch.setattr(Pool, "frames", watching)
+    train(config, base)
+    assert report["training_rows"] == 200
+    assert 200 <= len(seen - {-1}) <= 200 + 8
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_dry_run_times_decoding_as_often_as_it_comes(tmp_path: Path, accumulate: int) -> None:
+    """3 passes for every 6 micro-batches of 2 rows: at 1 s a pass and 10 s a micro-batch, one takes 10.5 s."""
+    base = endless_base()
+    config = run_settings(
+        tmp_path, pool=PoolConfig(rows=12, max_new_tokens=12), slices=2, slice_states=5, rollout=2, heldout=0,
+        accumulate=accumulate, steps=1000, eval_every=1000,
+    )  # fmt: skip
+    run = trainer._prepare(config, base, 0, 1)
+    assert run.pool is not None
+    micro_batches = 0
+
+    def step(run: trainer.Run) -> None:
+        nonlocal micro_batches
+        for _ in range(accumulate):
+            assert run.pool is not None
+            run.pool.frames()
+            micro_batches += 1
+
+    def clock() -> float:
+        assert run.pool is not None
+        return 10.0 * micro_batches + run.pool.passes
+
+    report = preflight.preflight(run, tmp_path, step=step, evaluate=lambda run: None, clock=clock)
+    assert report["seconds_per_step"] == pytest.approx(10.5 * accumulate)
+    assert report["hours"] == pytest.approx(1000 * 10.5 * accumulate / 3600)
+
+
+def test_memory_of_the_pool_by_formula_is_memory_by_counting(tmp_path: Path) -> None:
+    """States with a feature behind them, and what a checkpoint holds, when all moments are there."""
+    base = endless_base(num_hidden_layers=3)
+    config = run_settings(tmp_path, pool=PoolConfig(rows=8, max_new_tokens=8), features=(1,), heldout=0)
+    run = trainer._prepare(config, base, 0, 1)
+    assert run.pool is not None
+    sizes, disk = preflight.memory_bytes(run), preflight.disk_bytes(run, tmp_path)["checkpoint"]
+    plain = dataclasses.replace(run, pool=None, pad_to=run.pool.width)
+    frames = run.pool.frames()
+    assert sizes["pool"] == sum(m.h_NLD.nbytes for m in run.pool.moments) == (4 + 9) * 8 * 9 * (2 * 32) * 4
+    assert disk - preflight.disk_bytes(plain, tmp_path)["checkpoint"] == tensor_bytes(run.pool.state())
+    assert sizes["sum"] == sum(size for name, size in sizes.items() if name != "sum")
+    # a base pass is over the 8 rows of the pool, not over the 8 x 4 states of a micro-batch, which are copied
+    shape = base.layer_config
+    row = 4 * (4 * 32 + max(3 * shape.intermediate_size, 3 * shape.num_attention_heads * shape.head_dim))
+    fewer = (8 - 8 * 4) * 9 * row + frames.h_BLD.nbytes
+    assert preflight.activation_bytes(run) - preflight.activation_bytes(plain) == fewer
+
+
+def test_a_dry_run_of_one_pass_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"slice-states": 4, "slices": 4, "steps": 4, "heldout": 4, "pool.rows": 8, "pool.max-new-tokens": 4}
+    words = [f"--{name}={value}" for name, value in {**flags, "base": "exact", "output": tmp_path / "run"}.items()]
+    assert cli.main(["train", "--one-pass", "--dry-run", *words]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("hours", "memory_gib", "pool", "training_rows", "windows_per_row"))
+    assert files_in(tmp_path) == []

@@ -189,10 +189,27 @@ class Pool:
         self.passes = self.group = self.spent = 0
 
     @property
+    def rows(self) -> int:
+        """N."""
+        return sum(len(lane.begins) for lane in self.lanes)
+
+    @property
     def bytes(self) -> int:
-        """Of the states that it holds at most."""
-        states = (self.length + self.wait) * sum(len(lane.begins) for lane in self.lanes)
-        return states * self.width * self.base.width * self.base.dtype.itemsize
+        """Of the states that it holds at most; behind the D columns of a base come those of its features."""
+        columns = self.base.width * (1 + len(self.base.keep))
+        return (self.length + self.wait) * self.rows * self.width * columns * self.base.dtype.itemsize
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of `state`, with all moments (int32 tokens, three masks) and canvases (int64 tokens and order, two masks)."""
+        moments = (self.length + self.wait) * (self.width * (4 + 3 * 1) + 8)
+        return self.rows * (moments + self.width * (2 * 8 + 2 * 1) + 2 * 8)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every micro-batch of this block has a window that counts: the first rows start one after another."""
+        started_N = (torch.stack([m.row_N for m in self.moments[: self.spent]]) != _IDLE).any(0)
+        return bool(started_N.view(-1, self.groups).any(0).all())
 
     def frames(self) -> Frames:
         """The next micro-batch in which at least one window counts: S states of M rows."""
@@ -305,11 +322,12 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     source.check_fits(base, pool.max_new_tokens)
     made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
     held = held_out_rows(base, made, source, config.heldout) if store is None else store
+    keeper = None if pool.keep is None else Keeper(made, base, source, dry_run=config.dry_run)
     return held, source.facts()["sha256"], Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
         weights=config.weights, decay=config.next_decay,
-        keeper=None if pool.keep is None or config.dry_run else Keeper(made, base, source),
+        keeper=None if config.dry_run else keeper,
     )  # fmt: skip
 
 
