@@ -41,7 +41,7 @@ class PoolConfig:
     Attributes:
         rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
         prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
-        chat: put each text of a file into the base's chat template.
+        chat: put each text of a file into the base's chat template (list tasks always are in it).
         max_new_tokens: masked positions after each prompt.
         temperature: one or more; with several, prompts and temperatures are crossed, row by row.
         top_p: nucleus mass in (0, 1].
