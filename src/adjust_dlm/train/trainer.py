@@ -70,7 +70,7 @@ class TrainConfig:
         clip: gradient norm limit.
         heldout: trajectories kept apart for metrics (with `one_pass` the first rows); not with `heldout_trajectories`.
         heldout_trajectories: folders of trajectories for metrics only, none of whose rows is trained on.
-        eval_every: steps between held-out metrics.
+        eval_every: steps between held-out metrics, over 128 windows or one of every held-out row (1024 at most).
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
