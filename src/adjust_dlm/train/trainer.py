@@ -189,6 +189,9 @@ class Run:
     device: torch.device
     step: int = 0
     elapsed: float = 0.0
+    began: float | None = None  # when `elapsed` was 0; none while no clock runs
+    stop: StopSignal = field(default_factory=StopSignal)
+    stopping: bool = False
     pad_to: int = 0
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -216,6 +219,10 @@ class Run:
         total, count = len(self.data), self.config.heldout
         apart = [(2 * i + 1) * total // (2 * count) for i in range(count)]
         return apart if held else sorted(set(range(total)) - set(apart))
+
+    def now(self) -> float:
+        """Seconds of training so far."""
+        return self.elapsed if self.began is None else time.monotonic() - self.began
 
     def settings(self) -> dict[str, Any]:
         """What must stay the same between start and resume."""
@@ -309,15 +316,13 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
     """Steps until the end, a clock or a signal; saves on the way and when leaving."""
     config = run.config
     last = {} if _unfinished(run) else _held_out(run)  # a finished run that is started again
-    started, before = time.monotonic(), run.elapsed
+    run.began, run.stop = time.monotonic() - run.elapsed, stop
     while _unfinished(run):
         losses = _step(run)
         run.step += 1
         if run.step <= config.untimed:
-            started, before = time.monotonic(), 0.0
-        run.elapsed = float(distributed.mean(torch.tensor(before + time.monotonic() - started, device=run.device)))
-        stopping = distributed.any_rank(stop.requested, run.device)
-        leaving = stopping or not _unfinished(run)
+            run.began, run.elapsed = time.monotonic(), 0.0
+        leaving = run.stopping or not _unfinished(run)
         if run.step % config.eval_every == 0 or not _unfinished(run):
             last = _held_out(run)
             keep_best(run, folder, last)
@@ -327,7 +332,7 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
             payload = _payload(run)  # on every rank: their pools are gathered
             if run.rank == 0:
                 save_checkpoint(folder, payload)
-        if stopping:
+        if run.stopping:
             break
     return last
 
@@ -352,16 +357,28 @@ def _step(run: Run) -> dict[str, float]:
         total += loss.detach()
     distributed.average_gradients(run.sampler.parameters())
     norm = torch.nn.utils.clip_grad_norm_(run.sampler.parameters(), config.clip)
-    value = float(distributed.mean(total))
-    if not math.isfinite(value) or not bool(norm.isfinite()):
-        raise FloatingPointError(f"loss {value}, gradient norm {float(norm)} at step {run.step}: training stopped")
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * scale
         optimizer.step()
     if run.averaged is not None:
         follow(run.averaged, run.sampler, decay=config.ema, step=run.step)
-    return {"loss": value, "grad_norm": float(norm), "lr": config.lr * scale}
+    value, size = _settle(run, total, norm)
+    if not math.isfinite(value + size):  # g is spoilt by now, but nothing of it has been saved
+        raise FloatingPointError(f"loss {value}, gradient norm {size} at step {run.step}: training stopped")
+    return {"loss": value, "grad_norm": size, "lr": config.lr * scale}
+
+
+def _settle(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float]:
+    """Loss and gradient norm, and in `run` the time and whether to stop: one wait for the device, one all-reduce."""
+    if run.world == 1:
+        value, size = torch.stack([loss, norm]).tolist()
+        run.elapsed, run.stopping = run.now(), run.stop.requested
+        return value, size
+    own = [torch.full_like(loss, x) for x in (run.now(), run.stop.requested)]
+    value, run.elapsed, stopped, size = torch.stack([*distributed.mean(torch.stack([loss, *own])), norm]).tolist()
+    run.stopping = stopped > 0
+    return value, size
 
 
 def _micro_loss(run: Run, micro: int) -> Tensor:
