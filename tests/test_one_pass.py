@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjust_dlm import cli
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.exact import load_exact
 from adjust_dlm.data.keep import Keeper
@@ -25,7 +29,9 @@ from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.train import one_pass, preflight, trainer
 from adjust_dlm.train.batches import lots, pack
+from adjust_dlm.train.checkpoint import tensor_bytes
 from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
@@ -266,23 +272,60 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path, monkeypatch: pytest.
     """Rows 0..31 are held out where nothing is stored; stored rows of the same seed are left out too."""
     exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
     first: list[int] = []
-    frames = Pool.frames
+    frames, measure = Pool.frames, trainer.held_out
+    measured: list[list[int]] = []
 
     def watching(pool: Pool) -> Frames:
         out = frames(pool)
         first.append(min(int(row) for row in out.text_SN.flatten() if row >= 0))
         return out
 
+    def measuring(base: Base, g: Any, data: Any, rows: Any, *rest: Any) -> dict[str, float]:
+        measured.append([data[n].row for n in rows])
+        return measure(base, g, data, rows, *rest)
+
     monkeypatch.setattr(Pool, "frames", watching)
-    train(run_settings(tmp_path / "a", steps=2), exact)
-    assert min(first) == 32
-    first.clear()
-    stored = TrajectoriesConfig(base="exact", num=64, output=str(tmp_path / "t"), max_new_tokens=4)
+    monkeypatch.setattr(trainer, "held_out", measuring)
+
+    def first_trained(name: str, **changes: Any) -> int:
+        first.clear()
+        assert train(run_settings(tmp_path / name, steps=6, **changes), exact)["heldout"]
+        return min(first)
+
+    stored = TrajectoriesConfig(base="exact", num=64, output=str(tmp_path / "t"), max_new_tokens=4, first_row=8)
     make_trajectories(stored, base=exact)
-    assert train(run_settings(tmp_path / "b", steps=6, trajectories=(str(tmp_path / "t"),)), exact)["heldout"]
-    assert min(first) == 64
-    with pytest.raises(InputError, match="64 trajectories, of which 65 are held out"):
-        train(run_settings(tmp_path / "c", heldout=65, trajectories=(str(tmp_path / "t"),)), exact)
+    folder = (str(tmp_path / "t"),)
+    assert first_trained("a") == 32 and measured.pop() == [*range(32)]
+    assert first_trained("b", heldout_trajectories=folder) == 72 and measured.pop() == [*range(8, 72)]
+    assert first_trained("c", heldout_trajectories=folder, seed=1) == 0 and measured.pop() == [*range(8, 72)]
+    make_trajectories(dataclasses.replace(stored, output=str(tmp_path / "u"), seed=5), base=exact)
+    with pytest.raises(InputError, match="heldout_digest was"):
+        first_trained("c", heldout_trajectories=(str(tmp_path / "u"),), seed=1)
+
+
+def test_stored_rows_are_no_training_rows_of_one_pass(tmp_path: Path) -> None:
+    said = r"trajectories is \('t',\); one_pass decodes what it trains on: give stored rows as heldout_trajectories"
+    with pytest.raises(InputError, match=said):
+        run_settings(tmp_path, trajectories=("t",))
+    exact, other = (load_exact(device=torch.device("cpu"), dtype=torch.float32, seed=seed) for seed in (0, 1))
+    make_trajectories(TrajectoriesConfig(base="exact", num=8, output=str(tmp_path / "t"), max_new_tokens=4), base=other)
+    with pytest.raises(InputError, match="come from a base with fingerprint"):
+        train(run_settings(tmp_path / "a", heldout_trajectories=(str(tmp_path / "t"),)), exact)
+
+
+def test_rows_behind_stored_ones_have_prompts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endless source makes a prompt for every row up to the last: those of held-out rows do not come again."""
+    exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
+    make_trajectories(TrajectoriesConfig(base="exact", num=64, output=str(tmp_path / "t"), max_new_tokens=4), exact)
+    asked: list[int] = []
+
+    def opened(*_: Any, rows: int, **__: Any) -> PromptSource:
+        asked.append(rows)
+        return PromptSource("none", [[]])
+
+    monkeypatch.setattr(one_pass, "open_prompts", opened)
+    train(run_settings(tmp_path / "a", heldout_trajectories=(str(tmp_path / "t"),)), exact)
+    assert asked == [64 + 16 + 12 * 2 * 8 // 4]  # held out, the pool's, and those that its steps use up
 
 
 @pytest.mark.slow
@@ -301,6 +344,24 @@ def test_two_processes_decode_different_rows_and_save_both_pools(tmp_path: Path)
     rows = [set(torch.cat([m["row_N"] for m in pool["moments"]]).tolist()) - {-1} for pool in pools]
     assert len(rows) == 2 and all(len(mine) > 16 for mine in rows)
     assert [{row % 2 for row in mine} for mine in rows] == [{0}, {1}]
+
+
+def test_the_fields_of_a_pool_are_those_of_adjust_trajectories() -> None:
+    """The same type, default and help, and each reaches the settings under which rows are made."""
+    of_pool, of_rows = ({f.name: f for f in dataclasses.fields(c)} for c in (PoolConfig, TrajectoriesConfig))
+    shared = of_pool.keys() - {"rows", "keep"}
+    assert shared == of_pool.keys() & of_rows.keys()
+    other = PoolConfig(
+        prompts="lists", chat=True, max_new_tokens=5, temperature=(0.5,), top_p=0.5, top_k=7, order="random",
+        order_on="raw",
+    )  # fmt: skip
+    made = other.trajectories(seed=0, suppress_eos=False)
+    for name in shared:
+        a, b = of_pool[name], of_rows[name]
+        assert (a.type, a.default) == (b.type, b.default)
+        helps = [re.search(rf"^ +{name}: .*$", c.__doc__ or "", re.MULTILINE) for c in (PoolConfig, TrajectoriesConfig)]
+        assert helps[0] is not None and helps[1] is not None and helps[0][0].strip() == helps[1][0].strip()
+        assert getattr(made, name) == getattr(other, name) != a.default
 
 
 def test_a_pool_that_cannot_be_cut_is_refused() -> None:
@@ -333,3 +394,116 @@ def test_features_and_a_limit_on_rows_go_with_it(tmp_path: Path, rows: int | Non
     share = None if rows is None else row_shares(run.rank_BL, rows, lots(run.rank_BL, (0, 0, 0)))
     parts = [unrolled_kl(base, run, k, next_decay=2.0, share_BL=share).item() for k in (1, 2, 3)]
     assert loss == pytest.approx((parts[0] + 2 * parts[1] + parts[2]) / 4, rel=1e-4)
+
+
+# the dry run
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_dry_run_of_one_pass_writes_nothing(tmp_path: Path, resumed: bool) -> None:
+    """Before a run and in the middle of one; 12 steps of 2 x 8 windows, texts of 4."""
+    exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
+    pool = PoolConfig(rows=16, max_new_tokens=4, keep=str(tmp_path / "kept"))
+    config = run_settings(tmp_path / "run", pool=pool)
+    done = 0
+    if resumed:
+        with pytest.raises(FloatingPointError), pytest.MonkeyPatch.context() as patch:
+            micro_loss = trainer._micro_loss
+            patch.setattr(
+                trainer, "_micro_loss", lambda run, j: micro_loss(run, j) * (math.nan if run.step == 7 else 1)
+            )
+            train(config, exact)
+        done = 5
+    before = files_in(tmp_path)
+    report = train(dataclasses.replace(config, dry_run=True), exact)
+    assert files_in(tmp_path) == before and bool(before) == resumed
+    assert report["problems"] == [] and report["heldout_rows"] == 32 and report["steps"] == 12 - done
+    assert report["windows"] == (12 - done) * 16 and report["training_rows"] == (12 - done) * 4
+    assert report["windows_per_row"] == 4
+    if resumed:  # a folder of other rows is found out before anything is spent
+        other = dataclasses.replace(config, seed=1, resume="never", dry_run=True)
+        make_trajectories(TrajectoriesConfig(base="exact", num=8, output=pool.keep or "", max_new_tokens=4), exact)
+        with pytest.raises(InputError, match=r"cannot continue .*kept: seed was 0 and is now 1"):
+            train(other, exact)
+
+
+def test_a_dry_run_counts_the_rows_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 steps of 4 rows x 2 windows are the windows of 200 texts of 8; up to a pool of 8 is only half used."""
+    base, seen = endless_base(), set()
+    pool = PoolConfig(rows=8, max_new_tokens=8)
+    config = run_settings(
+        tmp_path, pool=pool, steps=200, slices=4, slice_states=4, rollout=2, accumulate=1, heldout=4,
+        checkpoint_every=200, eval_every=200,
+    )  # fmt: skip
+    report = train(dataclasses.replace(config, dry_run=True), base)
+    frames = Pool.frames
+
+    def watching(pool: Pool) -> Frames:
+        out = frames(pool)
+        seen.update(out.text_SN[:2].flatten().tolist())
+        return out
+
+    monkeypatch.setattr(Pool, "frames", watching)
+    train(config, base)
+    assert report["training_rows"] == 200
+    assert 200 <= len(seen - {-1}) <= 200 + 8
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_dry_run_times_decoding_as_often_as_it_comes(tmp_path: Path, accumulate: int) -> None:
+    """3 passes for every 6 micro-batches of 2 rows: at 1 s a pass and 10 s a micro-batch, one takes 10.5 s."""
+    base = endless_base()
+    config = run_settings(
+        tmp_path, pool=PoolConfig(rows=12, max_new_tokens=12), slices=2, slice_states=5, rollout=2, heldout=0,
+        accumulate=accumulate, steps=1000, eval_every=1000,
+    )  # fmt: skip
+    run = trainer._prepare(config, base, 0, 1)
+    assert run.pool is not None
+    micro_batches = 0
+
+    def step(run: trainer.Run) -> None:
+        nonlocal micro_batches
+        for _ in range(accumulate):
+            assert run.pool is not None
+            run.pool.frames()
+            micro_batches += 1
+
+    def clock() -> float:
+        assert run.pool is not None
+        return 10.0 * micro_batches + run.pool.passes
+
+    report = preflight.preflight(run, tmp_path, step=step, evaluate=lambda run: None, clock=clock)
+    assert report["seconds_per_step"] == pytest.approx(10.5 * accumulate)
+    assert report["hours"] == pytest.approx(1000 * 10.5 * accumulate / 3600)
+
+
+def test_memory_of_the_pool_by_formula_is_memory_by_counting(tmp_path: Path) -> None:
+    """States with a feature behind them, and what a checkpoint holds, when all moments are there."""
+    base = endless_base(num_hidden_layers=3)
+    config = run_settings(tmp_path, pool=PoolConfig(rows=8, max_new_tokens=8), features=(1,), heldout=0)
+    run = trainer._prepare(config, base, 0, 1)
+    assert run.pool is not None
+    sizes, disk = preflight.memory_bytes(run), preflight.disk_bytes(run, tmp_path)["checkpoint"]
+    plain = dataclasses.replace(run, pool=None, pad_to=run.pool.width)
+    frames = run.pool.frames()
+    assert sizes["pool"] == sum(m.h_NLD.nbytes for m in run.pool.moments) == (4 + 9) * 8 * 9 * (2 * 32) * 4
+    assert disk - preflight.disk_bytes(plain, tmp_path)["checkpoint"] == tensor_bytes(run.pool.state())
+    assert sizes["sum"] == sum(size for name, size in sizes.items() if name != "sum")
+    # a base pass is over the 8 rows of the pool, not over the 8 x 4 states of a micro-batch, which are copied
+    shape = base.layer_config
+    row = 4 * (4 * 32 + max(3 * shape.intermediate_size, 3 * shape.num_attention_heads * shape.head_dim))
+    fewer = (8 - 8 * 4) * 9 * row + frames.h_BLD.nbytes
+    assert preflight.activation_bytes(run) - preflight.activation_bytes(plain) == fewer
+
+
+def test_a_dry_run_of_one_pass_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"slice-states": 4, "slices": 4, "steps": 4, "heldout": 4, "pool.rows": 8, "pool.max-new-tokens": 4}
+    words = [f"--{name}={value}" for name, value in {**flags, "base": "exact", "output": tmp_path / "run"}.items()]
+    assert cli.main(["train", "--one-pass", "--dry-run", *words]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("hours", "memory_gib", "pool", "training_rows", "windows_per_row"))
+    assert files_in(tmp_path) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import signal
 from collections import Counter
@@ -24,7 +25,7 @@ from adjust_dlm.decoders import decode
 from adjust_dlm.losses import Student, kl_rows, row_shares, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.batches import pack, random_slices
-from adjust_dlm.train.metrics import held_out
+from adjust_dlm.train.metrics import held_out, looked_at
 from adjust_dlm.train.objective import released_depth
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train
@@ -427,11 +428,46 @@ def test_held_out_means_are_over_the_states_that_count(exact: ExactBase, tmp_pat
     data, g = [result.trajectory(b) for b in range(40)], Sampler(exact)
     metrics = held_out(exact, g, data, range(40), TrainConfig(), nullcontext())
     assert metrics.keys() == {"kl_1", "stale_1", "top1_1"}
-    generator = [random_slices(
-        data, range(40), count=16, length=4, rollout=3, key=(0, 1 << 40, batch), pad_id=0
-    ) for batch in range(8)]  # fmt: skip
-    kl = [unrolled_kl(exact, unroll(exact, g, slices), 1).item() for slices in generator]
-    assert metrics["kl_1"] == pytest.approx(sum(kl) / 8, rel=1e-5)
+    kl = [unrolled_kl(exact, unroll(exact, g, pack([x], [0], 4, 0)), 1).item() for x in data]
+    assert metrics["kl_1"] == pytest.approx(sum(kl) / 40, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 100, 128, 500, 1024, 2500])
+def test_held_out_windows_look_at_every_row_equally_often(count: int) -> None:
+    """At least 128 windows, at most 1024 rows; row by row in different parts of a text, over all rows evenly spread."""
+    rows = [7 * n for n in range(count)]
+    windows = looked_at(rows, seed=0)
+    used = rows if count <= 1024 else [7 * (n * 2500 // 1024) for n in range(1024)]
+    times = math.ceil(128 / len(used))
+    assert Counter(row for row, _ in windows) == dict.fromkeys(used, times)
+    for row in used:
+        assert sorted(int(at * times) for r, at in windows if r == row) == list(range(times))
+    assert sorted(int(at * len(windows)) for _, at in windows) == list(range(len(windows)))
+    assert windows == looked_at(rows, seed=0) and (count == 1 or windows != looked_at(rows, seed=1))
+
+
+def test_held_out_metrics_are_means_over_these_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """130 rows of 5 and 9 tokens, one window each at a start in 0..T-2, recomputed one by one."""
+    base = tiny_dream()
+    lengths = [DecodeConfig(max_new_tokens=n, suppress_eos=True) for n in (5, 9)]
+    result = [decode(base, [[47]] * 65, one, decoder="joint") for one in lengths]
+    data, g = [r.trajectory(b) for r in result for b in range(65)], Sampler(base)
+    config = TrainConfig(rollout=2, slice_states=3, suppress_eos=True)
+    metrics = held_out(base, g, data, range(130), config, nullcontext())
+    sums: dict[str, list[float]] = {f"{name}_{k}": [] for name in ("kl", "stale") for k in (1, 2)}
+    starts: dict[int, list[int]] = {5: [], 9: []}
+    for row, at in looked_at(range(130), 0):
+        x = data[row]
+        starts[x.commits].append(math.floor(at * (x.commits - 1)))
+        run = unroll(base, g, pack([x], starts[x.commits][-1:], 3, 0), rollout=2)
+        for k in (1, 2):
+            if (run.rank[k - 1] >= 0).any():
+                sums[f"kl_{k}"].append(unrolled_kl(base, run, k, suppress_eos=True).item())
+                sums[f"stale_{k}"].append(unrolled_kl(base, run, k, stale=True, suppress_eos=True).item())
+    assert len(sums["kl_1"]) == 130 > len(sums["kl_2"])
+    for name, values in sums.items():
+        assert metrics[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
+    assert {n: set(s) for n, s in starts.items()} == {5: set(range(4)), 9: set(range(8))}
 
 
 def test_a_bf16_base_trains_on_the_cpu(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a training run says before it starts, keeps while it runs, and leaves when it fails."""
 
+import functools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from adjust_dlm import cli
 from adjust_dlm.bases import Base
@@ -271,6 +273,87 @@ def test_nan_is_one_line_and_exit_1(run: Run, folder: Path, tmp_path: Path, monk
     monkeypatch.setattr(trainer, "_micro_loss", lambda run, j: loss(run, j) * (float("nan") if run.step == 2 else 1))
     code, out, err = run(*flags(folder, tmp_path))
     assert (code, out) == (1, "") and "loss nan, gradient norm nan at step 2: training stopped" in err
+
+
+def test_a_loss_that_is_not_finite_leaves_nothing_of_its_step(
+    exact: ExactBase, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 5 of 12, whose end would be evaluated and saved: the files are those of step 5, and the run goes on."""
+    config = settings(folder, tmp_path / "whole", eval_every=3, checkpoint_every=1)
+    train(config, exact)
+    loss = trainer._micro_loss
+    monkeypatch.setattr(trainer, "_micro_loss", lambda run, j: loss(run, j) * (math.inf if run.step == 5 else 1))
+    config = replace(config, output=str(tmp_path / "parts"))
+    with pytest.raises(FloatingPointError, match="loss inf, gradient norm nan at step 5: training stopped"):
+        train(config, exact)
+    assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["step"] == 5
+    assert json.loads((tmp_path / "parts" / "sampler-best" / "sampler.json").read_text())["step"] == 3
+    assert all(w.isfinite().all() for w in weights(tmp_path / "parts").values())
+    monkeypatch.setattr(trainer, "_micro_loss", loss)
+    train(config, exact)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[k], parts[k]) for k in whole)
+
+
+class Waits(TorchDispatchMode):
+    """Notes what would make the host wait for a card, but for `tolist`, of which torch tells nothing here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op.overloadpacket.__name__
+        listed = name == "lift_fresh" and args[0].ndim  # `torch.tensor([...])`, which a device would have to copy
+        if listed or name in ("_local_scalar_dense", "nonzero", "masked_select"):
+            self.seen.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_waits_once_a_micro_batch_and_once_at_its_end(
+    dream_run: trainer.Run, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the number of rows that go through the head, and for loss and gradient norm, when all is under way."""
+    given = {"key": (0, 0, 0), "pad_id": dream_run.base.spec.pad_id, "count": 4, "length": 6, "rollout": 3}
+    slices = trainer.random_slices(dream_run.data, dream_run.training_rows, **given)
+    monkeypatch.setattr(trainer, "random_slices", lambda *_, **__: slices)  # the CPU's work on any device
+    run = replace(dream_run, config=replace(dream_run.config, accumulate=accumulate, rows=3))
+    events, tolist = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: events.append("tolist") or tolist(x))
+
+    def update(step: Callable[[], Any]) -> None:
+        events.append("update")
+        with _disable_current_modes():  # AdamW counts its steps on the CPU, whatever the device
+            step()
+
+    for optimizer in run.optimizers:
+        monkeypatch.setattr(optimizer, "step", functools.partial(update, optimizer.step))
+    with Waits() as waits:
+        trainer._step(run)
+    assert waits.seen == []
+    assert events == ["tolist"] * accumulate + ["update"] * 2 + ["tolist"]
+
+
+def test_ranks_tell_each_other_all_scalars_in_one_all_reduce(
+    dream_run: trainer.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two made-up ranks of equal gradients and losses; the other one is at 8 s and was told to stop."""
+    sizes: list[int] = []
+
+    def both(x: Tensor) -> None:
+        sizes.append(x.numel())
+        x += torch.tensor([float(x[0]), 8.0, 1.0]) if x.numel() == 3 else x.clone()
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", both)
+    run = replace(dream_run, world=2, elapsed=4.0, step=50)
+    parameters = sum(p.numel() for p in run.sampler.parameters())
+    expected = sum(trainer._micro_loss(run, micro).item() for micro in (0, 1)) / 2
+    losses = trainer._step(run)
+    assert sizes == [parameters, 3] and losses["loss"] == pytest.approx(expected, rel=1e-6)
+    assert (run.elapsed, run.stopping) == (6.0, True)
 
 
 FULL = """

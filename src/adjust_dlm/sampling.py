@@ -39,7 +39,7 @@ def uniform(
     """
     first = stream * STREAM
     if isinstance(seed, int):
-        state = _mix(torch.tensor(wrapped(seed + first), device=row.device))
+        state = _mix(torch.full((), wrapped(seed + first), device=row.device))  # a copy would wait for the device
     else:
         state = _mix(seed + wrapped(first))
     for key in (row, commit, position) if token is None else (row, commit, position, token):

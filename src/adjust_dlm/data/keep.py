@@ -23,18 +23,20 @@ class Keeper:
         config: settings that make these rows; `output`, `first_row` and `shard_rows` are heeded, `num` is not.
         base: who decodes.
         source: prompts.
+        dry_run: check the folder, make none.
 
     Raises:
         InputError: the folder holds rows that other settings made.
     """
 
-    def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource) -> None:
+    def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource, *, dry_run: bool = False) -> None:
         self.config, self.base, self.source = config, base, source
         self.folder = Path(config.output)
         self.waiting: dict[int, Trajectory] = {}
         self.start = config.first_row
         require(not self.folder.exists() or self.folder.is_dir(), f"{self.folder} is not a folder")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if not dry_run:
+            self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / store.MANIFEST).is_file():
             store.check_same_run(self.folder, self.manifest(store.read_manifest(self.folder)["rows"]))
 

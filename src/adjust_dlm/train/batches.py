@@ -74,7 +74,7 @@ def lots(rank_BL: Tensor, key: tuple[int, ...]) -> Tensor:
     seed, step, micro = key
     (count, length), device = rank_BL.shape, rank_BL.device
     row_B1, at_L = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
-    return uniform(seed, row_B1 + (micro << 32), torch.tensor(step, device=device), at_L, _LOTS)
+    return uniform(seed, row_B1 + (micro << 32), torch.full((), step, device=device), at_L, _LOTS)
 
 
 def to_device(slices: Slices, device: torch.device) -> Slices:

@@ -138,9 +138,10 @@ def _step_of(line: str) -> float:
 class StopSignal:
     """Context manager: after SIGTERM or SIGINT, `requested` is True and the loop saves and leaves."""
 
+    requested = False
+
     def __enter__(self) -> StopSignal:
         """Installs the handlers (main thread only)."""
-        self.requested = False
         self._old: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):

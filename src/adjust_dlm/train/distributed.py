@@ -53,15 +53,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """True on all ranks as soon as it is True on one (used for stopping together)."""
-    if not dist.is_initialized():
-        return flag
-    value = torch.tensor(float(flag), device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return bool(value.item())
-
-
 def from_all_ranks(items: list[Any]) -> list[Any]:
     """The items of every rank, on every rank."""
     if not dist.is_initialized():

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from adjust_dlm.bases import Base
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.train.batches import random_slices, to_device
+from adjust_dlm.train.batches import pack, to_device
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
 from adjust_dlm.types import Trajectory
 
-_BATCHES, _SLICES = 8, 16
+_BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
 
 
 @torch.no_grad()
@@ -28,19 +29,19 @@ def held_out(
 ) -> dict[str, float]:
     """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row.
 
-    The same slices at every call: 8 batches of 16 windows from the held-out rows. Means over all states that count
-    at a depth; a depth that no trajectory is long enough for is left out.
+    The same windows at every call (see `looked_at`), in batches of 16. Means over all states that count at a depth; a
+    depth that no trajectory is long enough for is left out. A window costs rollout + 1 base passes and rollout steps
+    of g over one row, and the head on its masked rows: once for g, once for h_0 and twice for the teacher a depth.
     """
     if not rows:
         return {}
     sums: dict[str, float] = {}
     counts: dict[int, int] = {}
-    for batch in range(_BATCHES):
-        key = (config.seed, 1 << 40, batch)
-        slices = random_slices(
-            data, rows, count=_SLICES, length=config.rollout + 1, rollout=config.rollout, key=key,
-            pad_id=base.spec.pad_id, pad_to=pad_to,
-        )  # fmt: skip
+    windows = looked_at(rows, config.seed)
+    for first in range(0, len(windows), _BATCH):
+        some = [(data[row], at) for row, at in windows[first : first + _BATCH]]
+        starts = [int(at * max(1, x.commits - 1)) for x, at in some]
+        slices = pack([x for x, _ in some], starts, config.rollout + 1, base.spec.pad_id, pad_to=pad_to)
         with autocast:
             run = unroll(base, sampler, to_device(slices, base.device), rollout=config.rollout)
             for k in range(1, config.rollout + 1):
@@ -49,6 +50,22 @@ def held_out(
                 for name, value in means.items():
                     sums[f"{name}_{k}"] = sums.get(f"{name}_{k}", 0.0) + count * value
     return {name: value / counts[int(name.rpartition("_")[2])] for name, value in sums.items()}
+
+
+def looked_at(rows: Sequence[int], seed: int) -> list[tuple[int, float]]:
+    """The held-out windows: (row, moment), the latter as a share of the text, in [0, 1).
+
+    Each row comes equally often, once from 128 rows on, and its windows lie in different parts of the text; over all of
+    them, moments are spread evenly. Of more than 1024 rows, 1024 are taken, evenly spaced.
+
+    Args:
+        rows: at least one index.
+        seed: decides which row is looked at when.
+    """
+    rows = rows if len(rows) <= _MOST else [rows[i * len(rows) // _MOST] for i in range(_MOST)]
+    times, generator = -(-_LEAST // len(rows)), np.random.default_rng((seed, 1 << 40))
+    moment_N = (generator.permutation(len(rows)) + generator.integers(1 << 20, size=len(rows)) / (1 << 20)) / len(rows)
+    return [(row, (n + at) / times) for n in range(times) for row, at in zip(rows, moment_N.tolist(), strict=True)]
 
 
 def _depth(base: Base, run: Unrolled, k: int, config: Any) -> tuple[int, dict[str, float]]:

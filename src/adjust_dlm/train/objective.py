@@ -28,6 +28,11 @@ def check_objective(config: Any) -> None:
     )
     apart = [name for name in ("rollouts", "on_policy") if config.one_pass and getattr(config, name)]
     require(not apart, f"one_pass decodes what it trains on, once; leave {', '.join(apart)} out")
+    stored = config.trajectories if config.one_pass else ()
+    require(
+        not stored,
+        f"trajectories is {stored}; one_pass decodes what it trains on: give stored rows as heldout_trajectories",
+    )
     require(config.detach_every >= 0, f"detach_every is {config.detach_every}; it must be >= 0 (0 is never)")
     given = config.depth_weights
     good = not given or (len(given) == longest and min(given) >= 0 and given[0] > 0 and sum(given) < math.inf)

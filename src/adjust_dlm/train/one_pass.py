@@ -27,7 +27,7 @@ from adjust_dlm.data.trajectories import TrajectoriesConfig
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.decoders.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
-from adjust_dlm.train.rows import open_rows
+from adjust_dlm.train.rows import open_checked
 from adjust_dlm.train.unroll import NEVER, Frames
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require
 
@@ -41,7 +41,7 @@ class PoolConfig:
     Attributes:
         rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
         prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
-        chat: put each text of a file into the base's chat template.
+        chat: put each text of a file into the base's chat template (list tasks always are in it).
         max_new_tokens: masked positions after each prompt.
         temperature: one or more; with several, prompts and temperatures are crossed, row by row.
         top_p: nucleus mass in (0, 1].
@@ -189,10 +189,27 @@ class Pool:
         self.passes = self.group = self.spent = 0
 
     @property
+    def rows(self) -> int:
+        """N."""
+        return sum(len(lane.begins) for lane in self.lanes)
+
+    @property
     def bytes(self) -> int:
-        """Of the states that it holds at most."""
-        states = (self.length + self.wait) * sum(len(lane.begins) for lane in self.lanes)
-        return states * self.width * self.base.width * self.base.dtype.itemsize
+        """Of the states that it holds at most; behind the D columns of a base come those of its features."""
+        columns = self.base.width * (1 + len(self.base.keep))
+        return (self.length + self.wait) * self.rows * self.width * columns * self.base.dtype.itemsize
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of `state`, with all moments (int32 tokens, three masks) and canvases (int64 tokens and order, two masks)."""
+        moments = (self.length + self.wait) * (self.width * (4 + 3 * 1) + 8)
+        return self.rows * (moments + self.width * (2 * 8 + 2 * 1) + 2 * 8)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every micro-batch of this block has a window that counts: the first rows start one after another."""
+        started_N = (torch.stack([m.row_N for m in self.moments[: self.spent]]) != _IDLE).any(0)
+        return bool(started_N.view(-1, self.groups).any(0).all())
 
     def frames(self) -> Frames:
         """The next micro-batch in which at least one window counts: S states of M rows."""
@@ -281,10 +298,10 @@ def _rows_of(lane: int, lanes: int, source: PromptSource, first: int) -> Iterato
 
 
 def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], str, Pool]:
-    """Held-out trajectories, a digest of them and of the prompts, and the pool of this process.
+    """Held-out trajectories, a digest of the prompts, and the pool of this process.
 
     Held-out rows come from stored folders where these are given; else they are rows 0 .. heldout-1, decoded first.
-    Training decodes other rows.
+    Training decodes the rows behind them: of stored ones, behind the last that has its seed.
 
     Args:
         config: a `TrainConfig`.
@@ -293,30 +310,24 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
         world: number of processes.
 
     Raises:
-        InputError: bad settings or prompts; stored trajectories that are too few or another base's.
+        InputError: bad settings or prompts; stored trajectories that are another base's.
     """
-    folders = config.heldout_trajectories
-    require(not folders, f"heldout_trajectories is {folders}; one_pass takes held-out rows from `trajectories`")
     pool, windows = config.pool, config.slice_states - config.rollout
-    made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos)
-    wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
-    source = open_prompts(pool.prompts, base, chat=pool.chat, rows=config.heldout + wanted, seed=config.seed)
-    source.check_fits(base, pool.max_new_tokens)
-    data: Sequence[Trajectory]
-    if config.trajectories:
-        store, _ = open_rows(config.trajectories, (), config.heldout, base)
-        first = max((m["first_row"] + m["rows"] for m in store.manifests if m["seed"] == config.seed), default=0)
-        data, digest = store, store.digest()
-    else:
-        data, first = held_out_rows(base, made, source, config.heldout), config.heldout
-        digest = ""
     require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
-    kept = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
-    return data, f"{digest} {source.facts()['sha256']}", Pool(
+    store = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
+    manifests, first = ([], config.heldout) if store is None else (store.manifests, 0)
+    first = max((m["first_row"] + m["rows"] for m in manifests if m["seed"] == config.seed), default=first)
+    wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
+    source = open_prompts(pool.prompts, base, chat=pool.chat, rows=first + wanted, seed=config.seed)
+    source.check_fits(base, pool.max_new_tokens)
+    made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
+    held = held_out_rows(base, made, source, config.heldout) if store is None else store
+    keeper = None if pool.keep is None else Keeper(made, base, source, dry_run=config.dry_run)
+    return held, source.facts()["sha256"], Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
         weights=config.weights, decay=config.next_decay,
-        keeper=None if pool.keep is None or config.dry_run else Keeper(kept, base, source),
+        keeper=None if config.dry_run else keeper,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import math
 import os
 import time
 from collections.abc import Callable
@@ -43,6 +44,8 @@ def preflight(
     """Sizes by formula, time by a few real steps on this device; writes nothing, and leaves `run` good for nothing.
 
     hours = (steps left x seconds of a step + evaluations left x seconds of one) / 3600. Checkpoints are not in it.
+    One-pass training sees each text once: its rows are windows / new tokens (more, if texts end early). It decodes in
+    bursts, so the clock runs over whole ones.
 
     Args:
         run: as training would start, or go on, with it.
@@ -62,7 +65,7 @@ def preflight(
         torch.cuda.reset_peak_memory_stats(run.device)
     try:
         seconds = {
-            "step": _timed(lambda: step(run), clock),
+            "step": _timed(lambda: step(run), clock, times=_steps_to_time(run, step)),
             # on a CPU nothing is compiled by then, and one may take minutes
             "evaluation": _timed(lambda: evaluate(run), clock, times=1, warmup=int(run.device.type == "cuda")),
         }
@@ -74,10 +77,11 @@ def preflight(
     hours = (left * seconds["step"] + evaluations * seconds["evaluation"]) / 3600 if seconds else None
     if hours is not None and config.max_seconds:
         hours = min(hours, max(0.0, config.max_seconds - run.elapsed) / 3600)
+    rows = len(run.training_rows) if run.pool is None else -(-windows // config.pool.max_new_tokens)
     return {
-        "dry_run": True, "steps": left, "windows": windows, "windows_per_row": windows / max(1, len(run.training_rows)),
+        "dry_run": True, "steps": left, "windows": windows, "windows_per_row": windows / max(1, rows),
         "seconds_per_step": seconds.get("step"), "seconds_per_evaluation": seconds.get("evaluation"), "hours": hours,
-        "training_rows": len(run.training_rows), "heldout_rows": len(run.rows(True)), "ranks": run.world,
+        "training_rows": rows, "heldout_rows": len(run.rows(True)), "ranks": run.world,
         "memory_gib": {name: size / _GIB for name, size in memory.items()},
         "disk_gib": {name: size / _GIB for name, size in disk.items()},
         "problems": problems,
@@ -112,6 +116,17 @@ def _timed(call: Callable[[], Any], clock: Callable[[], float], *, times: int = 
     for _ in range(times):
         call()
     return (clock() - start) / times
+
+
+def _steps_to_time(run: Run, step: Callable[[Run], Any]) -> int:
+    """Steps between which a pool decodes as often as it will on average, once all of its rows have begun."""
+    if run.pool is None:
+        return TIMED
+    step(run)
+    while not run.pool.settled:
+        step(run)
+    whole = math.lcm(run.pool.groups, run.config.accumulate) // run.config.accumulate
+    return -(-TIMED // whole) * whole
 
 
 def memory_bytes(run: Run) -> dict[str, int]:
@@ -156,7 +171,7 @@ def optimizer_bytes(run: Run) -> int:
 def activation_bytes(run: Run) -> int:
     """Bytes between forward and backward of one micro-batch, N = slices x slice_states x L, R = slices x windows x L.
 
-    base pass, without a graph:   N (4 D + max(3 I, 3 H d)) b
+    base pass, without a graph:   N (4 D + max(3 I, 3 H d)) b; of a pool, N = its rows x L, and what it hands out
     graph of g, every depth:      rollout x layers x R (11 D + 5 H d + 4 mlp I) b, and in half precision fp32 copies of
                                   what enters two norms, 8 R D a depth, and a half-precision copy of g, 2 P
     rows of the KL, every depth:  rollout x 3 R D b  (teacher, student, gradient; if every row were masked)
@@ -166,7 +181,11 @@ def activation_bytes(run: Run) -> int:
     width, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     base_rows = config.slices * config.slice_states * longest(run)
     g_rows = config.slices * (config.slice_states - config.rollout) * longest(run)
-    passed = base_rows * (4 * width + max(3 * inner, 3 * heads)) * b
+    handed_out = 0
+    if run.pool is not None:
+        handed_out = base_rows * width * (1 + len(run.base.keep)) * b
+        base_rows = run.pool.rows * longest(run)
+    passed = base_rows * (4 * width + max(3 * inner, 3 * heads)) * b + handed_out
     g = run.sampler.config
     graph = config.rollout * g.layers * g_rows * (11 * width + 5 * heads + int(4 * g.mlp * inner)) * b
     if b < 4:
@@ -193,13 +212,13 @@ def _device_memory(device: torch.device) -> dict[str, int]:
 
 
 def disk_bytes(run: Run, folder: Path) -> dict[str, int]:
-    """Bytes in the output folder: a checkpoint is g and optimiser state in fp32, a sampler bf16.
+    """Bytes in the output folder: a checkpoint is g and optimiser state in fp32 (and pools), a sampler bf16.
 
     needed = two checkpoints (the old one stays until the new one is whole; with the running mean, if any) + three
     samplers (last, best, and one being written) - what is there already.
     """
     weights = sum(p.numel() for p in run.sampler.parameters()) * (1 + (run.averaged is not None))
-    checkpoint = 4 * weights + optimizer_bytes(run)
+    checkpoint = 4 * weights + optimizer_bytes(run) + (0 if run.pool is None else run.world * run.pool.saved_bytes)
     there = [folder / NAME, *(file for name in (LAST, BEST) for file in (folder / name).glob("*.safetensors"))]
     kept = sum(path.stat().st_size for path in there if path.is_file())
     needed = max(0, 2 * checkpoint + 3 * sampler_bytes(run) - kept)

@@ -32,22 +32,21 @@ def open_rows(
             stand in both.
     """
     require(bool(folders), "no trajectories: give folders written by `adjust trajectories`")
-    data = open_stores([Path(p) for p in folders])
-    _check(data, base)
+    data = open_checked(folders, base)
     if not heldout_folders:
         require(
             len(data) > heldout,
             f"{len(data)} trajectories, of which {heldout} are held out; there must be some left to train on",
         )
         return data, None
-    held = open_stores([Path(p) for p in heldout_folders])
-    _check(held, base)
+    held = open_checked(heldout_folders, base)
     check_apart(data.columns, held.columns)
     return data, held
 
 
-def _check(data: TrajectoryStore, base: Base) -> None:
-    """Raises InputError unless every row is of this base and some have two commits."""
+def open_checked(folders: Sequence[str], base: Base) -> TrajectoryStore:
+    """The trajectories in `folders`; raises InputError unless every row is of this base and some have two commits."""
+    data = open_stores([Path(p) for p in folders])
     names = ", ".join(map(str, data.folders))
     require(
         data.fingerprint == base.fingerprint,
@@ -66,6 +65,7 @@ def _check(data: TrajectoryStore, base: Base) -> None:
         f"none of the {len(data)} trajectories in {names} has two commits, so g has nothing to learn from them; "
         "make them with more max_new_tokens, or with suppress_eos",
     )
+    return data
 
 
 def check_apart(data: Columns, held: Columns) -> None:

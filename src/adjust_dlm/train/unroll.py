@@ -185,16 +185,20 @@ def unrolled_kl(
     depths = (depths,) if isinstance(depths, int) else depths
     shares = dict(depths) if isinstance(depths, Mapping) else dict.fromkeys(depths, 1 / len(depths))
     weight_KBL = torch.zeros(len(shares), *run.rank_BL.shape, device=run.rank_BL.device)
-    for weight_BL, (k, share) in zip(weight_KBL, shares.items(), strict=True):
-        masked_BL = run.rank[k - 1] >= 0
-        own_BL = row_weights(run.rank[k - 1], masked_BL, weights, decay=next_decay, share=next_share)
-        weight_BL[run.rows(k)] = own_BL * share / masked_BL.any(-1).sum().clamp_min(1)
+    rank_KNL = torch.stack([run.rank[k - 1] for k in shares])
+    masked_KNL = rank_KNL >= 0
+    own_KNL = row_weights(rank_KNL, masked_KNL, weights, decay=next_decay, share=next_share)
+    states_K = masked_KNL.any(-1).sum(-1).clamp_min(1)
+    for i, (k, share) in enumerate(shares.items()):
+        weight_KBL[i, run.rows(k)] = own_KNL[i] * share / states_K[i]
     if share_BL is not None:
         weight_KBL *= share_BL
-    row_R, at_R = (weight_KBL > 0).any(0).nonzero(as_tuple=True)  # sorted: those of a depth are neighbours
-    edges = torch.tensor([[run.rows(k).start, run.rows(k).stop] for k in shares], device=row_R.device)
+    counts_BL = (weight_KBL > 0).any(0)
+    before = [0, *counts_BL.sum(-1).cumsum(0).tolist()]  # rows of earlier states; the only wait for the device here
+    row_R, at_R = counts_BL.nonzero_static(size=before[-1]).unbind(-1)  # sorted: those of a depth are neighbours
     students = []
-    for i, (k, (first, last)) in enumerate(zip(shares, torch.searchsorted(row_R, edges).tolist(), strict=True)):
+    for i, k in enumerate(shares):
+        first, last = before[run.rows(k).start], before[run.rows(k).stop]
         row, at = row_R[first:last], at_R[first:last]
         h_BLD = (run.stale_BLD if stale else run.student[k - 1])[..., : base.width]
         students.append(Student(h_BLD[row - run.rows(k).start, at], weight_KBL[i, row, at], first))

@@ -1,0 +1,152 @@
+"""Settings of `adjust train`, checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, KernelName, RowWeights
+from adjust_dlm.sampler import SamplerConfig
+from adjust_dlm.train.objective import check_objective
+from adjust_dlm.train.one_pass import PoolConfig
+from adjust_dlm.train.trackers import TrackerName, check_trackers
+from adjust_dlm.types import require
+
+# Settings that a resumed run may change.
+FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
+PAPER: dict[str, Any] = {
+    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
+    "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of `adjust train`; the defaults are the measured recipe, `--preset paper` is the paper's.
+
+    Attributes:
+        base: name or folder of the frozen base.
+        trajectories: folders written by `adjust trajectories`; none with `one_pass`.
+        one_pass: decode the trajectories while training on them (see `pool`).
+        pool: what `one_pass` decodes.
+        output: folder for the sampler, checkpoints and metrics.
+        preset: "default", or "paper": AdamW 5e-5 constant after 250 warm-up steps, uniform rows, batch 32.
+        rollout: unrolled g steps (K - 1 of training).
+        rollouts: lengths of which each micro-batch draws one, in place of `rollout` (which metrics keep).
+        detach_every: g steps through which a gradient flows back; 0 is all.
+        loss: "sum" over depths, "last" depth alone, or "released": the last step of a random unroll.
+        depth_weights: of "sum": share of each depth, scaled to their sum; none is equal shares.
+        match_states: weight of the relative squared distance |h^_k - h_k|^2 / |h_k|^2 on masked rows beside the KL.
+        on_policy: share of the slices whose windows follow g itself (`train/on_policy.py`).
+        weights: "next" or "uniform" row weights.
+        next_decay: of "next": weights fall as exp(-rank / next_decay).
+        next_share: of "next": weight on that part; the rest is spread over all masked rows.
+        ema: weight of the past in a running mean of g's weights, which is then what is measured and saved; 0 is off.
+        optimizer: "muon" (matrices; AdamW for the rest) or "adamw".
+        lr: peak rate of Muon, or of AdamW.
+        warmup: steps of linear warm-up.
+        decay: share of the run, at its end, over which the rate falls linearly to 0.
+        steps: optimiser steps.
+        slice_states: consecutive states per slice; slice_states - rollout windows share their base passes.
+        slices: slices per micro-batch; with `one_pass`, rows of the pool that make one.
+        accumulate: micro-batches per step and rank.
+        clip: gradient norm limit.
+        heldout: trajectories kept apart for metrics (with `one_pass` the first rows); not with `heldout_trajectories`.
+        heldout_trajectories: folders of trajectories for metrics only, none of whose rows is trained on.
+        eval_every: steps between held-out metrics, over 128 windows or one of every held-out row (1024 at most).
+        checkpoint_every: steps between checkpoints.
+        seed: data order and initial weights.
+        suppress_eos: forbid end tokens in teacher and student, as decoding will.
+        pairing, layers, mlp, anchor, features: see `SamplerConfig`.
+        init: what g starts from: "fresh" weights, "base" (its layers are copies of the base's last ones), or the folder
+            of a sampler of the same base and form.
+        dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
+        rows: limit on the masked rows of a state that go through the head, the same loss on average; none takes all.
+        kernel: of the KL: "triton" (fused, CUDA), "torch", or "auto", the former where it can be had.
+        compile: compile the base's body, g and torch's KL kernel (CUDA).
+        resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
+        untimed: first steps that `max_seconds` and the reported seconds leave out: those in which kernels are compiled.
+        max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
+        track: tensorboard, wandb, trackio: where the lines of metrics.jsonl go as well.
+        dry_run: print memory, steps, hours and disk space of this run, from a few steps on this device; write nothing.
+    """
+
+    base: str = "smol"
+    trajectories: tuple[str, ...] = ()
+    one_pass: bool = False
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    output: str = "runs/sampler"
+    preset: Literal["default", "paper"] = "default"
+    rollout: int = 3
+    rollouts: tuple[int, ...] = ()
+    detach_every: int = 0
+    loss: Literal["sum", "last", "released"] = "sum"
+    depth_weights: tuple[float, ...] = ()
+    match_states: float = 0.0
+    on_policy: float = 0.0
+    weights: RowWeights = "next"
+    next_decay: float = NEXT_DECAY
+    next_share: float = NEXT_SHARE
+    ema: float = 0.0
+    optimizer: Literal["muon", "adamw"] = "muon"
+    lr: float = 2e-3
+    warmup: int = 50
+    decay: float = 0.7
+    steps: int = 5000
+    slice_states: int = 11
+    slices: int = 8
+    accumulate: int = 1
+    clip: float = 1.0
+    heldout: int = 64
+    heldout_trajectories: tuple[str, ...] = ()
+    eval_every: int = 500
+    checkpoint_every: int = 500
+    seed: int = 0
+    suppress_eos: bool = False
+    pairing: Literal["state", "token"] = "state"
+    layers: int = 1
+    mlp: float = 1.0
+    anchor: bool = False
+    features: tuple[int, ...] = ()
+    init: str = "fresh"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    rows: int | None = None
+    kernel: KernelName = "auto"
+    compile: bool = False
+    untimed: int = 0
+    max_seconds: float | None = None
+    resume: Literal["auto", "never"] = "auto"
+    track: tuple[TrackerName, ...] = ()
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks values, and fills in the paper's preset."""
+        if self.preset == "paper":
+            for name, value in PAPER.items():
+                given, default = getattr(self, name), self.__dataclass_fields__[name].default
+                require(
+                    given in (default, value),
+                    f"preset paper sets {name} to {value!r}; {given!r} was asked for: drop one of the two",
+                )
+                object.__setattr__(self, name, value)
+        for name in ("rollout", "steps", "slices", "accumulate", "eval_every", "checkpoint_every"):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("warmup", "heldout", "seed", "untimed"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
+        require(0 <= self.ema < 1, f"ema is {self.ema}; it must lie in 0..1, below 1")
+        check_objective(self)
+        self.sampler_config()
+        require(math.isfinite(self.lr) and self.lr > 0, f"lr is {self.lr}; it must be a positive number")
+        require(0 <= self.decay <= 1, f"decay is {self.decay}; it is a share of the run, 0..1")
+        require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
+        require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+        check_trackers(self.track)
+
+    def sampler_config(self) -> SamplerConfig:
+        """What g is built from."""
+        if self.preset == "paper":
+            return SamplerConfig.paper()
+        names = ("pairing", "layers", "mlp", "anchor", "features")
+        return SamplerConfig(**{name: getattr(self, name) for name in names})
