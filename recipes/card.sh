@@ -27,7 +27,7 @@ sparse=adjust:candidates=16,sparse=true
 for stage in "$@"; do
     echo "== $stage, $(date +%T)"
     case $stage in
-    check) python3 -m pytest -q -m gpu tests/test_gpu.py && python3 recipes/fast_check.py ;;
+    check) python3 -m pytest -q -m gpu tests/test_gpu.py; python3 -m pytest -q tests/test_kernels_layer.py; python3 recipes/fast_check.py ;;
     runtime) bench --base dream-7b-shape --forms eager fast public --decoders parallel adjust "$sparse" components --seconds 240 \
         --output "$out/runtime" ;;
     compiled) bench --base dream-7b-shape --forms compiled --decoders parallel adjust "$sparse" components --seconds 240 \
