@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from adjust_dlm.bases.shape import Shape
 
+_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def fuses(h: Tensor) -> bool:
-    """Whether `kernels.layer` stands in for the plain form: half precision on a card, outside of training.
+    """Whether `kernels.layer` stands in for the plain form: half precision on a card with Triton, outside of training.
 
     Not below a compiler, which fuses by itself.
     """
-    half = h.is_cuda and h.dtype in (torch.bfloat16, torch.float16)
+    half = _TRITON and h.is_cuda and h.dtype in (torch.bfloat16, torch.float16)
     return half and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
