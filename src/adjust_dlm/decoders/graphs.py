@@ -22,10 +22,11 @@ class Graphs:
 
     Attributes:
         captures: how many functions were captured so far.
+        reserved: bytes that the process has more from the card's memory than before these captures.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.captures = 0
+        self.captures = self.reserved = 0
         self._device, self._works = device, device.type == "cuda"
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         if self._works:
@@ -69,6 +70,7 @@ class Graphs:
 
     def _capture(self, key: Hashable, function: Callable[[], None], buffers: list[Tensor]) -> Any:
         """A graph of the function; None, and never another try, where it cannot be captured."""
+        before_bytes = torch.cuda.memory_reserved(self._device)
         saved = [buffer.clone() for buffer in buffers]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -93,5 +95,6 @@ class Graphs:
             return None
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.captures += 1
+        self.reserved += torch.cuda.memory_reserved(self._device) - before_bytes
         logger.debug("captured %s, number %d", key, self.captures)
         return graph
