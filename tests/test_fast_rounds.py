@@ -18,7 +18,7 @@ from adjust_dlm.decoders.fast_rounds import Rounds, column_bucket
 from adjust_dlm.decoders.rows import RoundCanvas, join, take
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import BOS, CORE, FAMILIES, LIMIT, MASK, tiny_base, tiny_sampler
+from helpers import BOS, CORE, FAMILIES, LIMIT, MASK, left_pad, tiny_base, tiny_sampler
 from test_fast import ALL, BASES, DEEP, FORMS, SAMPLERS, Replayed
 from test_properties import configs, heeded
 
@@ -97,17 +97,18 @@ def test_every_round_is_the_references_whatever_g_sees(form: str) -> None:
         lockstep(base, g, config, "adjust", sparse=sparse)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("chance", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "chance"),
+    [({"temperature": 0.7, "top_p": 0.8}, False), ({"temperature": 0.0, "block_length": 3}, False), ({}, True)],
+)
 def test_the_kernels_draw_for_rows_with_seeds_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, chance: bool
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], chance: bool
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(lane, "has_kernels", lambda device: True)
-    for changes in ({}, {"order": "random"}, {"top_p": 0.8, "block_length": 4}):
-        config = DecodeConfig(tokens_per_step=3, temperature=temperature, **changes)  # type: ignore[arg-type]
-        base = tiny_base("dream", end_ids=(1, 5))
-        lockstep(base, tiny_sampler(base), config, "adjust", rows=SHORT, chance=chance)
+    base = tiny_base("dream", end_ids=(1, 5))
+    config = DecodeConfig(**{"tokens_per_step": 3, **changes})
+    lockstep(base, tiny_sampler(base), config, "adjust", rows=SHORT, chance=chance)
 
 
 def test_a_row_that_spoils_a_pass_leaves_nothing_behind() -> None:
@@ -182,3 +183,41 @@ def test_sparse_steps_without_candidates_are_refused() -> None:
         Rounds(base, tiny_sampler(base), most_cells=CELLS).play(
             canvas, decoder="adjust", options=AdjustOptions(sparse=True)
         )
+
+
+# Passes alone --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_passes_on_buffers_are_those_of_the_models(form: str) -> None:
+    """States of every width, rows and columns that change, pads or none, and what a NaN left in the buffers."""
+    base, g = DEEP["dream"], ALL["dream", form]
+    rounds, seen = Rounds(base, g, most_cells=CELLS), g.on(base)
+    twin, step = rounds.passes(seen)
+    batches = [[BOS, 5, MASK, 7]], [[BOS], [BOS, 5, MASK, 9, 4]], [[BOS, 4, MASK]] * 3, [[BOS, *[7] * 40], [BOS]]
+    for rows in batches * 2:
+        state = left_pad(rows)
+        h_BLD, want_BLD = twin.hidden(state), seen.hidden(state)
+        for _ in range(3):
+            real_BL = state.real_BL  # what stands on pads means nothing
+            torch.testing.assert_close(h_BLD[real_BL], want_BLD[real_BL], rtol=1e-4, atol=1e-4)
+            before_BLD = h_BLD.clone()
+            with torch.no_grad():
+                next_BLD, want_BLD = step(h_BLD, state), g(want_BLD, state)
+            assert torch.equal(before_BLD, h_BLD)  # what it was given stays as it was
+            h_BLD = next_BLD
+        for buffers in rounds._engine.lanes:
+            buffers.h_BLD.fill_(torch.nan)
+
+
+def test_passes_over_many_canvases_are_not_captured() -> None:
+    base = tiny_base("dream")
+    g = tiny_sampler(base)
+    rounds = Rounds(base, g, most_cells=2 * 3 * 6)
+    twin, step = rounds.passes(base)
+    for rows, shapes in ((4, 0), (3, 1)):
+        state = left_pad([[BOS, 5, 6, 7, MASK, 8]] * rows)
+        with torch.no_grad():
+            torch.testing.assert_close(step(twin.hidden(state), state), g(base.hidden(state), state))
+        assert rounds.held.shapes == shapes
+    assert Rounds(base, None, most_cells=1).passes(base)[1] is None

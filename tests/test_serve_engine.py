@@ -212,8 +212,8 @@ def test_the_fast_form_of_a_server_is_refused_or_says_why_not(caplog: pytest.Log
     told(Engine(base, eager=False), [work_of([BOS], decoder="threshold", options={"tau": 0.5})] * 2)
     told(Engine(Typist("hello"), eager=False), [work_of([BOS])])
     assert [record.getMessage() for record in caplog.records] == [
-        "eager decoding: the sampler is a function",
-        "eager decoding: decoder threshold has no fast form",
+        "eager decoding: the sampler is a function; only passes are captured",
+        "eager decoding: decoder threshold has no fast form; only passes are captured",
         "eager decoding: base tiny is no transformer",
     ]
 

@@ -95,6 +95,6 @@ class Graphs:
             return None
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.captures += 1
-        self.reserved += torch.cuda.memory_reserved(self._device) - before_bytes
+        self.reserved += max(0, torch.cuda.memory_reserved(self._device) - before_bytes)
         logger.debug("captured %s, number %d", key, self.captures)
         return graph

@@ -15,7 +15,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
-from adjust_dlm.types import GIVEN, DecodeConfig
+from adjust_dlm.types import GIVEN, DecodeConfig, State
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
 _COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
@@ -116,6 +116,15 @@ class Lane(Canvas):
         """Leaves nothing of earlier rows in the slots from `first` on: a fault of theirs would be found again."""
         self.tokens_BL[first:] = self.base.spec.pad_id
         self.real_BL[first:] = True
+
+    def look(self, state: State) -> None:
+        """Takes into the first slots what passes and steps see of a state; everything else is idle and finite."""
+        rows, length = state.tokens_BL.shape
+        self.clear(0)
+        self.real_BL[:rows, :-length] = False
+        self.tokens_BL[:rows, -length:] = state.tokens_BL
+        self.real_BL[:rows, -length:] = state.real_BL
+        self.h_BLD.zero_()
 
     def give(self, canvas: Canvas) -> None:
         """Copies the first slots back into all rows of the canvas that they were loaded from."""

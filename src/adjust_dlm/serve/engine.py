@@ -292,16 +292,19 @@ class Engine:
                 self._waiting.popleft()
 
     def _lane(self, row: Row) -> Lane:
-        """A lane for the first row of its kind, whose rounds are captured where there is a form for it."""
-        work = row.ticket.work
-        plan, play = self.plan(work), None
+        """A lane for the first row of its kind, whose rounds, or at least passes, are captured where they can be."""
+        work, play = row.ticket.work, None
+        plan = self.plan(work)
         if self._rounds is not None:
             reason = fast.why_not(plan.base, work.decoder, plan.config, self.sampler, None)
             if reason is None:
                 own = plan.own[0] if plan.own else None
                 play = functools.partial(self._rounds.play, decoder=work.decoder, options=own)
             else:
-                fast.log_fallback(reason)
+                fast.log_fallback(f"{reason}; only passes are captured")
+                base, sampler = self._rounds.passes(plan.base)
+                helpers = {"sampler": sampler or self.sampler, "partner": self.partner}
+                plan = make_plan(base, work.config, decoder=work.decoder, **helpers, **work.options)
         return Lane(plan, row, next(self._turns), chance=work.chance, play=play)
 
 
