@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, BaseSpec, load_base
-from adjust_dlm.bases.dream import dream_base, dream_config
+from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.llada import llada_base, llada_config
@@ -64,6 +64,24 @@ def tiny_sampler(base: Base, seed: int = 0, **config: Any) -> Sampler:
             for weight in norm.parameters():
                 nn.init.uniform_(weight, 0.5, 1.5)
     return sampler.eval().requires_grad_(False)
+
+
+def build(device: str, *, seed: int = 0, spread: float = 0.02, head: float = 0.5) -> tuple[DreamBase, Sampler]:
+    torch.manual_seed(seed)
+    config = dream_config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=64, initializer_range=spread,
+    )  # fmt: skip
+    base = dream_base(config, mask_id=49, end_ids=(48,), bos_id=47, head_weight=torch.randn(50, 64) * head)
+    sampler = Sampler(base).eval()
+    base.model.to(device)
+    base.head_matrix = base.head_matrix.to(device)
+    return base, sampler.to(device)
+
+
+def wide(device: str) -> tuple[DreamBase, Sampler]:
+    """Positions so unlike each other that rounding decides nothing; the best two scores lie 1e-4 apart (checked)."""
+    return build(device, seed=3, spread=0.6, head=0.2)
 
 
 def oracle(base: Base) -> Callable[[Tensor, State], Tensor]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx
@@ -19,7 +20,7 @@ from adjust_dlm.serve.http import AppConfig, create_app
 from adjust_dlm.serve.run import Server, bound
 from adjust_dlm.serve.work import Event, Failed, Finished, Progress, RowSpec, Ticket, Work
 from adjust_dlm.types import DecodeConfig, State
-from helpers import oracle
+from helpers import oracle, wide
 from tiny_ar import BOS, CHAT, IM_END, MASK, SPECIAL
 
 MODEL = "tiny"
@@ -139,6 +140,39 @@ def play(engine: Engine, turns: int = 10_000) -> int:
             return n
         engine.turn()
     return turns
+
+
+def told(engine: Engine, works: list[Work], turns: int = 2) -> list[list[Any]]:
+    """Plays requests that come in every other turn; for each the ids and costs of its rows, and their commits."""
+    logs = []
+    for work in works:
+        logs.append(submit(engine, work)[1])
+        play(engine, turns)
+    play(engine)
+    return [
+        [
+            [(end.ids, vars(end.cost)) for _, end in sorted(log.finished.items())],
+            [(e.index, c.position, c.token, c.order) for e in log.events if isinstance(e, Progress) for c in e.commits],
+        ]
+        for log in logs
+    ]  # fmt: skip
+
+
+def mixed(device: str, *, temperature: float, eager: bool) -> tuple[Engine, list[Work]]:
+    """An engine on that device and a dozen requests of five kinds, whose rows differ in length, number and seed."""
+    base, g = wide(device)
+    base.tokenizer = byte_tokenizer()
+    engine = Engine(base, sampler=g, limits=Limits(rows=5), eager=eager)
+    kinds: list[dict[str, Any]] = [
+        {"decoder": "adjust", "tokens_per_step": 4}, {"decoder": "parallel", "tokens_per_step": 3, "top_p": 0.9},
+        {"decoder": "joint", "block_length": 4}, {"decoder": "adjust", "tokens_per_step": 3, "candidates": 4},
+        {"decoder": "threshold", "options": {"tau": 0.5}},
+    ]  # fmt: skip
+    works = [
+        work_of([47, *range(1, 3 + n)], [47, 5 + n], new=6 + n, seed=n, temperature=temperature, **kinds[n % 5])
+        for n in range(12)
+    ]
+    return engine, [replace(work, chance=n % 2 == 0) for n, work in enumerate(works)]
 
 
 class Served(NamedTuple):

@@ -1,6 +1,7 @@
 """The command line: flags, files, exit codes, and what is left behind when something goes wrong."""
 
 import errno
+import importlib
 import json
 import os
 import signal
@@ -113,6 +114,13 @@ def test_help_names_every_flag(name: str, run: Cli) -> None:
     missing = {flag for flag in flags | {"config", "verbose"} if f"--{flag}" not in out}
     assert missing <= {"prompt", "name", "files", "results"}  # these stand without a flag
     assert callable(getattr(module, COMMANDS[name].function))
+
+
+@pytest.mark.parametrize("task", ["table", "frontier", "gsm8k", "math", "humaneval", "mbpp", "parallelbench"])
+def test_whatever_decodes_texts_can_refuse_the_fast_form(task: str) -> None:
+    command = COMMANDS[f"eval {task}"]
+    config = getattr(importlib.import_module(command.module), command.config)
+    assert {field.name: field.default for field in fields(config)}["eager"] is False
 
 
 def test_version_and_unknown_commands(run: Cli) -> None:

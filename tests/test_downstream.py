@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders import decode
+from adjust_dlm.decoders import decode, fast
 from adjust_dlm.eval import downstream
 from adjust_dlm.eval.downstream import (
     DownstreamConfig,
@@ -24,6 +24,7 @@ from adjust_dlm.eval.downstream import (
 )
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import InputError
+from helpers import Counted
 from tiny_ar import chat_base
 
 
@@ -75,6 +76,18 @@ def test_a_run_scores_every_variant_and_writes_its_samples(base: Base, tmp_path:
     ]
     assert out["kinds"][1]["has_e"] == out["rows"][0]["kinds"]["odd"]["has_e"]["mean"]
     json.dumps(out)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_eager_refuses_the_fast_form(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, eager: bool
+) -> None:
+    """As on a card: three variants in the fast form, or none; the result says which."""
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
+    quick = Counted(fast.run_fast)
+    monkeypatch.setattr(fast, "run_fast", quick)
+    out = evaluate(letters([]), settings(tmp_path, eager=eager), base, Sampler(base).eval())
+    assert (quick.calls, out["config"]["eager"]) == (0 if eager else 3, eager)
 
 
 def test_texts_are_kept_so_that_scoring_again_costs_no_pass(

@@ -14,7 +14,7 @@ from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.data.lists import KINDS, ListTask, write_list
-from adjust_dlm.decoders import decode
+from adjust_dlm.decoders import decode, fast
 from adjust_dlm.eval import frontier, table
 from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
 from adjust_dlm.eval.generation import generate_rows
@@ -185,6 +185,48 @@ def test_finished_calls_are_read_and_not_repeated(tmp_path: Path, monkeypatch: p
     assert calls.calls == 5
     assert make(other, variant="parallel") == make(variant="parallel") and calls.calls == 5  # it takes no g
     assert len(list(tmp_path.glob("*.jsonl"))) == 5
+
+
+def test_texts_of_a_refused_fast_form_are_another_call_only_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU `eager` changes nothing; where the fast form would be taken it names other texts, and is heeded."""
+    base = dream_base(tiny_config("dream"), mask_id=20, end_ids=(1,), bos_id=2, token_limit=20)
+    quick, calls = Counted(fast.run_fast), Counted(decode)
+    monkeypatch.setattr(fast, "run_fast", quick)
+    monkeypatch.setattr("adjust_dlm.decoders.decode", calls)
+
+    def seen(variant: str, *, eager: bool) -> tuple[int, int, int]:
+        folder = tmp_path / device
+        generate_rows(base, {}, variant, [[2]], DecodeConfig(max_new_tokens=4), keep=folder, eager=eager)
+        return calls.calls, quick.calls, len(list(folder.glob("*.jsonl")))
+
+    device = "cpu"
+    assert [seen("joint", eager=eager) for eager in (True, False)] == [(1, 0, 1)] * 2
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)  # as on a card
+    device = "card"
+    assert [seen("joint", eager=eager) for eager in (True, False, True, False)] == [
+        (2, 0, 1), (3, 1, 2), (3, 1, 2), (3, 1, 2),
+    ]  # fmt: skip
+    assert [seen("threshold:tau=0.5", eager=eager) for eager in (True, False)] == [(4, 1, 3)] * 2
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_every_cell_heeds_eager(*, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text, MAUVE's reference and lists; a result says which form made it."""
+    ar, _ = load_ar(str(save_tiny(tmp_path / "ar")))
+    monkeypatch.setattr(table, "load_ar", lambda *_, **__: (ar, words(BOS)))
+    base = chat_base(context=512, template="{{ messages[0].content }}")
+    flags = FrontierConfig(
+        output=str(tmp_path), n=3, temperatures=(1.0,), max_new_tokens=4, buckets=2, device="cpu", plot=False,
+        variants=("parallel:tokens_per_step=2",), list_variants=("parallel:tokens_per_step=4",), list_n=2,
+        list_max_new_tokens=4, eager=eager,
+    )  # fmt: skip
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
+    quick = Counted(fast.run_fast)
+    monkeypatch.setattr(fast, "run_fast", quick)
+    make_frontier(flags, base)
+    assert quick.calls == (0 if eager else 5)
 
 
 def test_a_sampler_with_another_config_is_another_call(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from adjust_dlm.bases import attention, layers, load_base
-from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.prompts import PromptSource
@@ -20,25 +19,13 @@ from adjust_dlm.sampling import uniform
 from adjust_dlm.train.one_pass import Pool, PoolConfig
 from adjust_dlm.train.unroll import unroll_frames, unrolled_kl
 from adjust_dlm.types import DecodeConfig, State
-from helpers import left_pad
+from helpers import build, left_pad, wide
+from serving import mixed, told
 from test_checkpoint import write
 from tiny_ar import tiny_partner
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [[47, 1, 2], [47, 3, 4, 5, 6, 7, 8, 9, 10]]
-
-
-def build(device: str, *, seed: int = 0, spread: float = 0.02, head: float = 0.5) -> tuple[DreamBase, Sampler]:
-    torch.manual_seed(seed)
-    config = dream_config(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=50, max_position_embeddings=64, initializer_range=spread,
-    )  # fmt: skip
-    base = dream_base(config, mask_id=49, end_ids=(48,), bos_id=47, head_weight=torch.randn(50, 64) * head)
-    sampler = Sampler(base).eval()
-    base.model.to(device)
-    base.head_matrix = base.head_matrix.to(device)
-    return base, sampler.to(device)
 
 
 @pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust"])
@@ -200,11 +187,6 @@ def test_card_and_cpu_agree_with_cache_blocks_and_partner(decoder: str) -> None:
 # The fast form: captured graphs and kernels --------------------------------------------------------------------
 
 
-def wide(device: str) -> tuple[DreamBase, Sampler]:
-    """Positions so unlike each other that rounding decides nothing; the best two scores lie 1e-4 apart (checked)."""
-    return build(device, seed=3, spread=0.6, head=0.2)
-
-
 @pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust"])
 @pytest.mark.parametrize(
     "changes",
@@ -323,3 +305,20 @@ def test_quantized_layers_in_the_fast_form(tmp_path: Path, kind: str) -> None:
     g = Sampler(base).to("cuda", torch.bfloat16).eval()
     result = decode(base, [[2, 5], [2, 5, 7]], config, sampler=g)
     assert not bool((result.tokens_BL == base.spec.mask_id).any())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_server_on_captured_rounds_answers_as_the_reference(
+    temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A dozen requests that come and go, the same ones twice: the second time nothing is captured."""
+    reference = told(*mixed("cuda", temperature=temperature, eager=True))
+    engine, works = mixed("cuda", temperature=temperature, eager=False)
+    assert told(engine, works) == reference
+    held = engine.held
+    assert held.captures > 0 and held.functions > 0 and held.buffer_bytes > 0
+    assert told(engine, works) == reference
+    assert engine.held == held
+    assert {record.getMessage() for record in caplog.records} <= {
+        "eager decoding: decoder threshold has no fast form; only passes are captured"
+    }

@@ -7,12 +7,14 @@ import random
 import pytest
 import torch
 
-from adjust_dlm.decoders import DECODERS, decode, make_plan
+from adjust_dlm.decoders import DECODERS, decode, fast, make_plan
 from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.fast_rounds import Rounds
 from adjust_dlm.decoders.rows import RoundCanvas, join, take
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, FAMILIES, MASK, row_of, tiny_base, writer
 from test_every_decoder import OPTIONS, ORDERS, setup
+from test_fast import Replayed
 
 RESUMABLE = [name for name, entry in DECODERS.items() if entry.resumable]
 # Prompt, new tokens, seed, row id: all differ.
@@ -31,12 +33,20 @@ def test_which_decoders_keep_nothing_between_rounds() -> None:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("decoder", RESUMABLE)
-def test_rows_come_and_go_and_none_notices(decoder: str, family: str, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_come_and_go_and_none_notices(
+    decoder: str, family: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch, *, captured: bool
+) -> None:
     """A row joins in every round, three at most stay together; tokens, order and calls are those of a decode alone."""
     base, helpers = setup(family)
+    monkeypatch.setattr(fast, "Graphs", Replayed)
     options = OPTIONS.get(decoder, {})
     config = DecodeConfig(tokens_per_step=2, order=ORDERS.get(decoder), **changes)  # type: ignore[arg-type]
     plan = make_plan(base, config, decoder=decoder, **helpers, **options)
+    if captured:  # base passes and steps of g, in buffers of few shapes
+        rounds = Rounds(base, helpers["sampler"], most_cells=8 * 64)
+        twin, g = rounds.passes(plan.base)
+        plan = make_plan(twin, config, decoder=decoder, sampler=g, partner=helpers["partner"], **options)
     fresh = [
         RoundCanvas(plan.base, [ids], plan.config, rows=[row], seeds=[seed], new=[new]) for ids, new, seed, row in ROWS
     ]
@@ -56,6 +66,7 @@ def test_rows_come_and_go_and_none_notices(decoder: str, family: str, changes: d
         here = [here[b] for b in kept]
         canvas = take(canvas, kept) if kept else None
     assert len(widths) >= 3  # batches of several shapes
+    assert not captured or 1 <= rounds.held.shapes <= 8
     for n, (ids, new, seed, row) in enumerate(ROWS):
         alone = decode(
             base, [ids], config.but(seed=seed, max_new_tokens=new), decoder=decoder, rows=[row], **helpers, **options

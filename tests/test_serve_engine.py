@@ -7,14 +7,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
-from adjust_dlm.decoders import decode
+from adjust_dlm.decoders import decode, fast
+from adjust_dlm.decoders.fast_rounds import Held
 from adjust_dlm.serve.engine import Engine, Limits
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.work import Finished, Progress, RowSpec, Work
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import tiny_sampler
-from serving import Log, Typist, play, submit, typing_engine, wait_for, work_of
+from helpers import oracle, tiny_sampler
+from serving import Log, Typist, mixed, play, submit, told, typing_engine, wait_for, work_of
+from test_fast import Replayed
 from tiny_ar import BOS, MASK, chat_base, tiny_partner
 
 SETTINGS: list[dict[str, Any]] = [
@@ -32,12 +35,18 @@ def typed(text: str = "hello world foo", **limits: Any) -> tuple[Typist, Engine,
     return base, typing_engine(base, **limits), base.encode("write:")
 
 
+@pytest.fixture(autouse=True)
+def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "Graphs", Replayed)
+
+
+@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_rows_come_out_as_if_alone_whoever_comes_and_goes(rows: int) -> None:
+def test_rows_come_out_as_if_alone_whoever_comes_and_goes(*, rows: int, eager: bool) -> None:
     """30 requests of five kinds, a new one every other turn: texts, ids, orders and costs are those of `decode`."""
     base = chat_base(context=128)
     helpers = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
-    engine = Engine(base, **helpers, limits=Limits(rows=rows))
+    engine = Engine(base, **helpers, limits=Limits(rows=rows), eager=eager)
     asked: list[tuple[Work, Log]] = []
     for n in range(30):
         ids = [BOS, *range(10, 11 + n % 7)]
@@ -45,6 +54,7 @@ def test_rows_come_out_as_if_alone_whoever_comes_and_goes(rows: int) -> None:
         asked.append((work, submit(engine, work)[1]))
         play(engine, 2)
     play(engine)
+    assert (engine.held.captures > 0) is not eager
     for work, log in asked:
         for b, spec in enumerate(work.rows):
             alone = decode(
@@ -170,6 +180,49 @@ def test_a_poisoned_request_fails_alone(bad: str, kind: type[Exception]) -> None
     for log in (before, after):
         assert all(end.text == "hello world " and end.cost.base_calls == 12 for end in log.finished.values())
     assert len(before.finished) == 2 and engine.idle
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_row_that_gives_nan_fails_alone_in_the_fast_form_too(*, eager: bool) -> None:
+    """The others go on from the canvas before the round: they get what they get without it, at the same cost."""
+    base = chat_base(context=128)
+    with torch.no_grad():
+        base.model.embed_tokens.weight[101] = torch.nan  # beyond the tokenizer: never drawn
+    works = [work_of([BOS, 10 + n], [BOS, 20 + n], new=9, decoder="adjust", tokens_per_step=2) for n in range(2)]
+    want = told(Engine(base, sampler=tiny_sampler(base), eager=True), works)
+    engine = Engine(base, sampler=tiny_sampler(base), eager=eager)
+    first = submit(engine, works[0])[1]
+    engine.turn()
+    poisoned = submit(engine, work_of([BOS, 101, 10], new=9, decoder="adjust", tokens_per_step=2))[1]
+    assert told(engine, works[1:])[0] == want[1]
+    assert isinstance(poisoned.error, FloatingPointError)
+    assert [(end.ids, vars(end.cost)) for end in first.finished.values()] == want[0][0]
+    assert engine.held.shapes == (0 if eager else 4)  # 1, 2, 4 and 8 slots
+
+
+def test_the_fast_form_of_a_server_is_refused_or_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
+    fast.log_fallback.cache_clear()
+    base = chat_base(context=128)
+    for eager in (None, True):  # on the CPU it is not asked for
+        engine = Engine(base, sampler=tiny_sampler(base), eager=eager)
+        told(engine, [work_of([BOS], decoder="joint")])
+        assert engine.held == Held()
+    assert not caplog.records
+    told(Engine(base, sampler=oracle(base), eager=False), [work_of([BOS], decoder=d) for d in ("joint", "adjust")])
+    told(Engine(base, eager=False), [work_of([BOS], decoder="threshold", options={"tau": 0.5})] * 2)
+    told(Engine(Typist("hello"), eager=False), [work_of([BOS])])
+    assert [record.getMessage() for record in caplog.records] == [
+        "eager decoding: the sampler is a function; only passes are captured",
+        "eager decoding: decoder threshold has no fast form; only passes are captured",
+        "eager decoding: base tiny is no transformer",
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_server_on_buffers_answers_as_the_reference(temperature: float) -> None:
+    """What tests/test_gpu.py compares on a card."""
+    reference, captured = (told(*mixed("cpu", temperature=temperature, eager=eager)) for eager in (True, False))
+    assert reference == captured and all(rows and commits for rows, commits in reference)
 
 
 def test_a_failing_row_takes_its_own_request_along_and_no_other() -> None:

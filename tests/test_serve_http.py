@@ -631,6 +631,27 @@ def test_the_numbers_on_metrics_are_those_of_the_requests() -> None:
     assert {key: float(lines[key]) for key in expected} == expected
 
 
+def test_metrics_tell_what_the_fast_form_holds(model: tuple[TransformerBase, Sampler]) -> None:
+    """Concurrent requests with the texts of `decode`, and the memory that their shapes took."""
+    base, sampler = model
+    engine = Engine(base, sampler=sampler, eager=False)
+    with serving(engine) as served, ThreadPoolExecutor(4) as pool:
+        asked = [{"prompt": "once", "max_tokens": 7, "seed": n, "tokens_per_step": 3} for n in range(8)]
+        answers = list(pool.map(lambda body: post(served, "/v1/completions", body), asked))
+        lines = dict(
+            line.rsplit(" ", 1) for line in served.client.get("/metrics").text.splitlines() if not line.startswith("#")
+        )
+    for body, answer in zip(asked, answers, strict=True):
+        config = DecodeConfig(max_new_tokens=7, tokens_per_step=3, seed=body["seed"])
+        alone = decode(base, [base.encode("once")], config, sampler=sampler, eager=True)
+        assert answer["choices"][0]["text"] == base.decode(alone.tokens_BL[0, -7:].tolist())
+    held, shapes = engine.held, int(float(lines["adjust_captured_shapes"]))
+    assert held.shapes == shapes > 0
+    assert float(lines['adjust_captured_bytes{kind="buffers"}']) == held.buffer_bytes > shapes * 32 * 2 * 4 * base.width
+    assert float(lines['adjust_captured_bytes{kind="graphs"}']) == 0  # without a card nothing is captured
+    assert (float(lines["adjust_captures_total"]), float(lines["adjust_captured_functions"])) == (0, 0)
+
+
 def test_a_base_without_a_template_says_so(model: tuple[TransformerBase, Sampler]) -> None:
     base = Typist(HELLO)
     base.tokenizer.chat_template = None

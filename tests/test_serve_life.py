@@ -28,9 +28,12 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from adjust_dlm.commands import serve as serve_command
 from adjust_dlm.commands.serve import ServeConfig, run
+from adjust_dlm.decoders import fast
 from adjust_dlm.serve.run import bound, is_loopback
 from adjust_dlm.types import InputError
+from helpers import tiny_base
 from serving import Served, Typist, serving, typing_engine, wait_for
 
 PASS = 0.02  # seconds of a base pass where it matters
@@ -222,6 +225,15 @@ def test_the_command_serves_and_leaves_with_zero() -> None:
 def test_flags_that_make_no_sense_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         run(ServeConfig(**{"base": "exact", "decoder": "joint", "port": 0, **flags}))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_command_hands_eager_on(*, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card: the fast form unless it is refused."""
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
+    flags = ServeConfig(base="exact", decoder="joint", eager=eager)
+    engine = serve_command._engine(flags, tiny_base("dream"), serve_command.check(flags))
+    assert (engine._rounds is None) is eager
 
 
 def test_who_can_reach_an_address() -> None:

@@ -48,6 +48,7 @@ class ServeConfig(LoadFlags):
         max_body: bytes of a request's body, at most.
         rate_limit: requests a minute of one address; 0 is no limit.
         drain_seconds: how long a first SIGTERM waits for running requests.
+        eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
     host: str = "127.0.0.1"
@@ -72,6 +73,7 @@ class ServeConfig(LoadFlags):
     max_body: int = 1 << 20
     rate_limit: int = 0
     drain_seconds: float = 30.0
+    eager: bool = False
 
 
 def run(flags: ServeConfig) -> Outcome:
@@ -153,7 +155,7 @@ def _engine(flags: ServeConfig, base: Base, defaults: Defaults) -> Engine:
     limits = Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
     sampler: Any = load_sampler_for(flags, base)
     partner = load_partner(base, flags.partner) if flags.load_partner or flags.partner else None
-    engine = Engine(base, sampler=sampler, partner=partner, limits=limits)
+    engine = Engine(base, sampler=sampler, partner=partner, limits=limits, eager=flags.eager or None)
     row = RowSpec(ids=[], new=1, seed=0, row=0)
     engine.plan(Work(rows=(row,), decoder=defaults.decoder, config=defaults.config, options=defaults.options))
     return engine

@@ -48,6 +48,7 @@ __all__ = [
     "make_plan",
     "read_options",
     "read_variant",
+    "takes_fast",
 ]
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
@@ -282,6 +283,13 @@ def decode(
     )
 
 
+def takes_fast(
+    base: Base, config: DecodeConfig, *, decoder: str, sampler: Any = None, eager: bool | None = None
+) -> bool:
+    """Whether `decode` with these arguments takes the fast form, whose numbers are the reference's up to rounding."""
+    return fast.wanted(base, eager) and fast.why_not(base, decoder, config, sampler, None) is None
+
+
 def decode_many(
     base: Base,
     prompts: Sequence[list[int]],
@@ -320,7 +328,7 @@ def decode_many(
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     rows = range(len(prompts)) if rows is None else rows
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
-    refill = fast.wanted(base, eager) and fast.why_not(base, decoder, config, sampler, None) is None
+    refill = takes_fast(base, config, decoder=decoder, sampler=sampler, eager=eager)
     group = batch_size * _BATCHES if refill else batch_size
     order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n])) if refill else list(range(len(prompts)))
     for at in range(0, len(order), group):

@@ -12,9 +12,9 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,16 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
+from adjust_dlm.decoders.adjust import AdjustOptions
 from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.decoders.static_pick import pick
+from adjust_dlm.decoders.work import Work, length_bucket, slot_bucket
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 
 COVERED = ("joint", "parallel", "adjust")
-MOST_LANES = 8  # shapes whose buffers and graphs are kept
+MOST_LANES = 8
 _COMPACT = 1024  # tokens of a pass from which on fewer rows make it faster
 _PAYS = 32  # masks of a row that are worth new graphs
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def run_fast(
     options.check(sampler, canvas.config.candidates)
     sampler = sampler if decoder == "adjust" else None
     with torch.cuda.device(base.device) if base.device.type == "cuda" else contextlib.nullcontext():
-        engine, seen = _engine(base, sampler), base if sampler is None else sampler.on(base)
+        engine, seen = engine_of(base, sampler), base if sampler is None else sampler.on(base)
         engine.fill(seen, sampler, canvas, _Plan(decoder, canvas, options), slots)
 
 
@@ -97,14 +97,14 @@ def captures(base: Base) -> int:
     return 0 if base.workspace is None else base.workspace.graphs.captures
 
 
-def _engine(base: Base, sampler: Sampler | None) -> _Engine:
+def engine_of(base: Base, sampler: Sampler | None) -> Engine:
     """What is kept with the base; made anew once weights lie elsewhere."""
     if base.workspace is None or base.workspace.weights != _weights(base):
         assert isinstance(base, TransformerBase)
         if base.device.type == "cuda":
             join_projections(base.model)
-        base.workspace = _Engine(base.device, _weights(base))
-    engine: _Engine = base.workspace
+        base.workspace = Engine(base.device, _weights(base))
+    engine: Engine = base.workspace
     engine.meet(sampler, compiled=base.compiled)
     return engine
 
@@ -170,12 +170,33 @@ class _Plan:
         if done:
             row.left[next(n for n, count in enumerate(row.left) if count)] -= done
 
+    def over(self, living: list[_Row | None], news: tuple[int, list[bool]] | None) -> list[int]:
+        """Slots whose rows are done after this round: by count, or as the news of an earlier round has it."""
+        out = []
+        for b, row in enumerate(living):
+            if row is None:
+                continue
+            self.advance(row)
+            ended = news is not None and news[0] >= row.since and not news[1][b]
+            if ended or not any(row.left):
+                out.append(b)
+        return out
 
-class _Engine:
-    """Lanes and graphs of one base."""
+
+class Engine:
+    """Lanes and graphs of one base.
+
+    Attributes:
+        weights: where they lay when it was made.
+        graphs: captured functions.
+        most_lanes: shapes whose buffers and graphs are kept.
+        most_cells: slots times columns of all of them together; the latest is kept however large.
+    """
 
     def __init__(self, device: torch.device, weights: tuple[Any, ...]) -> None:
+        """Nothing is held yet."""
         self.weights, self.graphs = weights, Graphs(device)
+        self.most_lanes, self.most_cells = MOST_LANES, math.inf
         self._lanes: OrderedDict[tuple[Any, ...], Lane] = OrderedDict()
         self._sampler: tuple[Any, tuple[int, ...]] = (lambda: None, ())
 
@@ -197,14 +218,29 @@ class _Engine:
         key = (slots, length, padded, base.keep, anchor)
         if key not in self._lanes:
             self._lanes[key] = Lane(base, slots, length, padded=padded, config=config, anchor=anchor)
-            if len(self._lanes) > MOST_LANES:
-                old, _ = self._lanes.popitem(last=False)
-                self.graphs.drop(lambda known: known[0] == old)
-                logger.info("dropped buffers and graphs of %d x %d: %d shapes are kept at most", *old[:2], MOST_LANES)
+            self._evict()
         self._lanes.move_to_end(key)
         lane = self._lanes[key]
         lane.start(config)
         return lane
+
+    def _evict(self) -> None:
+        """Drops the shapes not used for longest, until the rest is within bounds."""
+        while len(self._lanes) > 1:
+            cells = sum(slots * length for slots, length, *_ in self._lanes)
+            if len(self._lanes) <= self.most_lanes and cells <= self.most_cells:
+                return
+            old, _ = self._lanes.popitem(last=False)
+            self.graphs.drop(functools.partial(_belongs_to, old))
+            bounds = f"{self.most_lanes} shapes"
+            if self.most_cells < math.inf:
+                bounds += f" of {self.most_cells} positions"
+            logger.info("dropped buffers and graphs of %d x %d: %s are kept at most", *old[:2], bounds)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Those that are kept, the one not used for longest first."""
+        return list(self._lanes.values())
 
     def fill(self, base: Base, sampler: Sampler | None, canvas: Canvas, plan: _Plan, slots: int | None) -> None:
         """All rows of the canvas, `slots` at a time."""
@@ -218,10 +254,11 @@ class _Engine:
         lane = self.lane(base, size, columns, padded=padded, config=canvas.config, anchor=anchor)
         living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
         lane.load(canvas, [row.number for row in living if row], 0)
-        work, mail = _Work(self.graphs, base, sampler, lane, plan), _Mail(lane)
+        work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
         for number in itertools.count():
-            work.round([row for row in living if row])
-            over = work.over(living, mail.exchange(number) if plan.may_end else None)
+            rows = [row for row in living if row]
+            work.round(max(plan.commits(row) for row in rows), max(row.open for row in rows))
+            over = plan.over(living, mail.exchange(number) if plan.may_end else None)
             for b in over:
                 row, living[b] = living[b], None
                 assert row is not None
@@ -234,8 +271,11 @@ class _Engine:
                 break
             if over and _worth_moving(living, lane):
                 lane, living = self._move(base, lane, living)
-                work, mail = _Work(self.graphs, base, sampler, lane, plan), _Mail(lane)
+                work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
         lane.refuse_nan()
+
+    def _work(self, base: Base, sampler: Sampler | None, lane: Lane, plan: _Plan) -> Work:
+        return Work(self.graphs, base, sampler, lane, decoder=plan.decoder, options=plan.options)
 
     def _move(self, base: Base, lane: Lane, living: list[_Row | None]) -> tuple[Lane, list[_Row | None]]:
         """A smaller lane for the rows that are left."""
@@ -246,104 +286,16 @@ class _Engine:
         return smaller, [living[b] for b in slots]
 
 
+def _belongs_to(shape: tuple[Any, ...], key: tuple[Any, ...]) -> bool:
+    return bool(key[0] == shape)
+
+
 def _worth_moving(living: list[_Row | None], lane: Lane) -> bool:
     """Whether a pass over the living rows alone is so much cheaper that it pays for new graphs."""
     rows = [row for row in living if row]
     tokens = lane.tokens_BL.numel()
     longest = max(sum(row.left) for row in rows)
     return tokens >= _COMPACT and 2 * slot_bucket(len(rows)) <= len(living) and longest >= _PAYS
-
-
-class _Work:
-    """The rounds of one decode on one lane."""
-
-    def __init__(self, graphs: Graphs, base: Base, sampler: Sampler | None, lane: Lane, plan: _Plan) -> None:
-        self.graphs, self.base, self.sampler, self.lane, self.plan = graphs, base, sampler, lane, plan
-        self.options = plan.options
-        blocks, config = lane.config.block_length is not None, lane.config
-        self._settings = config.but(
-            seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=config.max_new_tokens if blocks else 1
-        )
-        if self.options.sparse and sampler is not None:
-            lane.need_keys(sampler)
-
-    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
-        self.graphs.run((self.lane.shape, (*key, self._settings)), function, self.lane.buffers)
-
-    def round(self, rows: list[_Row]) -> None:
-        """One base pass and its commits, launched; nothing waits for them."""
-        lane, options = self.lane, self.options
-        count = max(self.plan.commits(row) for row in rows)
-        width = width_bucket(max(row.open for row in rows), lane.tokens_BL.shape[1])
-        again = options.restart is not None and count > options.restart + 1
-        self._run(("base", again), lambda: self._base_pass(again))
-        if self.plan.decoder == "parallel":
-            if count:
-                self._run(("pick", width, count, False), lambda: pick(self.base, lane, width, count))
-            return
-        for k in range(count):
-            if k:
-                self._step(k, width, last=k == count - 1)
-            first = k == 0 and lane.config.candidates > 0
-            if k == 1 and lane.config.candidates:
-                width = min(width, lane.config.candidates + 1)
-            self._run(("pick", width, 1, first), functools.partial(pick, self.base, lane, width, 1, first=first))
-
-    def _base_pass(self, keep: bool) -> None:
-        lane = self.lane
-        lane.begin_round()
-        h_BLD = self.base.hidden(lane)
-        lane.h_BLD.copy_(h_BLD if self.sampler is None else self.sampler.anchored(h_BLD))
-        if keep:
-            lane.start_BLD.copy_(lane.h_BLD)
-
-    def _step(self, k: int, width: int, *, last: bool) -> None:
-        """g after commit k; the last call of a round only where something may still be picked."""
-        again = k > 1 and self.options.starts_again(k)
-        if self.options.sparse:
-            key: tuple[Any, ...] = ("step", "sparse", k, again)
-            self._run(key, lambda: self._sparse(k, again))
-        elif last and width < self.lane.tokens_BL.shape[1]:
-            self._run(("step", "last", width, again), lambda: self._last(width, again))
-        else:
-            self._run(("step", "whole", again), lambda: self._whole(again))
-
-    def _begin_step(self, again: bool) -> Sampler:
-        assert self.sampler is not None
-        self.lane.sampler_calls_B += self.lane.busy_B
-        if again:
-            self.lane.h_BLD.copy_(self.lane.start_BLD)
-        return self.sampler
-
-    def _whole(self, again: bool) -> None:
-        sampler = self._begin_step(again)
-        self.lane.h_BLD.copy_(sampler(self.lane.h_BLD, self.lane))
-
-    def _last(self, width: int, again: bool) -> None:
-        sampler, lane = self._begin_step(again), self.lane
-        column_BN, _ = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
-        new_BND = sampler(lane.h_BLD, lane, column_BN)
-        lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
-
-    def _sparse(self, k: int, again: bool) -> None:
-        sampler, lane = self._begin_step(again), self.lane
-        if k == 1:
-            made = sampler.keys(lane.h_BLD, lane)
-            for kept, new in zip(itertools.chain(*lane.keys), itertools.chain(*made), strict=True):
-                kept.copy_(new)
-        lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
-
-    def over(self, living: list[_Row | None], news: tuple[int, list[bool]] | None) -> list[int]:
-        """Slots whose rows are done after this round: by count, or as the news of an earlier round has it."""
-        out = []
-        for b, row in enumerate(living):
-            if row is None:
-                continue
-            self.plan.advance(row)
-            ended = news is not None and news[0] >= row.since and not news[1][b]
-            if ended or not any(row.left):
-                out.append(b)
-        return out
 
 
 class _Mail:
@@ -378,21 +330,3 @@ class _Mail:
         if bad:
             self.lane.refuse_nan()
         return number, open_
-
-
-def slot_bucket(rows: int) -> int:
-    """Slots for a number of rows: 1 to 4, then multiples of 4, of 8 from 32 on."""
-    step = 1 if rows <= 4 else 4 if rows <= 32 else 8
-    return -(-rows // step) * step
-
-
-def length_bucket(length: int, rows: int, most: int) -> int:
-    """Columns for a canvas: a single row's pass reads weights, so pads cost little; those of many rows compute."""
-    step = 32 if rows == 1 else 8 if length <= 256 else 16 if length <= 512 else 32
-    return max(length, min(-(-length // step) * step, most))
-
-
-def width_bucket(count: int, length: int) -> int:
-    """Positions of a row that are scored, for a number of open ones."""
-    step = 8 if count <= 64 else 16
-    return min(-(-max(count, 1) // step) * step, length)

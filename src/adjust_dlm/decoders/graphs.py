@@ -22,11 +22,12 @@ class Graphs:
 
     Attributes:
         captures: how many functions were captured so far.
+        reserved: bytes that the process has more from the card's memory than before these captures.
         works: whether functions are captured: on CUDA, until one of them cannot be.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.captures = 0
+        self.captures = self.reserved = 0
         self._device, self.works = device, device.type == "cuda"
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
         if self.works:
@@ -74,6 +75,7 @@ class Graphs:
         Raises:
             RuntimeError: what the function itself raises, or no memory is left.
         """
+        before_bytes = torch.cuda.memory_reserved(self._device)
         saved = [buffer.clone() for buffer in buffers]
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -101,6 +103,7 @@ class Graphs:
             return None
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.captures += 1
+        self.reserved += max(0, torch.cuda.memory_reserved(self._device) - before_bytes)
         logger.debug("captured %s, number %d", key, self.captures)
         return graph
 

@@ -15,10 +15,10 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
-from adjust_dlm.types import GIVEN, DecodeConfig
+from adjust_dlm.types import GIVEN, DecodeConfig, State
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
-_COUNTS = ("rows_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
+_COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -37,6 +37,7 @@ class Lane(Canvas):
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
         bad: whether a NaN was seen.
+        noting: write `chance_BL` (see `Canvas`).
         report_N: which slots are open (B), and `bad` (1), after the latest commit.
     """
 
@@ -59,13 +60,14 @@ class Lane(Canvas):
         self._before_B, self._round_B = torch.zeros_like(self.rows_B), torch.zeros_like(self.rows_B)
         self._ends_E = torch.tensor(base.spec.end_ids, device=device, dtype=torch.long)
         self.schedule_BL = torch.zeros_like(self.tokens_BL)
-        self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         self._first_B = torch.zeros_like(self.rows_B)  # first real column
         self._positions_BL = super().positions_BL
         self._offsets = torch.tensor(
             [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
         )
+        self.chance_BL: Tensor = torch.full(shape, torch.nan, device=device)
+        self.noting = False
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         wide = base.width * (1 + len(base.keep) + anchor)
         self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
@@ -74,8 +76,7 @@ class Lane(Canvas):
 
     def start(self, config: DecodeConfig) -> None:
         """Takes the settings of a decode; every slot is idle."""
-        self.config = config
-        self.seed.fill_(wrapped(config.seed))
+        self.config, self.noting = config, False
         self.bad.zero_()
         self.masked_BL.zero_()
 
@@ -87,6 +88,8 @@ class Lane(Canvas):
             target = getattr(self, name)[slots]
             target[:, :pad] = idle
             target[:, pad:] = getattr(canvas, name)[index]
+        if canvas.chance_BL is not None:
+            self.chance_BL[slots, pad:] = canvas.chance_BL[index]
         for name in _COUNTS:
             getattr(self, name)[slots] = getattr(canvas, name)[index]
         self._round_B[slots] = 0
@@ -107,6 +110,28 @@ class Lane(Canvas):
         for name in _COUNTS:
             getattr(canvas, name)[row] = getattr(self, name)[slot]
 
+    def clear(self, first: int) -> None:
+        """Leaves nothing of earlier rows in the slots from `first` on: a fault of theirs would be found again."""
+        self.tokens_BL[first:] = self.base.spec.pad_id
+        self.real_BL[first:] = True
+
+    def look(self, state: State) -> None:
+        """Takes into the first slots what passes and steps see of a state; everything else is idle and finite."""
+        rows, length = state.tokens_BL.shape
+        self.clear(0)
+        self.real_BL[:rows, :-length] = False
+        self.tokens_BL[:rows, -length:] = state.tokens_BL
+        self.real_BL[:rows, -length:] = state.real_BL
+        self.h_BLD.zero_()
+
+    def give(self, canvas: Canvas) -> None:
+        """Copies the first slots back into all rows of the canvas that they were loaded from."""
+        count, length = canvas.tokens_BL.shape
+        for name in (*_COLUMNS, *(("chance_BL",) if self.noting else ())):
+            setattr(canvas, name, getattr(self, name)[:count, -length:].clone())
+        for name in _COUNTS:
+            setattr(canvas, name, getattr(self, name)[:count].clone())
+
     def refuse_nan(self) -> None:
         """Raises FloatingPointError once a NaN was seen (waits for the device)."""
         if bool(self.bad):
@@ -116,7 +141,7 @@ class Lane(Canvas):
 
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
-        index = torch.tensor(slots, device=self.seed.device)
+        index = torch.tensor(slots, device=self.bad.device)
         for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
             getattr(self, name)[: len(slots)] = getattr(other, name)[index]
         self._positions_BL.copy_(super().positions_BL)
@@ -195,9 +220,9 @@ class Lane(Canvas):
             from adjust_dlm.kernels.commit import uniforms
 
             offset = self._offsets[stream]
-            flat = uniforms(self.seed, offset, self.rows_B, self.commits_B, self._first_B, row, position)
+            flat = uniforms(self.seeds_B, offset, self.rows_B, self.commits_B, self._first_B, row, position)
             return flat.view(position.shape)
         return super().uniforms(position, row, stream)
 
     def _keys(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.seed, self.rows_B[row], self.commits_B[row], position - self._first_B[row]
+        return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - self._first_B[row]

@@ -10,7 +10,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Picks, row_scorer, rows_at_once
 from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.sampling import ORDER, draw, process
+from adjust_dlm.sampling import ORDER, confidence, draw, process
 from adjust_dlm.types import OrderRule
 
 _FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
@@ -50,13 +50,16 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
     token_R, bad = rows.draw(row_BC.flatten(), position_BC.flatten(), index_R, u_R)
     lane.bad |= score_BN.isnan().any() | bad
     valid_BC = score_BN.gather(1, best_BC) > -torch.inf
+    if lane.noting:
+        old_BC = lane.chance_BL.gather(1, position_BC)
+        lane.chance_BL.scatter_(1, position_BC, torch.where(valid_BC, rows.chance_R.view_as(old_BC), old_BC))
     lane.commit(Picks(position_BC, token_R.view_as(position_BC), valid_BC))
 
 
 def fused(base: Base, lane: Lane) -> bool:
-    """Whether the kernels do what these settings ask for: they draw for chosen rows only."""
+    """Whether the kernels do what these settings ask for: they draw for chosen rows only, and tell no chances."""
     draws_all = (lane.config.order or base.spec.order) == "confidence" and lane.config.temperature > 0
-    return lane.kernels and not draws_all
+    return lane.kernels and not draws_all and not lane.noting
 
 
 class Plain:
@@ -66,6 +69,7 @@ class Plain:
         self.base, self.lane, self.config, self.rule = base, lane, lane.config, rule
         self.on_processed = (lane.config.order_on or base.spec.order_on) == "processed"
         self._kept_RV: Tensor | None = None  # all logits, where they fit
+        self.chance_R = torch.empty(0)  # of the tokens drawn, if anyone wants to know
 
     def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         """Certainty of each row: fp32 [R]."""
@@ -83,7 +87,10 @@ class Plain:
         """Tokens of chosen rows, `index_R` among those that were scored; and whether there was a NaN."""
         logits_RV = self._logits(row_R, column_R) if self._kept_RV is None else self._kept_RV[index_R]
         processed_RV = process(logits_RV, self.config)
-        return draw(processed_RV, u_R, self.config.temperature), processed_RV.isnan().any()
+        token_R = draw(processed_RV, u_R, self.config.temperature)
+        if self.lane.noting:
+            self.chance_R = confidence(processed_RV, token_R)
+        return token_R, processed_RV.isnan().any()
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         return self.base.logits(self._states(row_R, column_R), suppress_eos=self.config.suppress_eos)

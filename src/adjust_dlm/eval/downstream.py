@@ -84,6 +84,7 @@ class DownstreamConfig:
         batch_size: rows decoded at once.
         seed: of decoding.
         device: auto, cpu, cuda or cuda:N.
+        eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
     base: str = "smol"
@@ -104,6 +105,7 @@ class DownstreamConfig:
     batch_size: int = 16
     seed: int = 0
     device: str = "auto"
+    eager: bool = False
 
     def __post_init__(self) -> None:
         """Checks what decoding would otherwise find out late."""
@@ -171,8 +173,9 @@ def evaluate(
     rows, folder = [], Path(config.output)
     for variant in variants(config):
         made = generate_rows(
-            base, helpers, variant, prompts, config.decode_config(), batch_size=config.batch_size, keep=folder / "texts"
-        )
+            base, helpers, variant, prompts, config.decode_config(), batch_size=config.batch_size,
+            keep=folder / "texts", eager=config.eager,
+        )  # fmt: skip
         texts = [cut_at_stop(base.decode(line.tokens), task.stop) for line in made]
         grouped = [texts[at : at + config.num_samples] for at in range(0, len(texts), config.num_samples)]
         scores = task.score(problems, grouped, config)

@@ -182,7 +182,9 @@ def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
     )  # fmt: skip
     rows, keep = [], Path(config.output) / "texts"
     for variant in ("joint", *config.list_variants):
-        made = generate_rows(base, helpers, variant, prompts, settings, batch_size=config.batch_size, keep=keep)
+        made = generate_rows(
+            base, helpers, variant, prompts, settings, batch_size=config.batch_size, keep=keep, eager=config.eager
+        )
         score = score_lists(tasks, [base.decode(line.tokens) for line in made])
         facts = {"decoder": variant, "n": score.n, "accuracy": score.accuracy, "accuracy_ci95": score.ci95}
         rows.append(_row("lists T=0", facts | costs(made)))

@@ -18,7 +18,7 @@ from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, cut_at_end
 from adjust_dlm.bases.partner import Partner, load_partner
 from adjust_dlm.data.store import write_atomic
-from adjust_dlm.decoders import DECODERS, decode_many, read_variant
+from adjust_dlm.decoders import DECODERS, decode_many, read_variant, takes_fast
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
@@ -55,6 +55,7 @@ def generate_rows(
     first_row: int = 0,
     batch_size: int = 256,
     keep: Path | None = None,
+    eager: bool = False,
 ) -> list[Generated]:
     """Decodes every prompt with one variant of a decoder; under torch.distributed ranks share the rows.
 
@@ -68,6 +69,7 @@ def generate_rows(
         batch_size: rows decoded at once on a rank.
         keep: folder of texts; a call with the same base, models, prompts and settings that is there is read, not
             repeated, and one that was stopped goes on.
+        eager: run the reference decoders where their fast form on CUDA would be taken.
 
     Returns:
         All rows in order, on every rank.
@@ -75,7 +77,10 @@ def generate_rows(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     name, changes, options = read_variant(variant)
     config = settings.but(**changes)
-    kept = None if keep is None else _Kept(keep, _digest(base, helpers, [variant, first_row, prompts, asdict(config)]))
+    facts = [variant, first_row, prompts, asdict(config)]
+    if eager and takes_fast(base, config, decoder=name, sampler=helpers.get("sampler")):
+        facts.append("eager")  # elsewhere it changes nothing, and the same texts are found
+    kept = None if keep is None else _Kept(keep, _digest(base, helpers, facts))
     about = {"decoder": variant, "temperature": config.temperature, "tokens_per_step": config.tokens_per_step}
     found: list[Generated] = [] if kept is None else distributed.from_first_rank(kept.read() if rank == 0 else None)
     if len(found) == len(prompts):
@@ -84,7 +89,7 @@ def generate_rows(
     mine = [n for n in range(rank, len(prompts), world) if first_row + n not in known]
     given, numbers = [prompts[n] for n in mine], [first_row + n for n in mine]
     made = []
-    how = {"batch_size": batch_size, "rows": numbers, "decoder": name, **helpers, **options}
+    how = {"batch_size": batch_size, "rows": numbers, "decoder": name, "eager": eager or None, **helpers, **options}
     for which, result in decode_many(base, given, config, **how):
         rows = [numbers[n] for n in which]
         tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()

@@ -52,6 +52,7 @@ class TableConfig:
         suppress_eos: never end a text, so that all have the same length.
         device: auto, cpu, cuda or cuda:N.
         compile: compile the base (CUDA).
+        eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
     base: str = "smol"
@@ -71,6 +72,7 @@ class TableConfig:
     suppress_eos: bool = True
     device: str = "auto"
     compile: bool = False
+    eager: bool = False
 
     def __post_init__(self) -> None:
         """Checks what decoding would otherwise find out late."""
@@ -156,6 +158,7 @@ def generate_cell(
         first_row=first_row,
         batch_size=config.batch_size,
         keep=Path(config.output) / "texts",
+        eager=config.eager,
     )
     log.info("T=%s %s K=%d: %d texts", *cell, len(rows))
     return rows

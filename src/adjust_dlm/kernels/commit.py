@@ -49,13 +49,13 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _uniform_kernel(  # type: ignore[no-untyped-def]
-    seed, offset, rows, commits, firsts, row_of, position, out, count, BLOCK: tl.constexpr
+    seeds, offset, rows, commits, firsts, row_of, position, out, count, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(row_of + at, inside, other=0)
     place = tl.load(position + at, inside, other=0) - tl.load(firsts + row, inside, other=0)
-    state = _mix(tl.load(seed) + tl.load(offset) + tl.zeros((BLOCK,), tl.int64))
+    state = _mix(tl.load(seeds + row, inside, other=0) + tl.load(offset))
     state = _mix(state ^ (tl.load(rows + row, inside, other=0) * _FIRST))
     state = _mix(state ^ (tl.load(commits + row, inside, other=0) * _FIRST))
     state = _mix(state ^ (place * _FIRST))
@@ -63,12 +63,18 @@ def _uniform_kernel(  # type: ignore[no-untyped-def]
 
 
 def uniforms(
-    seed: Tensor, offset: Tensor, rows_B: Tensor, commits_B: Tensor, first_B: Tensor, row_N: Tensor, position_N: Tensor
+    seeds_B: Tensor,
+    offset: Tensor,
+    rows_B: Tensor,
+    commits_B: Tensor,
+    first_B: Tensor,
+    row_N: Tensor,
+    position_N: Tensor,
 ) -> Tensor:
     """`sampling.uniform` of the next commit at (row index, position index): float64 [N].
 
     Args:
-        seed: int64, wrapped.
+        seeds_B: int64, wrapped.
         offset: int64, the stream's.
         rows_B: row ids.
         commits_B: commit numbers.
@@ -76,10 +82,10 @@ def uniforms(
         row_N: which row, int64.
         position_N: which column, int64.
     """
-    out_N = torch.empty(row_N.numel(), dtype=torch.float64, device=seed.device)
+    out_N = torch.empty(row_N.numel(), dtype=torch.float64, device=seeds_B.device)
     grid = (triton.cdiv(len(out_N), 256),)
     _uniform_kernel[grid](
-        seed, offset, rows_B, commits_B, first_B, row_N.contiguous(), position_N.contiguous(), out_N, len(out_N),
+        seeds_B, offset, rows_B, commits_B, first_B, row_N.contiguous(), position_N.contiguous(), out_N, len(out_N),
         BLOCK=256,
     )  # fmt: skip
     return out_N

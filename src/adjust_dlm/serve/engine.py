@@ -7,6 +7,7 @@ neighbours are. Waiting rows come in strictly in the order in which they were as
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -19,12 +20,14 @@ from typing import Any, TypeVar
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.partner import Partner
-from adjust_dlm.decoders import DECODERS, Plan, make_plan
+from adjust_dlm.decoders import DECODERS, Plan, fast, make_plan
+from adjust_dlm.decoders.fast_rounds import Held, Rounds
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.serve.errors import draining, queue_full, timed_out
 from adjust_dlm.serve.lane import Lane
 from adjust_dlm.serve.text import Words, Writer
 from adjust_dlm.serve.work import Event, Failed, Row, Ticket, Work
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import DecodeConfig, InputError, require
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,12 +86,14 @@ class Engine:
     """
 
     def __init__(
-        self, base: Base, *, sampler: Any = None, partner: Partner | None = None, limits: Limits | None = None
-    ) -> None:
-        """Starts nothing; see `start`."""
+        self, base: Base, *, sampler: Any = None, partner: Partner | None = None, limits: Limits | None = None,
+        eager: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Starts nothing; see `start`. `eager` as in `decode`: rounds have a fast form where decoders have one."""
         self.base, self.sampler, self.partner = base, sampler, partner
         self.limits, self.words, self.counters = limits or Limits(), Words(base), Counters()
         self.decoders = served(sampler=sampler is not None, partner=partner is not None)
+        self._rounds = self._fast_rounds(eager)
         self.draining = self._closing = False
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
@@ -96,6 +101,16 @@ class Engine:
         self._lanes: dict[Key, Lane] = {}
         self._turns = itertools.count()
         self._thread: threading.Thread | None = None
+
+    def _fast_rounds(self, eager: bool | None) -> Rounds | None:
+        if not fast.wanted(self.base, eager):
+            return None
+        reason = fast.why_not(self.base, "joint", DecodeConfig(), None, None)
+        if reason is not None:
+            fast.log_fallback(reason)
+            return None
+        sampler = self.sampler if isinstance(self.sampler, Sampler) else None
+        return Rounds(self.base, sampler, most_cells=2 * self.limits.tokens)
 
     # Any thread ------------------------------------------------------------------------------------------------
 
@@ -156,6 +171,11 @@ class Engine:
     def running(self) -> int:
         """Rows in lanes."""
         return sum(len(lane.rows) for lane in list(self._lanes.values()))
+
+    @property
+    def held(self) -> Held:
+        """Buffers and captured functions of the fast form."""
+        return Held() if self._rounds is None else self._rounds.held
 
     @property
     def idle(self) -> bool:
@@ -261,8 +281,7 @@ class Engine:
                     return
             try:
                 if lane is None:
-                    work = row.ticket.work
-                    self._lanes[key] = Lane(self.plan(work), row, next(self._turns), chance=work.chance)
+                    self._lanes[key] = self._lane(row)
                 else:
                     lane.add(row)
             except Exception as error:
@@ -271,6 +290,22 @@ class Engine:
                 row.ticket.tell(Failed(error))
             with self._wake:  # only now: a row is always in one place or the other
                 self._waiting.popleft()
+
+    def _lane(self, row: Row) -> Lane:
+        """A lane for the first row of its kind, whose rounds, or at least passes, are captured where they can be."""
+        work, play = row.ticket.work, None
+        plan = self.plan(work)
+        if self._rounds is not None:
+            reason = fast.why_not(plan.base, work.decoder, plan.config, self.sampler, None)
+            if reason is None:
+                own = plan.own[0] if plan.own else None
+                play = functools.partial(self._rounds.play, decoder=work.decoder, options=own)
+            else:
+                fast.log_fallback(f"{reason}; only passes are captured")
+                base, sampler = self._rounds.passes(plan.base)
+                helpers = {"sampler": sampler or self.sampler, "partner": self.partner}
+                plan = make_plan(base, work.config, decoder=work.decoder, **helpers, **work.options)
+        return Lane(plan, row, next(self._turns), chance=work.chance, play=play)
 
 
 def _key(work: Work) -> Key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -26,13 +27,22 @@ class Lane:
         turn: when it was last served; the engine serves the smallest.
     """
 
-    def __init__(self, plan: Plan, row: Row, turn: int, *, chance: bool) -> None:
+    def __init__(
+        self, plan: Plan, row: Row, turn: int, *, chance: bool, play: Callable[[RoundCanvas], None] | None = None
+    ) -> None:
         """A lane with its first row.
+
+        Args:
+            plan: the decoder and its settings.
+            row: which gives the lane its kind.
+            turn: see above.
+            chance: note with what probability tokens are drawn.
+            play: plays one round as the plan's decoder does; by default that decoder itself.
 
         Raises:
             InputError: the row does not fit the base.
         """
-        self.plan, self.turn, self._chance = plan, turn, chance
+        self.plan, self.turn, self._chance, self._play = plan, turn, chance, play
         self.rows, self.canvas = [row], self._canvas(row)
 
     def _canvas(self, row: Row) -> RoundCanvas:
@@ -85,7 +95,10 @@ class Lane:
 
     @torch.no_grad()
     def _round(self, canvas: RoundCanvas) -> None:
-        canvas.play(self.plan.run)
+        if self._play is None:
+            canvas.play(self.plan.run)
+        else:
+            self._play(canvas)
 
     def _one_by_one(self, before: RoundCanvas, error: Exception) -> RoundCanvas:
         """Plays the round for each row alone; returns the canvas of the surviving rows before it."""

@@ -28,6 +28,14 @@ class _EngineCollector:
         for kind in ("base", "sampler", "partner"):
             passes = getattr(done, f"{kind}_passes")
             yield CounterMetricFamily(f"adjust_{kind}_passes", f"Passes of the {kind} over batches.", value=passes)
+        held = engine.held
+        yield GaugeMetricFamily("adjust_captured_shapes", "Shapes of batches with buffers.", value=held.shapes)
+        yield GaugeMetricFamily("adjust_captured_functions", "Captured functions at hand.", value=held.functions)
+        yield CounterMetricFamily("adjust_captures", "Functions captured, dropped ones included.", value=held.captures)
+        memory = GaugeMetricFamily("adjust_captured_bytes", "Device memory of the fast form.", labels=["kind"])
+        memory.add_metric(["buffers"], held.buffer_bytes)
+        memory.add_metric(["graphs"], held.graph_bytes)
+        yield memory
 
 
 class Metrics:

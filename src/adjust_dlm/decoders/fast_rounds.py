@@ -1,0 +1,185 @@
+"""The fast form of a single round, and of passes alone: for canvases whose rows come and go (`rows.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.adjust import AdjustOptions
+from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.fast import engine_of
+from adjust_dlm.decoders.lane import Lane
+from adjust_dlm.decoders.work import Work, slot_bucket
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import DecodeConfig, State
+
+MOST_SHAPES = 24  # kept; each has some ten to thirty functions, of `graphs.MOST_GRAPHS`
+_ANY = DecodeConfig()  # passes heed no settings
+logger = logging.getLogger(__name__)
+
+
+class Held(NamedTuple):
+    """What is kept between rounds.
+
+    Attributes:
+        shapes: slots and columns that have buffers.
+        functions: captured functions.
+        captures: functions captured so far, those that were dropped included.
+        buffer_bytes: of all shapes.
+        graph_bytes: what captures have reserved beside them.
+    """
+
+    shapes: int = 0
+    functions: int = 0
+    captures: int = 0
+    buffer_bytes: int = 0
+    graph_bytes: int = 0
+
+
+class Rounds:
+    """Plays a round of `joint`, `parallel` or `adjust` on buffers of few shapes: see `fast.why_not` for what may.
+
+    For other decoders there are `passes`.
+
+    Rows are copied into the lane of the next larger shape, and back after their round: between rounds all there is to
+    know stands in the canvas, which the reference could take over at any time.
+
+    Attributes:
+        held: buffers and captured functions after the latest round; may be read from any thread.
+    """
+
+    def __init__(self, base: Base, sampler: Sampler | None, *, most_cells: int) -> None:
+        """Captures nothing yet.
+
+        Args:
+            base: the model, without the features that a sampler may want.
+            sampler: of `adjust`.
+            most_cells: slots times columns of all shapes kept, at most; a single one may be larger.
+        """
+        self.sampler, self.held = sampler, Held()
+        self._engine = engine_of(base, sampler)
+        self._engine.most_lanes, self._engine.most_cells = MOST_SHAPES, most_cells
+        self._device, self._compiled, self._most = base.device, base.compiled, most_cells
+
+    @torch.no_grad()
+    def play(self, canvas: Canvas, *, decoder: str, options: AdjustOptions | None = None) -> None:
+        """One round of every open row, as the decoder of that name has it; after a failure the canvas is as before.
+
+        Args:
+            canvas: of the base, or of its twin with the features that the sampler wants; with an exact schedule.
+            decoder: joint, parallel or adjust.
+            options: of adjust.
+
+        Raises:
+            FloatingPointError: the states gave NaN.
+            InputError: sparse steps that cannot be made.
+        """
+        options = options or AdjustOptions()
+        options.check(self.sampler, canvas.config.candidates)
+        most = int(canvas.open_BL.sum(-1).max())  # waits for the device
+        if most == 0:
+            return
+        with self._on_device():
+            self._play(canvas, most, decoder, options)
+        self._look()
+
+    def passes(self, base: Base) -> tuple[Base, Any]:
+        """For decoders that have no fast form: what to give them, so that base passes and steps of g are captured.
+
+        Args:
+            base: what their plan has.
+
+        Returns:
+            A twin of the base, and the sampler; None where there is none.
+        """
+        twin = copy.copy(base)
+        twin.hidden = functools.partial(self._hidden, base)  # type: ignore[method-assign]
+        return twin, functools.partial(self._step, base) if self.sampler is not None else None
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+    def _lane(self, base: Base, state: State, config: DecodeConfig, *, anchor: bool) -> Lane:
+        rows, length = state.tokens_BL.shape
+        slots, columns = slot_bucket(rows), column_bucket(length, base.spec.context)
+        return self._engine.lane(base, slots, columns, padded=True, config=config, anchor=anchor)
+
+    @torch.no_grad()
+    def _hidden(self, base: Base, state: State) -> Tensor:
+        """`base.hidden`."""
+        if self._large(state):
+            return base.hidden(state)
+        with self._on_device():
+            lane = self._lane(base, state, _ANY, anchor=False)
+            lane.look(state)
+            return self._run(lane, state, "base", base.hidden)
+
+    @torch.no_grad()
+    def _step(self, base: Base, h_BLD: Tensor, state: State) -> Tensor:
+        """`sampler(h_BLD, state)`."""
+        sampler = self.sampler
+        assert sampler is not None
+        if self._large(state):
+            return sampler(h_BLD, state)
+        with self._on_device():
+            self._engine.meet(sampler, compiled=self._compiled)
+            lane = self._lane(base, state, _ANY, anchor=sampler.config.anchor)
+            lane.look(state)
+            rows, length = state.tokens_BL.shape
+            lane.h_BLD[:rows, -length:] = sampler.anchored(h_BLD)
+            return self._run(lane, state, "step", lambda lane: sampler(lane.h_BLD, lane))
+
+    def _large(self, state: State) -> bool:
+        """Whether this is a pass over many canvases, as some decoders make: long enough without a capture."""
+        return 2 * state.tokens_BL.numel() > self._most
+
+    def _run(self, lane: Lane, state: State, name: str, function: Callable[[Lane], Tensor]) -> Tensor:
+        """What the function makes of a lane, for the rows of a state: a copy."""
+
+        def work() -> None:
+            lane.h_BLD.copy_(function(lane))
+
+        self._engine.graphs.run((lane.shape, (name, "alone")), work, lane.buffers)
+        self._look()
+        rows, length = state.tokens_BL.shape
+        return lane.h_BLD[:rows, -length:].clone()
+
+    def _play(self, canvas: Canvas, most: int, decoder: str, options: AdjustOptions) -> None:
+        sampler = self.sampler if decoder == "adjust" else None
+        self._engine.meet(sampler, compiled=self._compiled)  # someone else may decode with this base, too
+        base, config, rows = canvas.base, canvas.config, len(canvas.tokens_BL)
+        lane = self._lane(base, canvas, config, anchor=sampler is not None and sampler.config.anchor)
+        lane.noting = canvas.chance_BL is not None
+        lane.load(canvas, list(range(rows)), 0)
+        lane.clear(rows)
+        count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)
+        Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options).round(count, most)
+        lane.refuse_nan()
+        lane.give(canvas)
+
+    def _look(self) -> None:
+        """Says what is held once there are more shapes."""
+        shapes, graphs = self._engine.lanes, self._engine.graphs
+        if (len(shapes), graphs.captures) == (self.held.shapes, self.held.captures):
+            return
+        more = len(shapes) > self.held.shapes
+        held = sum(buffer.nbytes for lane in shapes for buffer in lane.buffers())
+        self.held = Held(len(shapes), len(graphs.items()), graphs.captures, held, graphs.reserved)
+        if more:
+            sizes = held / 2**20, graphs.reserved / 2**20
+            logger.info("%d shapes of batches: %.1f MiB of buffers, %.1f MiB of graphs", len(shapes), *sizes)
+
+
+def column_bucket(length: int, most: int) -> int:
+    """Columns for a canvas, few whatever clients send: multiples of 32, of 64 above 256, of 128 above 1024."""
+    step = 32 if length <= 256 else 64 if length <= 1024 else 128
+    return max(length, min(-(-length // step) * step, most))

@@ -1,0 +1,122 @@
+"""The functions of a round on a lane: a base pass, steps of g and picks, each captured once and replayed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
+from adjust_dlm.decoders.graphs import Graphs
+from adjust_dlm.decoders.lane import Lane
+from adjust_dlm.decoders.static_pick import pick
+from adjust_dlm.sampler import Sampler
+
+
+class Work:
+    """The rounds of one decoder on one lane."""
+
+    def __init__(
+        self, graphs: Graphs, base: Base, sampler: Sampler | None, lane: Lane, *, decoder: str, options: AdjustOptions
+    ) -> None:
+        """Captures nothing yet; `options` are those of adjust, whatever the decoder."""
+        self.graphs, self.base, self.sampler, self.lane = graphs, base, sampler, lane
+        self.decoder, self.options, config = decoder, options, lane.config
+        self._blocks = config.block_length, config.candidates  # all that passes and steps heed
+        self._settings = config.but(seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=1)
+        if options.sparse and sampler is not None:
+            lane.need_keys(sampler)
+
+    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
+        self.graphs.run((self.lane.shape, (*key, self._blocks)), function, self.lane.buffers)
+
+    def _pick(self, width: int, count: int, *, first: bool = False) -> None:
+        lane = self.lane
+        key = lane.shape, ("pick", width, count, first, lane.noting, self._settings)
+        self.graphs.run(key, lambda: pick(self.base, lane, width, count, first=first), lane.buffers)
+
+    def round(self, count: int, most: int) -> None:
+        """One base pass and its commits, launched; nothing waits for them.
+
+        Args:
+            count: no row commits more.
+            most: no row has more open positions.
+        """
+        lane, options = self.lane, self.options
+        width = width_bucket(most, lane.tokens_BL.shape[1])
+        again = options.restart is not None and count > options.restart + 1
+        self._run(("base", again), lambda: self._base_pass(again))
+        if self.decoder == "parallel":
+            if count:
+                self._pick(width, count)
+            return
+        for k in range(count):
+            if k:
+                self._step(k, width, last=k == count - 1)
+            first = k == 0 and lane.config.candidates > 0
+            if k == 1 and lane.config.candidates:
+                width = min(width, lane.config.candidates + 1)
+            self._pick(width, 1, first=first)
+
+    def _base_pass(self, keep: bool) -> None:
+        lane = self.lane
+        lane.begin_round()
+        h_BLD = self.base.hidden(lane)
+        lane.h_BLD.copy_(h_BLD if self.sampler is None else self.sampler.anchored(h_BLD))
+        if keep:
+            lane.start_BLD.copy_(lane.h_BLD)
+
+    def _step(self, k: int, width: int, *, last: bool) -> None:
+        """g after commit k; the last call of a round only where something may still be picked."""
+        again = k > 1 and self.options.starts_again(k)
+        if self.options.sparse:
+            key: tuple[Any, ...] = ("step", "sparse", k, again)
+            self._run(key, lambda: self._sparse(k, again))
+        elif last and width < self.lane.tokens_BL.shape[1]:
+            self._run(("step", "last", width, again), lambda: self._last(width, again))
+        else:
+            self._run(("step", "whole", again), lambda: self._whole(again))
+
+    def _begin_step(self, again: bool) -> Sampler:
+        assert self.sampler is not None
+        self.lane.sampler_calls_B += self.lane.busy_B
+        if again:
+            self.lane.h_BLD.copy_(self.lane.start_BLD)
+        return self.sampler
+
+    def _whole(self, again: bool) -> None:
+        sampler = self._begin_step(again)
+        self.lane.h_BLD.copy_(sampler(self.lane.h_BLD, self.lane))
+
+    def _last(self, width: int, again: bool) -> None:
+        sampler, lane = self._begin_step(again), self.lane
+        column_BN, _ = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
+        new_BND = sampler(lane.h_BLD, lane, column_BN)
+        lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
+
+    def _sparse(self, k: int, again: bool) -> None:
+        sampler, lane = self._begin_step(again), self.lane
+        if k == 1:
+            made = sampler.keys(lane.h_BLD, lane)
+            for kept, new in zip(itertools.chain(*lane.keys), itertools.chain(*made), strict=True):
+                kept.copy_(new)
+        lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
+
+
+def slot_bucket(rows: int) -> int:
+    """Slots for a number of rows: 1 to 4, then multiples of 4, of 8 from 32 on."""
+    step = 1 if rows <= 4 else 4 if rows <= 32 else 8
+    return -(-rows // step) * step
+
+
+def length_bucket(length: int, rows: int, most: int) -> int:
+    """Columns for a canvas: a single row's pass reads weights, so pads cost little; those of many rows compute."""
+    step = 32 if rows == 1 else 8 if length <= 256 else 16 if length <= 512 else 32
+    return max(length, min(-(-length // step) * step, most))
+
+
+def width_bucket(count: int, length: int) -> int:
+    """Positions of a row that are scored, for a number of open ones."""
+    step = 8 if count <= 64 else 16
+    return min(-(-max(count, 1) // step) * step, length)
