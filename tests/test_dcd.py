@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaModel, Qwen2Model
 
 from adjust_dlm.bases.exact import ExactBase
-from adjust_dlm.bases.layers import _causal, shift_right
+from adjust_dlm.bases.attention import causal_mask
+from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.decoders import decode
 from adjust_dlm.sampling import ORDER, draw, process, uniform
@@ -463,7 +464,7 @@ def test_a_causal_pass_is_the_causal_model_of_transformers(family: str) -> None:
 def test_the_causal_mask_by_hand() -> None:
     """A pad sees itself: what kernels make of a row that sees nothing differs, and NaN would spread."""
     state = left_pad([[5, 6], [5, 6, 7]])
-    seen = _causal(state.tokens_BL, state.real_BL[:, None, None, :])[:, 0].int().tolist()
+    seen = causal_mask(state.tokens_BL, state.real_BL[:, None, None, :])[:, 0].int().tolist()
     assert seen == [[[1, 0, 0], [0, 1, 0], [0, 1, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 

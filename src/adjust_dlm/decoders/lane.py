@@ -94,7 +94,7 @@ class Lane(Canvas):
             getattr(self, name)[slots] = getattr(canvas, name)[index]
         self._round_B[slots] = 0
         self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
-        self._positions_BL.copy_(super().positions_BL)
+        self._count_positions()
         schedule = canvas.schedule
         if isinstance(schedule, int):
             self.schedule_BL[slots] = schedule
@@ -114,6 +114,7 @@ class Lane(Canvas):
         """Leaves nothing of earlier rows in the slots from `first` on: a fault of theirs would be found again."""
         self.tokens_BL[first:] = self.base.spec.pad_id
         self.real_BL[first:] = True
+        self._count_positions()
 
     def look(self, state: State) -> None:
         """Takes into the first slots what passes and steps see of a state; everything else is idle and finite."""
@@ -122,6 +123,7 @@ class Lane(Canvas):
         self.real_BL[:rows, :-length] = False
         self.tokens_BL[:rows, -length:] = state.tokens_BL
         self.real_BL[:rows, -length:] = state.real_BL
+        self._count_positions()
         self.h_BLD.zero_()
 
     def give(self, canvas: Canvas) -> None:
@@ -144,8 +146,11 @@ class Lane(Canvas):
         index = torch.tensor(slots, device=self.bad.device)
         for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
             getattr(self, name)[: len(slots)] = getattr(other, name)[index]
-        self._positions_BL.copy_(super().positions_BL)
+        self._count_positions()
         self.bad.copy_(other.bad)
+
+    def _count_positions(self) -> None:
+        self._positions_BL.copy_(super().positions_BL)
 
     @property
     def positions_BL(self) -> Tensor:
