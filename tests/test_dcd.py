@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaModel, Qwen2Model
 
-from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.attention import causal_mask
+from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.decoders import decode
