@@ -196,6 +196,9 @@ def _log_to_stderr(verbose: bool) -> logging.Handler:
     logger = logging.getLogger("adjust_dlm")
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    if not verbose:  # what torchao says when it is imported on another machine than its kernels are for
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
     return handler
 
 
