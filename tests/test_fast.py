@@ -391,6 +391,18 @@ def test_joined_projections_are_views_that_give_the_same_states(family: str) -> 
     torch.testing.assert_close(base.hidden(state).float(), plain.hidden(state))
 
 
+def test_joined_projections_are_trained_like_plain_ones() -> None:
+    """A g that has decoded on a card may be trained further: every matrix gets the gradient that it had apart."""
+    base, state = BASES["dream"], left_pad([[BOS, 5, MASK], [BOS]])
+    g, plain = (tiny_sampler(base).requires_grad_(True) for _ in range(2))
+    layers.join_projections(g)
+    for sampler in (g, plain):
+        sampler(base.hidden(state), state).square().sum().backward()
+    for (name, mine), (_, theirs) in zip(g.named_parameters(), plain.named_parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None, name
+        assert torch.equal(mine.grad, theirs.grad), name
+
+
 def test_weights_that_moved_are_captured_anew() -> None:
     base = tiny_base("dream")
     config = DecodeConfig(max_new_tokens=5, temperature=0.0)
