@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
+from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig, State
@@ -22,8 +23,8 @@ _COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_c
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is at hand: it comes with torch for CUDA."""
-    return device.type == "cuda"
+    """Whether the Triton forms of picks can run; without it the plain ones do."""
+    return HAS_TRITON and device.type == "cuda"
 
 
 class Lane(Canvas):
