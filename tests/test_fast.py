@@ -125,6 +125,17 @@ def test_rows_that_wait_for_a_slot_are_what_they_are_alone(decoder: str, tempera
         assert row_of(alone, 0) == row_of(together, b)
 
 
+@pytest.mark.parametrize("decoder", CORE)
+@pytest.mark.parametrize("slots", [None, 1])
+def test_a_round_that_commits_nothing_ends_no_row(decoder: str, slots: int | None) -> None:
+    """Dream's own schedule of 12 steps for 12 tokens begins with a pass and no commit."""
+    base, g = tiny_base("dream", end_ids=(1, 5)), SAMPLERS["dream"]
+    assert base.reference_schedule(12, 12)[:2] == [0, 1]
+    config = DecodeConfig(max_new_tokens=12, tokens_per_step=1, schedule="reference", temperature=1.0)
+    for _ in range(2):  # the second one finds what the first one left in the buffers
+        both(base, [[BOS, 5, 6], [BOS], [BOS, 9]], config, decoder, sampler=g, slots=slots)
+
+
 def test_a_slot_is_given_on_as_soon_as_its_row_is_done() -> None:
     """Rows of 8, 2, 2, 2 and 2 masks in two slots, one token a pass: 8 passes, not 8 + 2 + 2."""
     base = tiny_base("dream", end_ids=(23,))
@@ -378,6 +389,18 @@ def test_joined_projections_are_views_that_give_the_same_states(family: str) -> 
     base.model.double()  # parts move one by one
     assert attention._joined is None
     torch.testing.assert_close(base.hidden(state).float(), plain.hidden(state))
+
+
+def test_joined_projections_are_trained_like_plain_ones() -> None:
+    """A g that has decoded on a card may be trained further: every matrix gets the gradient that it had apart."""
+    base, state = BASES["dream"], left_pad([[BOS, 5, MASK], [BOS]])
+    g, plain = (tiny_sampler(base).requires_grad_(True) for _ in range(2))
+    layers.join_projections(g)
+    for sampler in (g, plain):
+        sampler(base.hidden(state), state).square().sum().backward()
+    for (name, mine), (_, theirs) in zip(g.named_parameters(), plain.named_parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None, name
+        assert torch.equal(mine.grad, theirs.grad), name
 
 
 def test_weights_that_moved_are_captured_anew() -> None:

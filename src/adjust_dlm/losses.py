@@ -8,7 +8,6 @@ because the head is frozen. Students of several depths share the teacher's logit
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def pick_delta(kernel: KernelName, device: torch.device, *, compiled: bool = Fal
     Raises:
         InputError: Triton's was asked for and cannot be had.
     """
-    able = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    able = device.type == "cuda" and HAS_TRITON
     require(kernel != "triton" or able, f"kernel is triton on {device}; it needs a CUDA device and the triton package")
     if kernel != "torch" and able:
         from adjust_dlm.kernels import kl

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from adjust_dlm.bases.shape import Shape
-
-_TRITON = importlib.util.find_spec("triton") is not None
+from adjust_dlm.kernels import HAS_TRITON
 
 
 def fuses(h: Tensor) -> bool:
@@ -18,7 +15,7 @@ def fuses(h: Tensor) -> bool:
 
     Not below a compiler, which fuses by itself.
     """
-    half = _TRITON and h.is_cuda and h.dtype in (torch.bfloat16, torch.float16)
+    half = HAS_TRITON and h.is_cuda and h.dtype in (torch.bfloat16, torch.float16)
     return half and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 

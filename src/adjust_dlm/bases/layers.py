@@ -90,7 +90,8 @@ class _Joins(nn.Module):
 
     def _project(self, h_BLD: Tensor) -> list[Tensor]:
         parts = [getattr(self, name) for name in self._names]
-        if self._joined is None:
+        trained = torch.is_grad_enabled() and parts[0].weight.requires_grad  # gradients belong to the parts
+        if self._joined is None or trained:
             return [part(h_BLD) for part in parts]
         return list(F.linear(h_BLD, *self._joined).split([part.out_features for part in parts], -1))
 

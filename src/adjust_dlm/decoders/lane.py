@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
+from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig, State
@@ -22,8 +23,8 @@ _COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_c
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is at hand: it comes with torch for CUDA."""
-    return device.type == "cuda"
+    """Whether the Triton forms of picks can run; without it the plain ones do."""
+    return HAS_TRITON and device.type == "cuda"
 
 
 class Lane(Canvas):
@@ -38,7 +39,8 @@ class Lane(Canvas):
         schedule_BL: commits of each row's rounds, the last one repeated.
         bad: whether a NaN was seen.
         noting: write `chance_BL` (see `Canvas`).
-        report_N: which slots are open (B), and `bad` (1), after the latest commit.
+        report_N: which slots are open (B), and `bad` (1), after the latest commit; True for a row that came
+            since, as rounds of a schedule may commit nothing.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Lane(Canvas):
         for name in _COUNTS:
             getattr(self, name)[slots] = getattr(canvas, name)[index]
         self._round_B[slots] = 0
+        self.report_N[slots] = True
         self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
         self._count_positions()
         schedule = canvas.schedule
@@ -146,6 +149,7 @@ class Lane(Canvas):
         index = torch.tensor(slots, device=self.bad.device)
         for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
             getattr(self, name)[: len(slots)] = getattr(other, name)[index]
+        self.report_N[: len(slots)] = True
         self._count_positions()
         self.bad.copy_(other.bad)
 
