@@ -14,6 +14,8 @@
 # tasks      MATH, MBPP and HumanEval with the default model (runs what the model writes, in the sandbox)
 # rivals     EDLM and APD beside ADJUST, n = 1,024
 set -uo pipefail
+failed=0
+trap 'failed=1' ERR
 out=$1
 shift
 gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
@@ -27,7 +29,10 @@ sparse=adjust:candidates=16,sparse=true
 for stage in "$@"; do
     echo "== $stage, $(date +%T)"
     case $stage in
-    check) python3 -m pytest -q -m gpu tests/test_gpu.py; python3 -m pytest -q tests/test_kernels_layer.py; python3 recipes/fast_check.py ;;
+    check)
+        python3 -m pytest -q -m gpu tests/test_gpu.py
+        python3 -m pytest -q tests/test_kernels_layer.py
+        python3 recipes/fast_check.py ;;
     runtime) bench --base dream-7b-shape --forms eager fast public --decoders parallel adjust "$sparse" components --seconds 240 \
         --output "$out/runtime" ;;
     compiled) bench --base dream-7b-shape --forms compiled --decoders parallel adjust "$sparse" components --seconds 240 \
@@ -50,3 +55,4 @@ for stage in "$@"; do
     *) echo "$stage is no stage; see the head of $0" >&2 && exit 2 ;;
     esac
 done
+exit $failed

@@ -22,6 +22,7 @@ from adjust_dlm.sampler import Sampler, read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import random_slices, to_device
 from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
+from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
 from adjust_dlm.train.config import FREE, TrainConfig
 from adjust_dlm.train.ema import follow
@@ -155,10 +156,11 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         data, digest = store, store.digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        sampler = start_sampler(base, config.sampler_config(), config.init)
+        resumes = config.resume == "auto" and (Path(config.output) / CHECKPOINT).is_file()
+        sampler = start_sampler(base, config.sampler_config(), "fresh" if resumes else config.init)
     facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
-    if config.init not in ("fresh", "base"):
+    if config.init not in ("fresh", "base") and not resumes:
         run.started_from = read_config(Path(config.init))
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile)
@@ -273,7 +275,7 @@ def _autocast(run: Run) -> Any:
 def _payload(run: Run) -> dict[str, Any]:
     return {
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
-        "optimizers": [o.state_dict() for o in run.optimizers], "best": run.best,
+        "optimizers": [o.state_dict() for o in run.optimizers], "best": run.best, "started_from": run.started_from,
         "pools": None if run.pool is None else distributed.from_all_ranks([run.pool.state()]),
         "averaged": None if run.averaged is None else run.averaged.state_dict(),
     }  # fmt: skip
@@ -281,6 +283,7 @@ def _payload(run: Run) -> dict[str, Any]:
 
 def _restore(run: Run, saved: dict[str, Any]) -> None:
     run.step, run.elapsed, run.best = saved["step"], saved["elapsed"], saved.get("best", {})
+    run.started_from = saved.get("started_from")
     run.sampler.load_state_dict(saved["sampler"])
     if run.pool is not None:
         run.pool.load(saved["pools"][run.rank])
