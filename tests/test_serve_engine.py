@@ -202,6 +202,7 @@ def test_a_row_that_gives_nan_fails_alone_in_the_fast_form_too(*, eager: bool) -
 
 def test_the_fast_form_of_a_server_is_refused_or_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
     fast.log_fallback.cache_clear()
+    caplog.set_level("WARNING", "adjust_dlm")  # others may have asked for more
     base = chat_base(context=128)
     for eager in (None, True):  # on the CPU it is not asked for
         engine = Engine(base, sampler=tiny_sampler(base), eager=eager)
