@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         gc.set_threshold(*collector)
         if main_thread:
             signal.signal(signal.SIGTERM, old)
-        logging.getLogger("adjust_dlm").removeHandler(handler)
+        logger = logging.getLogger("adjust_dlm")
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
     _flush_or_drop(sys.stdout)
     return code
 
