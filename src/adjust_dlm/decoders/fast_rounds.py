@@ -159,8 +159,8 @@ class Rounds:
         base, config, rows = canvas.base, canvas.config, len(canvas.tokens_BL)
         lane = self._lane(base, canvas, config, anchor=sampler is not None and sampler.config.anchor)
         lane.noting = canvas.chance_BL is not None
-        lane.load(canvas, list(range(rows)), 0)
         lane.clear(rows)
+        lane.load(canvas, list(range(rows)), 0)
         count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)
         Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options).round(count, most)
         lane.refuse_nan()

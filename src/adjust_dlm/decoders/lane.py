@@ -114,10 +114,12 @@ class Lane(Canvas):
             getattr(canvas, name)[row] = getattr(self, name)[slot]
 
     def clear(self, first: int) -> None:
-        """Leaves nothing of earlier rows in the slots from `first` on: a fault of theirs would be found again."""
+        """Leaves nothing of earlier rows in the slots from `first` on: a fault of theirs would be found again.
+
+        Rows are loaded or looked at behind it, which counts positions anew.
+        """
         self.tokens_BL[first:] = self.base.spec.pad_id
         self.real_BL[first:] = True
-        self._count_positions()
 
     def look(self, state: State) -> None:
         """Takes into the first slots what passes and steps see of a state; everything else is idle and finite."""
