@@ -43,4 +43,4 @@ if stage train; then
 fi
 
 if stage eval; then run eval table --base "$base" --sampler "$out/deep/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
-    --batch-size "${DECODE_BATCH:-256}"; fi
+    --batch-size "${DECODE_BATCH:-256}" --buckets "${BUCKETS:-0}"; fi
