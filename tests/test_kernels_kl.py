@@ -22,15 +22,33 @@ def rows(vocabulary: int, count: int = 6, scale: float = 4.0, seed: int = 0) -> 
     return teacher.to(DEVICE), student.to(DEVICE), torch.rand(count, generator=generator).to(DEVICE)
 
 
+@pytest.mark.parametrize("reverse", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("vocabulary", [5, 64, 1000, 4097, 9496])
-def test_fused_equals_the_torch_form(vocabulary: int) -> None:
+def test_fused_equals_the_torch_form(vocabulary: int, reverse: float) -> None:
     """Below one block, a whole one, ragged ones; the last two tokens and one in the middle are forbidden."""
     teacher, student, weight = rows(vocabulary)
-    wanted = kl_and_delta(teacher, student, weight)
-    got = fused.kl_and_delta(teacher, student.clone(), weight)
+    wanted = kl_and_delta(teacher, student, weight, reverse)
+    got = fused.kl_and_delta(teacher, student.clone(), weight, reverse)
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(got[0], kl_rows(teacher, student), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=5e-6 if reverse else 1e-7)
+    mixed = (1 - reverse) * kl_rows(teacher, student) + reverse * kl_rows(student, teacher)
+    torch.testing.assert_close(got[0], mixed, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reverse", [0.0, 0.3, 1.0])
+def test_the_gradient_is_that_of_autograd(reverse: float) -> None:
+    """In fp64 from the definition, tokens forbidden in both left out."""
+    teacher, student, weight = rows(64)
+    allowed = teacher.isfinite()[0]
+    p, s = (x[:, allowed].double() for x in (teacher, student))
+    s.requires_grad_()
+    log_p, log_q = p.log_softmax(-1), s.log_softmax(-1)
+    value = (1 - reverse) * log_p.exp() * (log_p - log_q) + reverse * log_q.exp() * (log_q - log_p)
+    (value.sum(-1) * weight.double()).sum().backward()
+    kl, delta = kl_and_delta(teacher, student, weight, reverse)
+    assert s.grad is not None and (delta[:, ~allowed] == 0).all()
+    torch.testing.assert_close(delta[:, allowed].double(), s.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(kl.double(), value.sum(-1).detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_equal_rows_cost_nothing_and_far_ones_stay_finite() -> None:
@@ -43,21 +61,27 @@ def test_equal_rows_cost_nothing_and_far_ones_stay_finite() -> None:
     kl, delta = fused.kl_and_delta(peaked, other, torch.ones(1, device=DEVICE))
     assert kl.item() == pytest.approx(600.0)  # log p - log q = 0 - (-600) at the teacher's only token
     assert delta[0, 3].item() == -1.0 and delta[0, -4].item() == 1.0 and delta.abs().sum().item() == pytest.approx(2.0)
+    other = peaked.flip(-1).clone()
+    kl, delta = fused.kl_and_delta(peaked, other, torch.ones(1, device=DEVICE), 1.0)
+    assert kl.item() == pytest.approx(600.0) and delta.isfinite().all()
 
 
-def test_a_whole_block_may_be_forbidden() -> None:
+@pytest.mark.parametrize("reverse", [0.0, 0.5])
+def test_a_whole_block_may_be_forbidden(reverse: float) -> None:
     """The first 4096 tokens are out: the running maximum starts on nothing."""
     teacher, student, weight = rows(6000)
     for logits in (teacher, student):
         logits[:, :4096] = -torch.inf
-    wanted = kl_and_delta(teacher, student, weight)
-    for a, b in zip(fused.kl_and_delta(teacher, student.clone(), weight), wanted, strict=True):
+    wanted = kl_and_delta(teacher, student, weight, reverse)
+    for a, b in zip(fused.kl_and_delta(teacher, student.clone(), weight, reverse), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_a_token_that_only_the_student_forbids_costs_infinity() -> None:
     teacher, student, weight = rows(50)
     student[0, 7] = -torch.inf
+    for form in (kl_and_delta, fused.kl_and_delta):  # and the other way round for the reverse KL
+        assert form(student, teacher.clone(), weight, 1.0)[0].isinf().tolist() == [True] + [False] * 5
     assert kl_and_delta(teacher, student, weight)[0].isinf().tolist() == [True] + [False] * 5
     assert fused.kl_and_delta(teacher, student, weight)[0].isinf().tolist() == [True] + [False] * 5
 

@@ -388,7 +388,7 @@ def settings(folder: Path, output: Path, **changes: object) -> TrainConfig:
 
 EVERYTHING: dict[str, object] = {
     "layers": 2, "mlp": 0.5, "anchor": True, "rollouts": (1, 3), "detach_every": 2, "on_policy": 0.5, "ema": 0.9,
-    "next_decay": 1.0, "next_share": 0.5,
+    "next_decay": 1.0, "next_share": 0.5, "reverse": 0.5,
 }  # fmt: skip
 
 
@@ -459,6 +459,7 @@ def test_a_second_stage_goes_on_from_the_first_and_says_so(exact: ExactBase, fol
         ({"depth_weights": (0.0, 1.0, 1.0)}, "the first above 0"),
         ({"depth_weights": (1.0, 1.0, 1.0), "loss": "last"}, "depth_weights belong to loss sum; loss is 'last'"),
         ({"on_policy": 1.5}, r"on_policy is 1.5; it is a share"),
+        ({"reverse": 2.0}, r"reverse is 2.0; it is a share"),
         ({"next_share": -0.1}, r"next_share is -0.1; it is a share"),
         ({"next_decay": 0}, "next_decay is 0; it must be a positive number"),
         ({"ema": 1.0}, "ema is 1.0; it must lie in 0..1, below 1"),
@@ -479,7 +480,7 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
         "anchor": False, "features": (),
     }  # fmt: skip
     assert (config.next_decay, config.next_share, config.on_policy, config.ema, config.rollouts) == (3.0, 0.9, 0, 0, ())
-    assert (config.init, config.match_states) == ("fresh", 0.0)
+    assert (config.init, config.match_states, config.reverse) == ("fresh", 0.0, 0.0)
     assert TrainConfig(preset="paper").sampler_config() == SamplerConfig.paper()
     with pytest.raises(InputError, match="preset paper sets layers to 1; 2 was asked for"):
         TrainConfig(preset="paper", layers=2)

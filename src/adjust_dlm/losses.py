@@ -1,8 +1,8 @@
-"""Forward KL between teacher and student rows of a shared frozen head, and the weights of its rows.
+"""KL between teacher and student rows of a shared frozen head, and the weights of its rows.
 
 `kl_rows` is the plain form. `ChunkedKL` gives the same values and gradients while no [rows, V] tensor outlives its
-chunk: the gradient w.r.t. the student's states is formed in the forward pass (q - p, times W), which is possible
-because the head is frozen. Students of several depths share the teacher's logits.
+chunk: the gradient w.r.t. the student's states is formed in the forward pass (q - p for the forward KL, times W), which
+is possible because the head is frozen. Students of several depths share the teacher's logits.
 """
 
 from __future__ import annotations
@@ -82,16 +82,37 @@ def row_shares(rank_BL: Tensor, limit: int, u_BL: Tensor) -> Tensor:
     return near_BL.float() + drawn_BL * (others_B1 / (limit - near)).clamp_min(1.0)
 
 
-def kl_and_delta(teacher_RV: Tensor, student_RV: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-row KL and weight * d KL / d student logits = weight * (q - p), in fp32. `torch.compile` fuses it well."""
+def kl_and_delta(
+    teacher_RV: Tensor, student_RV: Tensor, weight_R: Tensor, reverse: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Per-row divergence and weight * its gradient w.r.t. the student's logits, in fp32. `torch.compile` fuses it well.
+
+    Args:
+        teacher_RV: logits of p.
+        student_RV: logits of q.
+        weight_R: row weights.
+        reverse: r of (1 - r) KL(p || q) + r KL(q || p), whose gradient is (1 - r) (q - p) + r q (log q/p - KL(q || p)).
+    """
     log_p, log_q = teacher_RV.float().log_softmax(-1), student_RV.float().log_softmax(-1)
-    p_RV = log_p.exp()
+    p_RV, q_RV = log_p.exp(), log_q.exp()
     kl_R = (p_RV * torch.where(log_p.isfinite(), log_p - log_q, 0)).sum(-1)
-    return kl_R, (log_q.exp() - p_RV) * weight_R[:, None]
+    delta_RV = q_RV - p_RV
+    if reverse:
+        gap_RV = torch.where(log_q.isfinite(), log_q - log_p, 0)
+        back_R = (q_RV * gap_RV).sum(-1)
+        kl_R = (1 - reverse) * kl_R + reverse * back_R
+        delta_RV = (1 - reverse) * delta_RV + reverse * q_RV * (gap_RV - back_R[:, None])
+    return kl_R, delta_RV * weight_R[:, None]
 
 
-def pick_delta(kernel: KernelName, device: torch.device, *, compiled: bool = False) -> Delta:
+def pick_delta(kernel: KernelName, device: torch.device, *, compiled: bool = False, reverse: float = 0.0) -> Delta:
     """The KL kernel of a run: Triton's on a card, the torch form (or its compiled twin) elsewhere.
+
+    Args:
+        kernel: which one, or "auto".
+        device: where it will run.
+        compiled: compile the torch form.
+        reverse: share of the reverse KL, see `kl_and_delta`.
 
     Raises:
         InputError: Triton's was asked for and cannot be had.
@@ -102,13 +123,15 @@ def pick_delta(kernel: KernelName, device: torch.device, *, compiled: bool = Fal
         from adjust_dlm.kernels import kl
 
         log.info("KL by the fused Triton kernel")
-        return kl.kl_and_delta
-    log.info("KL by torch%s", ", compiled" if compiled else "")
-    return _compiled() if compiled else kl_and_delta
+        form: Callable[..., tuple[Tensor, Tensor]] = kl.kl_and_delta
+    else:
+        log.info("KL by torch%s", ", compiled" if compiled else "")
+        form = _compiled() if compiled else kl_and_delta
+    return functools.partial(form, reverse=reverse) if reverse else form
 
 
 @functools.cache
-def _compiled() -> Delta:
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     """One for all runs of a process."""
     return torch.compile(kl_and_delta, dynamic=True)
 
@@ -138,6 +161,8 @@ def weighted_kl(
     delta: Delta = kl_and_delta,
 ) -> Tensor:
     """sum over students and rows of weight_r KL(W teacher_r || W student_r), differentiable in the students' states.
+
+    With another `delta` it is that divergence's sum.
 
     Args:
         teacher_RD: states of the base on the true canvas.

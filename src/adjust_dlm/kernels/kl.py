@@ -1,7 +1,8 @@
-"""Forward KL of logits and its gradient in two passes over the vocabulary: the fused twin of `losses.kl_and_delta`.
+"""KL of logits and its gradient in two passes over the vocabulary: the fused twin of `losses.kl_and_delta`.
 
 No softmax is ever written down. The first pass keeps a running maximum and sum for each side and, on the teacher's
-scale, the sum of e^t (t - s); the second writes weight * (q - p) where the student's logits were.
+scale, the sum of e^t (t - s), on the student's that of e^s (s - t); the second writes the gradient where the student's
+logits were.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kl_and_delta(teacher, student, weight, kl, teacher_stride, student_stride, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _kl_and_delta(  # type: ignore[no-untyped-def]
+    teacher, student, weight, kl, teacher_stride, student_stride, vocabulary, reverse,
+    REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     teacher += row * teacher_stride
     student += row * student_stride
@@ -26,6 +30,7 @@ def _kl_and_delta(teacher, student, weight, kl, teacher_stride, student_stride, 
     sum_t = 0.0
     sum_s = 0.0
     gap = 0.0
+    back = 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < vocabulary
@@ -38,32 +43,47 @@ def _kl_and_delta(teacher, student, weight, kl, teacher_stride, student_stride, 
         away = tl.where(e_t > 0, t, 0.0) - tl.where(e_t > 0, s, 0.0)  # no inf - inf where both forbid
         gap = gap * scale + tl.sum(e_t * away, 0)
         sum_t = sum_t * scale + tl.sum(e_t, 0)
-        sum_s = sum_s * tl.exp(max_s - new_s) + tl.sum(tl.exp(s - new_s), 0)
+        e_s = tl.exp(s - new_s)
+        scale = tl.exp(max_s - new_s)
+        if REVERSE:
+            back = back * scale + tl.sum(e_s * (tl.where(e_s > 0, s, 0.0) - tl.where(e_s > 0, t, 0.0)), 0)
+        sum_s = sum_s * scale + tl.sum(e_s, 0)
         max_t = new_t
         max_s = new_s
     log_t = max_t + tl.log(sum_t)
     log_s = max_s + tl.log(sum_s)
-    tl.store(kl + row, gap / sum_t - log_t + log_s)
+    value = gap / sum_t - log_t + log_s
+    back = back / sum_s - log_s + log_t
+    if REVERSE:
+        value = (1 - reverse) * value + reverse * back
+    tl.store(kl + row, value)
     w = tl.load(weight + row).to(tl.float32)
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < vocabulary
         t = tl.load(teacher + at, mask=inside, other=-float("inf")).to(tl.float32)
         s = tl.load(student + at, mask=inside, other=-float("inf")).to(tl.float32)
-        delta = w * (tl.exp(s - log_s) - tl.exp(t - log_t))
-        tl.store(student + at, delta.to(student.dtype.element_ty), mask=inside)
+        q = tl.exp(s - log_s)
+        delta = q - tl.exp(t - log_t)
+        if REVERSE:
+            ratio = tl.where(q > 0, s, 0.0) - tl.where(q > 0, t, 0.0) - log_s + log_t
+            delta = (1 - reverse) * delta + reverse * q * (ratio - back)
+        tl.store(student + at, (w * delta).to(student.dtype.element_ty), mask=inside)
 
 
-def kl_and_delta(teacher_RV: Tensor, student_RV: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
+def kl_and_delta(
+    teacher_RV: Tensor, student_RV: Tensor, weight_R: Tensor, reverse: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """As `losses.kl_and_delta`, but the second result stands where the student's logits stood, in their dtype.
 
     Args:
         teacher_RV: logits in fp32, bf16 or fp16, forbidden tokens at -inf; each row needs one that is not.
         student_RV: the student's, same rows; overwritten (a copy of it, if its tokens are not neighbours in memory).
         weight_R: row weights.
+        reverse: share of KL(q || p) in what is measured, the rest is KL(p || q).
 
     Returns:
-        fp32 KL [R] and weight * (q - p) [R, V].
+        fp32 [R], and weight * its gradient [R, V].
     """
     teacher_RV, student_RV = (x if x.stride(-1) == 1 else x.contiguous() for x in (teacher_RV, student_RV))
     rows, vocabulary = student_RV.shape
@@ -73,6 +93,7 @@ def kl_and_delta(teacher_RV: Tensor, student_RV: Tensor, weight_R: Tensor) -> tu
         strides = teacher_RV.stride(0), student_RV.stride(0)
         with torch.cuda.device_of(student_RV):
             _kl_and_delta[(rows,)](
-                teacher_RV, student_RV, weight_R.contiguous(), kl_R, *strides, vocabulary, BLOCK=block, num_warps=_WARPS
-            )
+                teacher_RV, student_RV, weight_R.contiguous(), kl_R, *strides, vocabulary, float(reverse),
+                REVERSE=bool(reverse), BLOCK=block, num_warps=_WARPS,
+            )  # fmt: skip
     return kl_R, student_RV

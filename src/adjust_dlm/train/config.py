@@ -38,6 +38,8 @@ class TrainConfig:
         loss: "sum" over depths, "last" depth alone, or "released": the last step of a random unroll.
         depth_weights: of "sum": share of each depth, scaled to their sum; none is equal shares.
         match_states: weight of the relative squared distance |h^_k - h_k|^2 / |h_k|^2 on masked rows beside the KL.
+        reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the former spreads g over all that the base
+            finds possible, the latter keeps it from what the base finds impossible.
         on_policy: share of the slices whose windows follow g itself (`train/on_policy.py`).
         weights: "next" or "uniform" row weights.
         next_decay: of "next": weights fall as exp(-rank / next_decay).
@@ -84,6 +86,7 @@ class TrainConfig:
     loss: Literal["sum", "last", "released"] = "sum"
     depth_weights: tuple[float, ...] = ()
     match_states: float = 0.0
+    reverse: float = 0.0
     on_policy: float = 0.0
     weights: RowWeights = "next"
     next_decay: float = NEXT_DECAY

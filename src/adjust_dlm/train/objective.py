@@ -38,7 +38,7 @@ def check_objective(config: Any) -> None:
     good = not given or (len(given) == longest and min(given) >= 0 and given[0] > 0 and sum(given) < math.inf)
     require(good, f"depth_weights is {given}; give {longest} finite numbers >= 0, the first above 0, or none")
     require(not given or config.loss == "sum", f"depth_weights belong to loss sum; loss is {config.loss!r}")
-    for name in ("on_policy", "next_share"):
+    for name in ("on_policy", "next_share", "reverse"):
         require(0 <= getattr(config, name) <= 1, f"{name} is {getattr(config, name)}; it is a share, 0..1")
     matched = config.match_states
     require(0 <= matched < math.inf, f"match_states is {matched}; it must be a finite number >= 0")
@@ -57,7 +57,7 @@ def batch_loss(
         config: `TrainConfig`.
         rollout: unrolled g steps.
         key: integers that decide what is drawn.
-        delta: `kl_and_delta` or its compiled twin.
+        delta: from `pick_delta`, with `config.reverse`.
     """
     length: dict[str, int] = {"rollout": rollout, "detach_every": config.detach_every}
     if isinstance(seen, Frames):

@@ -163,7 +163,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     if config.init not in ("fresh", "base") and not resumes:
         run.started_from = read_config(Path(config.init))
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
-    run.delta = pick_delta(config.kernel, base.device, compiled=config.compile)
+    run.delta = pick_delta(config.kernel, base.device, compiled=config.compile, reverse=config.reverse)
     if config.ema:
         run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
         run.averaged.load_state_dict(sampler.state_dict())
