@@ -66,7 +66,7 @@ class TrainConfig:
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         rows: limit on the masked rows of a state that go through the head, the same loss on average; none takes all.
         kernel: of the KL: "triton" (fused, CUDA), "torch", or "auto", the former where it can be had.
-        compile: compile the base's body, g and torch's KL kernel (CUDA).
+        compile: compile g, torch's KL kernel, and the base's body where it has no fused kernels (CUDA).
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
         untimed: first steps that `max_seconds` and the reported seconds leave out: those in which kernels are compiled.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.

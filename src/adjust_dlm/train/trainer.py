@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, load_base
+from adjust_dlm.bases.attention import fuses
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.losses import Delta, kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, read_config, start_sampler
@@ -168,7 +170,9 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
         run.averaged.load_state_dict(sampler.state_dict())
     if config.compile:
-        if not base.compiled:
+        with torch.no_grad():  # its passes have no gradients: fused kernels then do without a compiler, and sooner
+            fused = isinstance(base, TransformerBase) and fuses(base.head_matrix)
+        if not base.compiled and not fused:
             base.compile()
         run.pad_to = longest(run)
         run.step_g = torch.compile(sampler, dynamic=False)
