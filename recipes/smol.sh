@@ -4,7 +4,7 @@
 #   recipes/smol.sh OUTPUT [GPUS]
 #
 # Every stage resumes, so the script can be run again after an interruption. Times below are seconds of training on
-# two H200; on other machines set ADAPT_SECONDS, TRAIN_SECONDS and DEEP_SECONDS. STAGES picks some of: adapt trajectories
+# two H200; on other machines set ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS and BACK_SECONDS. STAGES picks some of: adapt trajectories
 # train eval. BASE=smol CORPUS=DIR trains another g for the base that ships, with chats from the corpus in DIR.
 set -euo pipefail
 out=$1
@@ -26,6 +26,7 @@ base=${BASE:-$out/base}
 common=(--base "$base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECODE_BATCH:-256}")
 if stage trajectories; then
     run trajectories "${common[@]}" --output "$out/text" --num "$num" --suppress-eos $compile
+    run trajectories "${common[@]}" --output "$out/more" --num "$num" --suppress-eos --seed 11 $compile
     run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 8)) --temperature 0.6 --suppress-eos --seed 1
     run trajectories "${common[@]}" --output "$out/chat" --num $((num / 8)) --prompts "corpus:${CORPUS:-$out/base/corpus}" \
         --max-new-tokens 64 --seed 2
@@ -40,7 +41,9 @@ if stage train; then
         --untimed 20 --max-seconds "${TRAIN_SECONDS:-480}"
     run train "${data[@]}" "${g[@]}" --output "$out/deep" --slices $((slices / 2)) --lr 1e-3 --init "$out/train/sampler" \
         --rollout 7 --slice-states 15 --untimed 20 --max-seconds "${DEEP_SECONDS:-170}"
+    run train "${data[@]}" "$out/more" "${g[@]}" --output "$out/back" --slices $((slices / 2)) --lr 2e-3 --init "$out/deep/sampler" \
+        --rollout 7 --slice-states 15 --reverse 0.9 --untimed 20 --max-seconds "${BACK_SECONDS:-260}"
 fi
 
-if stage eval; then run eval table --base "$base" --sampler "$out/deep/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
+if stage eval; then run eval table --base "$base" --sampler "$out/back/sampler" --output "$out/table" --n "$n" --judge "${AR:-smol}" \
     --batch-size "${DECODE_BATCH:-256}" --buckets "${BUCKETS:-0}"; fi
