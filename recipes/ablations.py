@@ -51,6 +51,8 @@ DEPTHS = 7  # rollout of the held-out KL: what K = 8 needs
 SHIPPED: Line = {"layers": 2, "mlp": 0.875, "features": [10, 20], "rows": 32, "slices": 32, "lr": 3e-3, "warmup": 100}
 CHANGES: dict[str, Line] = {
     "shipped": {},
+    "reverse": {"reverse": 0.9},
+    "half-reverse": {"reverse": 0.5},
     "on-policy": {"on_policy": 0.5},
     "one-layer": {"layers": 1, "mlp": 1.0},
     "no-features": {"features": []},

@@ -85,7 +85,7 @@ def test_rotation_of_joined_and_of_separate_projections(
         plain, exact = attention.turn(x, cos, sin), attention.turn(x.double(), cos.double(), sin.double())
         off, plainly = (got.double() - exact).abs(), (plain.double() - exact).abs()
         bound = room * (step * terms + (step + last) * exact.abs()) * 1.01 + 1e-30
-        assert (off <= bound).all() and (room > 1 or off.mean() <= 1.01 * plainly.mean() + 1e-30)
+        assert (off <= bound).all() and (room > 1 or off.mean() <= 1.1 * plainly.mean() + 1e-30)
 
 
 @pytest.mark.parametrize("dtype", KINDS)

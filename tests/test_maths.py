@@ -14,6 +14,7 @@ import pytest
 
 from adjust_dlm import cli
 from adjust_dlm.eval import maths
+from adjust_dlm.eval.by_value import all_verified
 from adjust_dlm.eval.downstream import cut_at_stop
 from adjust_dlm.eval.latex import final_answer, find_answer, last_boxed, normalize
 from adjust_dlm.eval.maths import STOP, MathConfig, gold, grade, make_task, problems, same_answer
@@ -228,6 +229,15 @@ def test_math_verify_scores_are_those_of_lm_evaluation_harness() -> None:
     assert sum(case["cut"]["math_verify"] for case in RECORDED["minerva_math"]) == 23
     assert grade(r"It is $\boxed{0.5}$.", r"\frac{1}{2}", by_value=True)["math_verify"] == 1.0
     assert grade(r"It is $\boxed{\frac{1}{2$.", r"\frac{1}{3}", by_value=True)["math_verify"] == 0.0
+
+
+def test_other_processes_verify_the_same() -> None:
+    """Enough of them that two workers are started."""
+    pytest.importorskip("math_verify")
+    pairs = [(r"\boxed{0.5}", "1/2"), (r"\boxed{4}", "3"), (r"so it is $\sqrt{2}$", r"\sqrt{2}")] * 30
+    assert all_verified(pairs, workers=2) == [True, False, True] * 30
+    assert all_verified(pairs[:3], workers=1) == [True, False, True]
+    assert all_verified([], workers=2) == []
 
 
 def test_what_is_installed_is_said(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ closed, and compares normalised LaTeX. `minerva` takes that line only, as lm-eva
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,16 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+import torch.distributed as dist
+
+from adjust_dlm.eval.by_value import all_verified, verified
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
 from adjust_dlm.eval.gsm8k import END_WORDS
 from adjust_dlm.eval.latex import final_answer, find_answer, last_boxed, normalize
+from adjust_dlm.eval.sandbox import available_workers
 from adjust_dlm.eval.shots import Shot, first_shots, with_shots
 from adjust_dlm.eval.task_files import Row, read_rows
+from adjust_dlm.train.distributed import from_all_ranks
 from adjust_dlm.types import require
 
 STOP = ("Problem:", *END_WORDS)
@@ -136,13 +142,6 @@ def same_answer(answer: str | None, right: str) -> bool:
     return answer is not None and normalize(answer) == normalize(right)
 
 
-def verified(text: str, right: str) -> bool:
-    """Whether math-verify finds the gold answer in a completion."""
-    from math_verify import parse, verify
-
-    return bool(verify(gold=parse(f"$\\boxed{{{right}}}$"), target=parse(text)))
-
-
 def grade(text: str, right: str, *, by_value: bool) -> Scores:
     """Scores of one completion, cut at its stop words, against the gold answer."""
     scores = {
@@ -154,8 +153,14 @@ def grade(text: str, right: str, *, by_value: bool) -> Scores:
 
 def score(items: Sequence[Problem], texts: Sequence[list[str]], config: MathConfig) -> list[list[Scores]]:
     """See `Task.score`."""
-    by_value = has_math_verify()
-    return [
-        [grade(text, problem.facts["gold"], by_value=by_value) for text in group]
-        for problem, group in zip(items, texts, strict=True)
-    ]
+    rights = [problem.facts["gold"] for problem in items]
+    out = [[grade(text, right, by_value=False) for text in group] for right, group in zip(rights, texts, strict=True)]
+    if has_math_verify():
+        pairs = [(text, right) for right, group in zip(rights, texts, strict=True) for text in group]
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        mine = all_verified(pairs[rank::world], workers=available_workers() // world)
+        numbered = from_all_ranks([(rank + n * world, value) for n, value in enumerate(mine)])
+        values = [value for _, value in sorted(numbered)]
+        for scores, value in zip(itertools.chain(*out), values, strict=True):
+            scores["math_verify"] = float(value)
+    return out
