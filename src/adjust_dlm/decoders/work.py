@@ -52,12 +52,11 @@ class Work:
                 self._pick(width, count)
             return
         for k in range(count):
+            if k == 1 and lane.config.candidates:
+                width = min(width, lane.config.candidates)  # the round's first commit was one more
             if k:
                 self._step(k, width, last=k == count - 1)
-            first = k == 0 and lane.config.candidates > 0
-            if k == 1 and lane.config.candidates:
-                width = min(width, lane.config.candidates + 1)
-            self._pick(width, 1, first=first)
+            self._pick(width, 1, first=k == 0 and lane.config.candidates > 0)
 
     def _base_pass(self, keep: bool) -> None:
         lane = self.lane
