@@ -78,7 +78,8 @@ def step_at(sampler: Sampler, h_BLD: Tensor, state: State, active_BL: Tensor, ke
         h_BLD: current states.
         state: the canvas after the latest commit.
         active_BL: the columns.
-        keys: of all columns, see `Sampler.rows`; those of the active columns are written into them.
+        keys: of all columns, see `Sampler.rows`. What a step leaves in them at active columns is never read: columns
+            that were active stay so, and every step makes theirs anew.
         most: no row has more active columns; so many are computed, or all.
     """
     h_BLD = sampler.anchored(h_BLD)

@@ -16,7 +16,7 @@ from adjust_dlm.types import require
 # Settings that a resumed run may change.
 FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
 PAPER: dict[str, Any] = {
-    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
+    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3, "sparse": 0,
     "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
 }  # fmt: skip
 

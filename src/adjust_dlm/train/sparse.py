@@ -33,8 +33,8 @@ class Sparse:
         able = isinstance(sampler, Sampler)
         require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
         self.sampler, self.candidates = sampler, candidates
-        self.keys: Any = torch.compile(_keys, dynamic=False) if compiled else _keys
-        self.step: Any = torch.compile(_step, dynamic=False) if compiled else _step
+        self.keys: Any = torch.compile(Sampler.keys, dynamic=False) if compiled else Sampler.keys
+        self.step: Any = torch.compile(step_at, dynamic=False) if compiled else step_at
 
     def begin(self, x_0: State, rank_BL: Tensor) -> SparseWindows:
         """Windows that start at x_0, where a position's rank says how many commits later it is revealed."""
@@ -64,16 +64,3 @@ class SparseWindows:
         active_BL = self.candidate_BL | g.sampler.carriers(self._masked_BL & ~x_k.masked_BL, x_k)
         out: Tensor = g.step(g.sampler, h_BLD, x_k, active_BL, self._keys, g.candidates + 1 + self._k)
         return out
-
-
-def _keys(sampler: Sampler, h_BLD: Tensor, state: State) -> Keys:
-    return sampler.keys(h_BLD, state)
-
-
-def _step(sampler: Sampler, h_BLD: Tensor, state: State, active_BL: Tensor, keys: Keys, most: int) -> Tensor:
-    """On copies of the keys, since autograd needs them as they were.
-
-    Decoding lets each step find what the step before wrote; but active columns stay active, and write theirs anew.
-    """
-    copies = tuple((k.clone(), v.clone()) for k, v in keys)
-    return step_at(sampler, h_BLD, state, active_BL, copies, most)
