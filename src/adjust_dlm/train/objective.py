@@ -66,15 +66,9 @@ def check_sparse(config: Any, longest: int) -> None:
 
 
 def batch_loss(
-    base: Base,
-    g: Step | Sparse,
-    seen: Slices | Frames,
-    config: Any,
-    *,
-    rollout: int,
-    key: tuple[int, ...],
+    base: Base, g: Step | Sparse, seen: Slices | Frames, config: Any, *, rollout: int, key: tuple[int, ...],
     delta: Delta,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The loss of a micro-batch: the mean KL over depths, and what `match_states` adds.
 
     Args:

@@ -104,7 +104,8 @@ class Unrolled:
         n: texts.
         windows: S - rollout.
         student: h^_1 .. h^_rollout, each [windows * n, L, D or more].
-        rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared.
+        rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared (with sparse
+            steps also where it is no candidate).
     """
 
     h_BLD: Tensor
@@ -145,9 +146,7 @@ def unroll(
     return unroll_frames(sampler, observe(base, slices), rollout=rollout, detach_every=detach_every)
 
 
-def unroll_frames(
-    sampler: Step | Sparse, frames: Frames, *, rollout: int = 3, detach_every: int = 0
-) -> Unrolled:  # fmt: skip
+def unroll_frames(sampler: Step | Sparse, frames: Frames, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
     """Algorithm 2, lines 8-10."""
     text_SN, compared_BL = frames.text_SN, None
     out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
