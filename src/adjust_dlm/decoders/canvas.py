@@ -135,17 +135,8 @@ class Canvas(State):
         count = self.config.candidates
         if count == 0 or self._candidate_BL is not None:
             return
-        self._candidate_BL = self._best(score_BL, count + 1)
+        self._candidate_BL = best_columns(score_BL, self.real_BL, count + 1)
         self.quota_B = self.quota_B.clamp_max(count + 1)
-
-    def _best(self, score_BL: Tensor, count: int) -> Tensor:
-        """The `count` best open columns; where fewer are open, others of the row too, the last first."""
-        best = score_BL.sort(dim=-1, descending=True, stable=True)
-        open_BL = torch.zeros_like(self.masked_BL)
-        open_BL.scatter_(1, best.indices[:, :count], best.values[:, :count] > -torch.inf)
-        other_BL = self.real_BL & ~open_BL
-        from_right_BL = other_BL.flip(-1).long().cumsum(-1).flip(-1)
-        return open_BL | (other_BL & (from_right_BL <= count - open_BL.sum(-1, keepdim=True)))
 
     def active(self, carriers: Callable[[Tensor, State], Tensor]) -> Tensor:
         """Columns [B, L] that a sparse step computes: the candidates, and where this round's tokens are seen."""
@@ -282,6 +273,16 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
         tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
         real_BL[b, first:] = True
     return tokens_BL, real_BL
+
+
+def best_columns(score_BL: Tensor, real_BL: Tensor, count: int) -> Tensor:
+    """The `count` best columns of each row; of -inf are those that are not open, which fill it up, the last first."""
+    best = score_BL.sort(dim=-1, descending=True, stable=True)
+    open_BL = torch.zeros_like(real_BL)
+    open_BL.scatter_(1, best.indices[:, :count], best.values[:, :count] > -torch.inf)
+    other_BL = real_BL & ~open_BL
+    from_right_BL = other_BL.flip(-1).long().cumsum(-1).flip(-1)
+    return open_BL | (other_BL & (from_right_BL <= count - open_BL.sum(-1, keepdim=True)))
 
 
 def columns_of(marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:

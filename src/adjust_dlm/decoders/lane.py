@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, Picks, columns_of
+from adjust_dlm.decoders.canvas import Canvas, Picks, best_columns, columns_of
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
@@ -190,7 +190,7 @@ class Lane(Canvas):
     def narrow(self, score_BL: Tensor) -> None:
         """As `Canvas.narrow`; the caller knows that this is the first pick of a round."""
         assert self._candidate_BL is not None
-        self._candidate_BL.copy_(self._best(score_BL, self.config.candidates + 1))
+        self._candidate_BL.copy_(best_columns(score_BL, self.real_BL, self.config.candidates + 1))
         self.quota_B.clamp_max_(self.config.candidates + 1)
 
     def commit(self, picks: Picks) -> None:

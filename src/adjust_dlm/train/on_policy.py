@@ -17,7 +17,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import rows_at_once
 from adjust_dlm.sampling import draw, score_rows
-from adjust_dlm.train.unroll import Slices, Step, Unrolled, cut
+from adjust_dlm.train.unroll import Slices, Step, Unrolled, cut, rows_of
 from adjust_dlm.types import GIVEN, DecodeConfig, State, require
 
 _COLDEST = 1e-4  # stands for T = 0
@@ -52,14 +52,14 @@ def unroll_on_policy(
     own_R = torch.arange(windows * n, device=device).view(windows, n)[:, : round(share * n)].flatten()
     rank_BL = slices.rank().flatten(0, 1)
     begun_B1 = (slices.start_N + torch.arange(windows, device=device)[:, None] >= 0).flatten()[:, None]
-    policy = _policy(base, slices, _rows(x, own_R + n), own_R % n, rollout, suppress_eos, key)
+    policy = _policy(base, slices, rows_of(x, own_R + n), own_R % n, rollout, suppress_eos, key)
     policy.counts_R = begun_B1[own_R, 0] & (rank_BL[own_R + n] >= 0).any(-1)
     stored_BLD = base.hidden(x)  # lines 5-7
     h_k = stored_BLD[: windows * n]
     states, students, ranks = [h_k], [], []
     for k in range(1, rollout + 1):  # line 8
         rows = slice(k * n, (k + windows) * n)
-        x_k, teacher_BLD = _rows(x, rows), stored_BLD[rows]
+        x_k, teacher_BLD = rows_of(x, rows), stored_BLD[rows]
         if k > 1:
             policy.commit(h_k[own_R])
             x_k.tokens_BL = x_k.tokens_BL.index_copy(0, own_R, policy.state.tokens_BL)
@@ -72,10 +72,6 @@ def unroll_on_policy(
     # Windows share no states any more: each is a text of its own.
     all_ranks_BL = torch.cat([torch.full_like(ranks[0], -1), *ranks])
     return Unrolled(torch.cat(states), all_ranks_BL, windows * n, 1, students, ranks)
-
-
-def _rows(x: State, rows: Tensor | slice) -> State:
-    return State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
 
 
 @dataclass
