@@ -238,6 +238,8 @@ def test_other_processes_verify_the_same() -> None:
     assert all_verified(pairs, workers=2) == [True, False, True] * 30
     assert all_verified(pairs[:3], workers=1) == [True, False, True]
     assert all_verified([], workers=2) == []
+    with pytest.raises(RuntimeError, match=r"ended with 1: TypeError: verified\(\) missing 1"):
+        all_verified([("only a text",)] * 90, workers=2)  # type: ignore[list-item]
 
 
 def test_what_is_installed_is_said(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:

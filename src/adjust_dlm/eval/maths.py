@@ -8,6 +8,7 @@ closed, and compares normalised LaTeX. `minerva` takes that line only, as lm-eva
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,7 +159,9 @@ def score(items: Sequence[Problem], texts: Sequence[list[str]], config: MathConf
     if has_math_verify():
         pairs = [(text, right) for right, group in zip(rights, texts, strict=True) for text in group]
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        mine = all_verified(pairs[rank::world], workers=available_workers() // world)
+        mine = all_verified(
+            pairs[rank::world], workers=available_workers() // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        )
         numbered = from_all_ranks([(rank + n * world, value) for n, value in enumerate(mine)])
         values = [value for _, value in sorted(numbered)]
         for scores, value in zip(itertools.chain(*out), values, strict=True):
