@@ -27,13 +27,14 @@ common=(--base "$base" --batch-size "${DECODE_BATCH:-256}" --shard-rows "${DECOD
 if stage trajectories; then
     run trajectories "${common[@]}" --output "$out/text" --num "$num" --suppress-eos $compile
     run trajectories "${common[@]}" --output "$out/more" --num "$num" --suppress-eos --seed 11 $compile
+    run trajectories "${common[@]}" --output "$out/heldout" --num "${HELDOUT_ROWS:-256}" --suppress-eos --seed 12
     run trajectories "${common[@]}" --output "$out/text-t06" --num $((num / 8)) --temperature 0.6 --suppress-eos --seed 1
     run trajectories "${common[@]}" --output "$out/chat" --num $((num / 8)) --prompts "corpus:${CORPUS:-$out/base/corpus}" \
         --max-new-tokens 64 --seed 2
     run trajectories "${common[@]}" --output "$out/lists" --num $((num / 16)) --prompts lists --max-new-tokens 48 --seed 3
 fi
 
-g=(--layers 2 --mlp 0.875 --features 10 20 --rows 32 --heldout "${HELDOUT_ROWS:-256}" --steps "${TRAIN_STEPS:-100000}"
+g=(--layers 2 --mlp 0.875 --features 10 20 --rows 32 --heldout-trajectories "$out/heldout" --steps "${TRAIN_STEPS:-100000}"
     --eval-every "${EVAL_EVERY:-1000}" --checkpoint-every 4000 $compile)
 data=(--base "$base" --trajectories "$out/text" "$out/text-t06" "$out/chat" "$out/lists")
 if stage train; then

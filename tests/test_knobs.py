@@ -414,6 +414,20 @@ def test_a_run_with_every_knob_resumes_bit_for_bit(exact: ExactBase, folder: Pat
     assert files[0] == files[1]
 
 
+def test_the_reverse_share_is_that_of_the_loss(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+    """The same windows and the same fresh g: the first loss is linear in the share, and the step another one."""
+
+    def first(share: float) -> float:
+        train(settings(folder, tmp_path / f"{share}", reverse=share, steps=1, eval_every=1), exact)
+        return float(json.loads((tmp_path / f"{share}" / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+
+    forward, mixed, backward = first(0.0), first(0.25), first(1.0)
+    assert abs(forward - backward) > 0.01
+    assert mixed == pytest.approx(0.75 * forward + 0.25 * backward, rel=1e-5)
+    files = [(tmp_path / f"{share}" / "sampler" / "sampler.safetensors").read_bytes() for share in (0.0, 0.25, 1.0)]
+    assert len(set(files)) == 3
+
+
 def test_the_running_mean_is_what_is_saved_and_measured(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
     plain = train(settings(folder, tmp_path / "plain", lr=1e-2), exact)
     mean = train(settings(folder, tmp_path / "mean", lr=1e-2, ema=0.9), exact)
@@ -486,7 +500,7 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
         ("layers", 2, "1"),
         ("reverse", 0.9, "0.0"),
         ("ema", 0.99, "0.0"),
-        ("loss", "last", "'sum'"),
+        ("init", "base", "'fresh'"),
     ):
         with pytest.raises(InputError, match=f"preset paper sets {name} to {paper}; {other!r} was asked for"):
             TrainConfig(preset="paper", **{name: other})

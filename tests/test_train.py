@@ -19,11 +19,13 @@ from torch import Tensor
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.bases.layers import new_model
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import Student, kl_rows, row_shares, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
+from adjust_dlm.train import trainer
 from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.metrics import held_out, looked_at
 from adjust_dlm.train.objective import released_depth
@@ -487,6 +489,21 @@ def test_a_bf16_base_trains_on_the_cpu(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert saved["run"]["dtype"] == "bfloat16"
     assert {w.dtype for w in saved["sampler"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_base_with_fused_kernels_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(trainer, "fuses", lambda _: fused)
+    monkeypatch.setattr(TransformerBase, "compile", lambda self: calls.append(True))
+    source = TrajectoriesConfig(base="dream", num=16, output=str(tmp_path / "t"), max_new_tokens=8)
+    make_trajectories(source, base=tiny_dream())
+    common = {"base": "dream", "trajectories": (str(tmp_path / "t"),), "steps": 1, "slices": 4, "heldout": 4}
+    train(TrainConfig(output=str(tmp_path / "run"), compile=True, **common), tiny_dream())  # type: ignore[arg-type]
+    assert calls == [] if fused else calls == [True]
 
 
 def test_a_compiled_run_trains_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "
 PAPER: dict[str, Any] = {
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3, "sparse": 0,
     "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
-    "loss": "sum", "rollouts": (), "match_states": 0.0, "reverse": 0.0, "on_policy": 0.0, "ema": 0.0,
+    "rollouts": (), "detach_every": 0, "depth_weights": (), "match_states": 0.0, "reverse": 0.0, "on_policy": 0.0,
+    "ema": 0.0, "init": "fresh",
 }  # fmt: skip
 
 
