@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -132,6 +133,29 @@ def test_a_round_stays_with_the_candidates_of_its_base_pass(candidates: int, rou
     assert result.base_calls_B.tolist() == [rounds]
     free = decode(base, [[]], config.but(candidates=0), decoder="adjust", sampler=turned)
     assert {p for p, n in enumerate(free.order_BL[0].tolist()) if n < count} != first
+
+
+@pytest.mark.parametrize("order", ["entropy", "random", "left_to_right"])
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 40])
+def test_half_of_the_candidates_stand_next_to_the_first_commit(order: Any, count: int) -> None:
+    """Against a list in plain Python; scores with ties, closed positions, rows that are nearly full."""
+    base = tiny_base("dream")
+    config = DecodeConfig(max_new_tokens=20, tokens_per_step=2, candidates=count, order=order)
+    canvas = Canvas(base, [[BOS, 5, 6]] * 40, config)
+    generator = torch.Generator().manual_seed(count)
+    score_BL = torch.randint(0, 9, canvas.tokens_BL.shape, generator=generator).float()
+    share_B1 = torch.linspace(0, 1, 40)[:, None]
+    score_BL[torch.rand(score_BL.shape, generator=generator) < share_B1] = -torch.inf
+    score_BL[:, 7] = 3.0  # something is open
+    score_BL[~canvas.masked_BL] = -torch.inf
+    canvas.narrow(score_BL)
+    for score, got in zip(score_BL.tolist(), canvas.open_BL.tolist(), strict=True):
+        ranked = sorted((c for c, s in enumerate(score) if s > -math.inf), key=lambda c: -score[c])
+        near = count // 2 if order == "entropy" else 0
+        chosen, others = ranked[: count + 1 - near], ranked[count + 1 - near :]
+        chosen += sorted(sorted(others), key=lambda c: abs(c - ranked[0]))[:near]
+        stay = {c for c, open_ in enumerate(got) if open_}
+        assert stay >= set(chosen) and all(score[c] == -math.inf for c in stay - set(chosen))
 
 
 def test_only_candidates_pay_for_the_head() -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.decoders.columns import candidate_columns
 from adjust_dlm.sampling import NOISE, ORDER, confidence, draw, gumbel, process, score_rows, uniform, wrapped
-from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, State, require
+from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, require
 
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
 
@@ -131,12 +132,16 @@ class Canvas(State):
         return first_B.clamp_min(0) // self.config.block_length
 
     def narrow(self, score_BL: Tensor) -> None:
-        """After the first pick of a round: of the positions behind it only the best `candidates` stay open in it."""
+        """After the first pick of a round: of the positions behind it only its `candidates` stay open in it."""
         count = self.config.candidates
         if count == 0 or self._candidate_BL is not None:
             return
-        self._candidate_BL = best_columns(score_BL, self.real_BL, count + 1)
+        self._candidate_BL = self._candidates(score_BL)
         self.quota_B = self.quota_B.clamp_max(count + 1)
+
+    def _candidates(self, score_BL: Tensor) -> Tensor:
+        near = (self.config.order or self.base.spec.order) in CERTAINTY
+        return candidate_columns(score_BL, self.real_BL, self.config.candidates, near=near)
 
     def active(self, carriers: Callable[[Tensor, State], Tensor]) -> Tensor:
         """Columns [B, L] that a sparse step computes: the candidates, and where this round's tokens are seen."""
@@ -273,24 +278,6 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
         tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
         real_BL[b, first:] = True
     return tokens_BL, real_BL
-
-
-def best_columns(score_BL: Tensor, real_BL: Tensor, count: int) -> Tensor:
-    """The `count` best columns of each row; of -inf are those that are not open, which fill it up, the last first."""
-    best = score_BL.sort(dim=-1, descending=True, stable=True)
-    open_BL = torch.zeros_like(real_BL)
-    open_BL.scatter_(1, best.indices[:, :count], best.values[:, :count] > -torch.inf)
-    other_BL = real_BL & ~open_BL
-    from_right_BL = other_BL.flip(-1).long().cumsum(-1).flip(-1)
-    return open_BL | (other_BL & (from_right_BL <= count - open_BL.sum(-1, keepdim=True)))
-
-
-def columns_of(marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` marked columns of each row, lowest first, and which of these [B, N] are marked at all."""
-    length = marked_BL.shape[1]
-    column_L = torch.arange(length, device=marked_BL.device)
-    ranked_BN = torch.where(marked_BL, column_L, column_L + length).sort(-1).values[:, :count]
-    return ranked_BN % length, ranked_BN < length
 
 
 def rows_at_once(base: Base) -> int:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, Picks, best_columns, columns_of
+from adjust_dlm.decoders.canvas import Canvas, Picks
+from adjust_dlm.decoders.columns import columns_of
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
@@ -190,7 +191,7 @@ class Lane(Canvas):
     def narrow(self, score_BL: Tensor) -> None:
         """As `Canvas.narrow`; the caller knows that this is the first pick of a round."""
         assert self._candidate_BL is not None
-        self._candidate_BL.copy_(best_columns(score_BL, self.real_BL, self.config.candidates + 1))
+        self._candidate_BL.copy_(self._candidates(score_BL))
         self.quota_B.clamp_max_(self.config.candidates + 1)
 
     def commit(self, picks: Picks) -> None:
@@ -218,7 +219,7 @@ class Lane(Canvas):
         self.report_N.copy_(torch.cat([self.open_B, self.bad[None]]))
 
     def columns_of(self, marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `canvas.columns_of`."""
+        """See `columns.columns_of`."""
         if self.kernels:
             from adjust_dlm.kernels.commit import first_columns
 

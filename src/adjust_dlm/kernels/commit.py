@@ -1,6 +1,6 @@
 """The bookkeeping of a commit: a dozen numbers for each row, which as plain tensor code take a hundred small kernels.
 
-The plain forms are `decoders.canvas.columns_of`, `sampling.uniform` and `decoders.lane.Lane.commit`.
+The plain forms are `decoders.columns.columns_of`, `sampling.uniform` and `decoders.lane.Lane.commit`.
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import rows_at_once
 from adjust_dlm.sampling import draw, score_rows
 from adjust_dlm.train.unroll import Slices, Step, Unrolled, cut, rows_of
-from adjust_dlm.types import GIVEN, DecodeConfig, State, require
+from adjust_dlm.types import CERTAINTY, GIVEN, DecodeConfig, State, require
 
 _COLDEST = 1e-4  # stands for T = 0
-_RULES = ("entropy", "margin", "confidence")
 
 
 def unroll_on_policy(
@@ -46,7 +45,7 @@ def unroll_on_policy(
     Raises:
         InputError: the base's order rule does not look at logits.
     """
-    require(base.spec.order in _RULES, f"on-policy states need an order of {_RULES}; it is {base.spec.order!r}")
+    require(base.spec.order in CERTAINTY, f"on-policy states need an order of {CERTAINTY}; it is {base.spec.order!r}")
     x, n = slices.states(base.spec.mask_id), len(slices.start_N)
     windows, device = slices.length - rollout, x.tokens_BL.device
     own_R = torch.arange(windows * n, device=device).view(windows, n)[:, : round(share * n)].flatten()

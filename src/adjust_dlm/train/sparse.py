@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.decoders.adjust import step_at
-from adjust_dlm.decoders.canvas import best_columns
+from adjust_dlm.decoders.columns import best_columns
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.types import State, require
 
