@@ -100,7 +100,8 @@ def test_states_are_those_of_decoding(
     real = adjust.sparse_step
     monkeypatch.setattr(canvas, "_scores", scores)  # an order that does not depend on what g says
     monkeypatch.setattr(adjust, "sparse_step", spy)
-    config = DecodeConfig(max_new_tokens=9, tokens_per_step=ROLLOUT + 1, candidates=candidates)
+    # Under "random" candidates go by the score alone, as in training.
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=ROLLOUT + 1, candidates=candidates, order="random")
     result = decode(base, PROMPTS, config, sampler=g, sparse=True)
     rows = [result.trajectory(b) for b in range(len(PROMPTS))]
     compared = 0
