@@ -13,6 +13,7 @@ from torch import Tensor
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
 from adjust_dlm.decoders.cache import PrefixCache
+from adjust_dlm.decoders.canvas import Picks
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
     BOS,
@@ -117,9 +118,12 @@ def test_enough_candidates_are_all_positions(family: str, decoder: str) -> None:
     assert torch.equal(whole.tokens_BL, same.tokens_BL) and torch.equal(whole.order_BL, same.order_BL)
 
 
-@pytest.mark.parametrize(("candidates", "rounds"), [(1, 5), (2, 3), (3, 3)])
-def test_a_round_stays_with_the_candidates_of_its_base_pass(candidates: int, rounds: int) -> None:
-    """g turns certainty around, so without candidates a round would go to the least certain positions."""
+def test_a_round_stays_with_its_candidates() -> None:
+    """g turns certainty around, so without candidates a round would go to the least certain positions.
+
+    One candidate is the base's second choice; of more, half are neighbours and follow the round.
+    """
+    candidates, rounds = 1, 5
     base = writer(list(range(1, 10)), [float(20 - 2 * n) for n in range(9)], words=10)
 
     def turned(h_BLD: Tensor, state: State) -> Tensor:
@@ -158,6 +162,37 @@ def test_half_of_the_candidates_stand_next_to_the_first_commit(order: Any, count
         assert stay >= set(chosen) and all(score[c] == -math.inf for c in stay - set(chosen))
 
 
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_candidates_follow_the_commits_of_a_round(count: int, follows: bool) -> None:
+    """After each commit, against a list in plain Python; without following, only the committed column leaves them."""
+    base = tiny_base("dream")
+    canvas = Canvas(base, [[BOS, 5, 6]] * 30, DecodeConfig(max_new_tokens=20, tokens_per_step=5, candidates=count))
+    canvas.follows = follows
+    generator = torch.Generator().manual_seed(count)
+    score_BL = torch.randint(0, 9, canvas.tokens_BL.shape, generator=generator).float()
+    score_BL[~canvas.masked_BL] = -torch.inf
+    canvas.start_round()
+    canvas.narrow(score_BL)
+    was_BL, at_B = canvas.open_BL, score_BL.argmax(-1)
+    certain = [sorted(range(3, 23), key=lambda c: -s[c])[: count + 1 - count // 2] for s in score_BL.tolist()]
+    written: list[list[int]] = [[] for _ in certain]
+    for _ in range(min(4, count + 1)):
+        canvas.commit(Picks(at_B[:, None], torch.full((30, 1), 7), torch.ones(30, 1, dtype=torch.bool)))
+        for b, (best, seen) in enumerate(zip(certain, written, strict=True)):
+            seen.append(int(at_B[b]))
+            left = [c for c in range(3, 23) if c not in seen]
+            kept = [c for c in left if c in best]
+            others = sorted((c for c in left if c not in best), key=lambda c: min(abs(c - w) for w in seen))
+            want = set(kept + others[: count - len(kept)])
+            got = {c for c, open_ in enumerate(canvas.open_BL[b].tolist()) if open_}
+            assert got == (want if follows else {c for c, o in enumerate(was_BL[b].tolist()) if o} - set(seen))
+        if not bool(canvas.open_BL.any(-1).all()):
+            break
+        lots = torch.rand(canvas.tokens_BL.shape, generator=generator)
+        at_B = torch.where(canvas.open_BL, lots, -1.0).argmax(-1)
+
+
 def test_only_candidates_pay_for_the_head() -> None:
     base, rows = tiny_base("dream", end_ids=NO_END), []
     logits = base.logits
@@ -169,7 +204,7 @@ def test_only_candidates_pay_for_the_head() -> None:
     base.logits = spy  # type: ignore[method-assign]
     config = DecodeConfig(max_new_tokens=8, tokens_per_step=4, candidates=3)
     run(base, [[BOS, 5]] * 2, config, "adjust")
-    assert rows == [16, 6, 4, 2, 8, 6, 4, 2]
+    assert rows == [16, 6, 6, 6, 8, 6, 4, 2]  # 3 candidates a row, as long as so many are open
 
 
 # The prefix cache ----------------------------------------------------------------------------------------------

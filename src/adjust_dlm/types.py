@@ -68,8 +68,8 @@ class DecodeConfig:
         block_length: new tokens of a block; blocks are filled from left to right, the last may be shorter, masks
             inside the prompt belong to the first. None is one block. A reference schedule counts within each block.
         candidates: after the first commit of a round only that many positions can still be picked in it, and only they
-            pay for the head: half of them are those that the base is most certain of, half the nearest to that commit
-            (under random and left_to_right all go by the order); 0 is all.
+            pay for the head: half of them are those that the base is most certain of, half the nearest to what the
+            round has written (under random and left_to_right all go by the order); 0 is all.
         cache_period: None recomputes everything in every base pass. p computes what stands before the first mask once
             for p passes, and whenever a row enters a block: an approximation, exact for p = 1.
         cache_window: with a cache, None keeps what is reused fixed until the next whole pass; W lets it follow the

@@ -17,7 +17,7 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
 from adjust_dlm.decoders import Variant
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import DecodeConfig
+from adjust_dlm.types import CERTAINTY, DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,11 @@ def head_work(base: Base, rows: int) -> Work:
     return Work(head_flops(base, rows), float(traffic * size))
 
 
-def open_counts(config: DecodeConfig, decoder: str) -> Iterator[list[int]]:
+def open_counts(config: DecodeConfig, decoder: str, *, follows: bool = True) -> Iterator[list[int]]:
     """Rows that each commit of a round scores, on one canvas with no text that ends early, round after round.
 
-    Parallel decoding scores once for all commits of its round.
+    Parallel decoding scores once for all commits of its round. Candidates are as many after each commit where they
+    follow it (`Canvas.follows`).
     """
     width = config.block_length or config.max_new_tokens
     for first in range(0, config.max_new_tokens, width):
@@ -122,8 +123,9 @@ def open_counts(config: DecodeConfig, decoder: str) -> Iterator[list[int]]:
         while left:
             most = 1 if decoder == "joint" else config.tokens_per_step
             most = min(most, left, config.candidates + 1 if config.candidates else left)
-            later = min(left - 1, config.candidates or left)
-            yield [left] if decoder == "parallel" else [left, *range(later, later - most + 1, -1)]
+            limit = config.candidates or left
+            later = [min(left - k, limit if follows else limit + 1 - k) for k in range(1, most)]
+            yield [left] if decoder == "parallel" else [left, *later]
             left -= most
 
 
@@ -147,7 +149,8 @@ def decode_work(
     parts = []
     if variant.name == "adjust" and sampler is not None:
         base = sampler.on(base)
-    for scored in open_counts(config, variant.name):
+    follows = not sparse and (config.order or base.spec.order) in CERTAINTY
+    for scored in open_counts(config, variant.name, follows=follows):
         parts.append(base_work(base, rows, length))
         for k, count in enumerate(scored):
             if k and sampler is not None:

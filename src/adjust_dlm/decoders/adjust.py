@@ -52,6 +52,7 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
     """
     options.check(sampler, canvas.config.candidates)
     sparse = sampler if options.sparse and isinstance(sampler, Sampler) else None
+    canvas.follows = sparse is None  # what a sparse step leaves out stays out
     while canvas.open:  # line 2
         h_BLD = start_BLD = base.hidden(canvas)  # line 3
         keys: Keys | None = None

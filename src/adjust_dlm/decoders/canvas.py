@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, BaseSpec
-from adjust_dlm.decoders.columns import candidate_columns
+from adjust_dlm.decoders.columns import candidate_columns, certain_columns
 from adjust_dlm.sampling import NOISE, ORDER, confidence, draw, gumbel, process, score_rows, uniform, wrapped
 from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, require
 
@@ -93,6 +93,8 @@ class Canvas(State):
         self._round = 0
         self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
         self._candidate_BL: Tensor | None = None
+        self._certain_BL = self.masked_BL
+        self.follows = True  # candidates follow every commit of the round
         self._before_B = self.commits_B.clone()  # commits before this round
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
         self.watch: Callable[[Canvas], None] | None = None
@@ -117,11 +119,15 @@ class Canvas(State):
     @property
     def open_BL(self) -> Tensor:
         """Positions that may be committed now: the masks of each row's block, and of its candidates."""
-        open_BL = self.masked_BL
-        if self.config.block_length is not None:
-            end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
-            open_BL = open_BL & (self._column_L < end_B[:, None])
-        return open_BL if self._candidate_BL is None else open_BL & self._candidate_BL
+        return self._block_BL if self._candidate_BL is None else self._block_BL & self._candidate_BL
+
+    @property
+    def _block_BL(self) -> Tensor:
+        """The masks of each row's block."""
+        if self.config.block_length is None:
+            return self.masked_BL
+        end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
+        return self.masked_BL & (self._column_L < end_B[:, None])
 
     @property
     def block_B(self) -> Tensor:
@@ -136,12 +142,25 @@ class Canvas(State):
         count = self.config.candidates
         if count == 0 or self._candidate_BL is not None:
             return
-        self._candidate_BL = self._candidates(score_BL)
+        self._certain_BL = certain_columns(score_BL, count, near=self._near)
+        self._candidate_BL = self._first_candidates(score_BL)
         self.quota_B = self.quota_B.clamp_max(count + 1)
 
-    def _candidates(self, score_BL: Tensor) -> Tensor:
-        near = (self.config.order or self.base.spec.order) in CERTAINTY
-        return candidate_columns(score_BL, self.real_BL, self.config.candidates, near=near)
+    @property
+    def _near(self) -> bool:
+        return (self.config.order or self.base.spec.order) in CERTAINTY
+
+    def _first_candidates(self, score_BL: Tensor) -> Tensor:
+        """Before the first commit of a round, which is to be the column of the best score."""
+        best_BL = self._column_L == score_BL.argmax(-1, keepdim=True)
+        open_BL, count = score_BL > -torch.inf, self.config.candidates + 1
+        return candidate_columns(self._certain_BL, open_BL, best_BL, self.real_BL, count)
+
+    def _next_candidates(self) -> Tensor:
+        """After a commit: neighbours of everything that the round has written."""
+        written_BL = self.order_BL >= self._before_B[:, None]
+        count = self.config.candidates
+        return candidate_columns(self._certain_BL, self._block_BL, written_BL, self.real_BL, count)
 
     def active(self, carriers: Callable[[Tensor, State], Tensor]) -> Tensor:
         """Columns [B, L] that a sparse step computes: the candidates, and where this round's tokens are seen."""
@@ -212,6 +231,8 @@ class Canvas(State):
         self.commits_B += done_B
         self.quota_B = self.quota_B - done_B
         self._close_finished()
+        if self._candidate_BL is not None and self.follows and self._near:
+            self._candidate_BL = self._next_candidates()
         if self.watch is not None:
             self.watch(self)
 

@@ -24,21 +24,37 @@ def best_columns(score_BL: Tensor, real_BL: Tensor, count: int) -> Tensor:
     return open_BL | (other_BL & (from_right_BL <= count - open_BL.sum(-1, keepdim=True)))
 
 
-def candidate_columns(score_BL: Tensor, real_BL: Tensor, count: int, *, near: bool) -> Tensor:
-    """A round's first pick, which is the best column, and its `count` candidates: [B, L].
+def certain_columns(score_BL: Tensor, count: int, *, near: bool) -> Tensor:
+    """What a round's candidates by certainty are, behind its first pick: [B, L].
 
     Args:
         score_BL: of the order rule; -inf where a column is not open.
-        real_BL: no pads.
-        count: M; where fewer columns are open, others fill it up as in `best_columns`.
-        near: half of them are the open columns nearest to the first pick. What was just written tells most about its
-            neighbours: often it makes certain what was not. The others, or all, are the best by score.
+        count: M.
+        near: half of the M candidates are neighbours instead (`candidate_columns`).
     """
-    if not near:
-        return best_columns(score_BL, real_BL, count + 1)
-    best_BL = score_BL.sort(dim=-1, descending=True, stable=True).indices
-    column_BL = torch.arange(score_BL.shape[1], device=score_BL.device).expand_as(best_BL)
-    rank_BL = torch.empty_like(best_BL).scatter_(1, best_BL, column_BL)
-    away_BL = (column_BL - best_BL[:, :1]).abs()
-    mixed_BL = torch.where(rank_BL <= count - count // 2, score_BL.shape[1] - rank_BL, -away_BL).float()
-    return best_columns(torch.where(score_BL > -torch.inf, mixed_BL, -torch.inf), real_BL, count + 1)
+    certain = count - count // 2 if near else count
+    best = score_BL.sort(dim=-1, descending=True, stable=True)
+    out_BL = torch.zeros(score_BL.shape, dtype=torch.bool, device=score_BL.device)
+    chosen_BN = best.indices[:, : certain + 1]
+    return out_BL.scatter_(1, chosen_BN, best.values[:, : certain + 1] > -torch.inf)
+
+
+def candidate_columns(certain_BL: Tensor, open_BL: Tensor, written_BL: Tensor, real_BL: Tensor, count: int) -> Tensor:
+    """Certain columns that are still open, then the open ones nearest to what was written, `count` in all: [B, L].
+
+    What was just written tells most about its neighbours: often it makes certain what was not.
+
+    Args:
+        certain_BL: from `certain_columns`.
+        open_BL: columns that may be picked.
+        written_BL: columns written in this round.
+        real_BL: no pads.
+        count: where fewer columns are open, others fill it up as in `best_columns`.
+    """
+    length = open_BL.shape[1]
+    column_L = torch.arange(length, device=open_BL.device)
+    left_BL = torch.where(written_BL, column_L, -2 * length).cummax(-1).values
+    right_BL = torch.where(written_BL, column_L, 3 * length).flip(-1).cummin(-1).values.flip(-1)
+    away_BL = torch.minimum(column_L - left_BL, right_BL - column_L)
+    score_BL = torch.where(certain_BL, length, -away_BL).float()
+    return best_columns(torch.where(open_BL, score_BL, -torch.inf), real_BL, count)

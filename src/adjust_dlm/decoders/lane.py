@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, Picks
-from adjust_dlm.decoders.columns import columns_of
+from adjust_dlm.decoders.columns import certain_columns, columns_of
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
@@ -57,6 +57,8 @@ class Lane(Canvas):
         self.masked_BL = torch.zeros_like(self.real_BL)
         self.order_BL = torch.full_like(self.tokens_BL, GIVEN)
         self._candidate_BL = torch.ones_like(self.real_BL)
+        self._certain_BL = torch.zeros_like(self.real_BL)
+        self.follows = True
         self._column_L = torch.arange(length, device=device)
         for name in _COUNTS:
             setattr(self, name, torch.zeros(slots, dtype=torch.long, device=device))
@@ -191,11 +193,18 @@ class Lane(Canvas):
     def narrow(self, score_BL: Tensor) -> None:
         """As `Canvas.narrow`; the caller knows that this is the first pick of a round."""
         assert self._candidate_BL is not None
-        self._candidate_BL.copy_(self._candidates(score_BL))
+        self._certain_BL.copy_(certain_columns(score_BL, self.config.candidates, near=self._near))
+        self._candidate_BL.copy_(self._first_candidates(score_BL))
         self.quota_B.clamp_max_(self.config.candidates + 1)
 
     def commit(self, picks: Picks) -> None:
         """As `Canvas.commit`, for picks whose positions are all different in a row, valid or not."""
+        self._write(picks)
+        if self.config.candidates and self.follows and self._near:
+            assert self._candidate_BL is not None
+            self._candidate_BL.copy_(self._next_candidates())
+
+    def _write(self, picks: Picks) -> None:
         if self.kernels:
             from adjust_dlm.kernels.commit import commit
 

@@ -25,6 +25,7 @@ class Work:
         self.decoder, self.options, config = decoder, options, lane.config
         self._blocks = config.block_length, config.candidates  # all that passes and steps heed
         self._settings = config.but(seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=1)
+        lane.follows = not options.sparse
         if options.sparse and sampler is not None:
             lane.need_keys(sampler)
 
@@ -33,7 +34,7 @@ class Work:
 
     def _pick(self, width: int, count: int, *, first: bool = False) -> None:
         lane = self.lane
-        key = lane.shape, ("pick", width, count, first, lane.noting, self._settings)
+        key = lane.shape, ("pick", width, count, first, lane.noting, lane.follows, self._settings)
         self.graphs.run(key, lambda: pick(self.base, lane, width, count, first=first), lane.buffers)
 
     def round(self, count: int, most: int) -> None:
