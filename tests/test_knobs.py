@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from adjust_dlm.train.on_policy import unroll_on_policy
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
-from helpers import MASK, TableBase, assert_law, left_pad, oracle, target, tiny_base, tiny_sampler
+from helpers import MASK, TableBase, assert_law, left_pad, oracle, stopping, target, tiny_base, tiny_sampler
 
 CPU = torch.device("cpu")
 ROWS = [[2, 5, MASK, 7, MASK, 9], [4, MASK, 6], [MASK]]
@@ -395,16 +393,7 @@ EVERYTHING: dict[str, object] = {
 def test_a_run_with_every_knob_resumes_bit_for_bit(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
     whole = train(settings(folder, tmp_path / "whole", **EVERYTHING), exact)
 
-    class Stopping(ExactBase):
-        calls = 0
-
-        def hidden(self, state: State) -> Tensor:
-            Stopping.calls += 1
-            if Stopping.calls == 10:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().hidden(state)
-
-    first = train(settings(folder, tmp_path / "parts", **EVERYTHING), Stopping(exact.joint))
+    first = train(settings(folder, tmp_path / "parts", **EVERYTHING), stopping(exact, 10))
     assert not first["finished"] and 0 < first["steps"] < 9
     assert train(settings(folder, tmp_path / "parts", **EVERYTHING), exact)["heldout"] == whole["heldout"]
     a, b = (torch.load(tmp_path / p / "checkpoint.pt", weights_only=True) for p in ("whole", "parts"))

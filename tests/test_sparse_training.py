@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
-import signal
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +30,8 @@ from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows
 from adjust_dlm.train.sparse import Sparse
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Slices, Unrolled, observe, unroll, unroll_frames, unrolled_kl
-from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
-from helpers import BOS, MASK, tiny_base, tiny_sampler
+from adjust_dlm.types import DecodeConfig, InputError, Trajectory
+from helpers import BOS, MASK, stopping, tiny_base, tiny_sampler
 from test_train import settings
 
 CPU = torch.device("cpu")
@@ -370,16 +368,7 @@ def test_a_sparse_run_resumes_bit_for_bit(exact: ExactBase, folder: Path, tmp_pa
     knobs = {**SPARSE, "sparse_share": share, "layers": 2, "anchor": True, "detach_every": 1, "ema": 0.9}
     whole = train(settings(folder, tmp_path / "whole", **knobs), exact)
 
-    class Stopping(ExactBase):
-        calls = 0
-
-        def hidden(self, state: State) -> Tensor:
-            Stopping.calls += 1
-            if Stopping.calls == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().hidden(state)
-
-    first = train(settings(folder, tmp_path / "parts", **knobs), Stopping(exact.joint))
+    first = train(settings(folder, tmp_path / "parts", **knobs), stopping(exact, 5))
     assert not first["finished"] and first["steps"] > 0
     assert train(settings(folder, tmp_path / "parts", **knobs), exact)["heldout"] == whole["heldout"]
     a, b = (torch.load(tmp_path / p / "checkpoint.pt", weights_only=True) for p in ("whole", "parts"))

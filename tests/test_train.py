@@ -6,8 +6,6 @@ import functools
 import itertools
 import json
 import math
-import os
-import signal
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +31,7 @@ from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
+from helpers import stopping
 
 CPU = torch.device("cpu")
 
@@ -347,17 +346,8 @@ def test_h19_resume_is_bit_for_bit(exact: ExactBase, folder: Path, tmp_path: Pat
     """12 steps in one go, and 7 + SIGTERM + 5: the same weights, metrics and sampler file."""
     train(settings(folder, tmp_path / "whole"), exact)
 
-    class Stopping(ExactBase):
-        calls = 0
-
-        def hidden(self, state: State) -> Tensor:
-            Stopping.calls += 1
-            if Stopping.calls == 14:  # the 14th micro-batch ends step 7
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().hidden(state)
-
-    stopping = Stopping(exact.joint)
-    first = train(settings(folder, tmp_path / "parts", eval_every=100), stopping)
+    # the 14th micro-batch ends step 7
+    first = train(settings(folder, tmp_path / "parts", eval_every=100), stopping(exact, 14))
     assert not first["finished"] and first["steps"] == 7
     assert not (tmp_path / "parts" / "sampler").exists()
     # eval_every is a setting too: a changed one is refused by name
@@ -380,16 +370,8 @@ def test_a_stop_between_evaluations_leaves_the_same_metrics(exact: ExactBase, fo
     """Stopped at step 7 of 12, evaluated at 6 and 12: the log of the two parts is the log of one run."""
     train(settings(folder, tmp_path / "whole"), exact)
 
-    class Stopping(ExactBase):
-        calls = 0
-
-        def hidden(self, state: State) -> Tensor:
-            Stopping.calls += 1
-            if Stopping.calls == 22:  # 12 of six steps, 8 of the evaluation, 2 of step 7
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().hidden(state)
-
-    assert train(settings(folder, tmp_path / "parts"), Stopping(exact.joint))["steps"] == 7
+    # 12 of six steps, 8 of the evaluation, 2 of step 7
+    assert train(settings(folder, tmp_path / "parts"), stopping(exact, 22))["steps"] == 7
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "ce": {"text": 1.0}')  # what a kill leaves
     assert train(settings(folder, tmp_path / "parts"), exact)["steps"] == 12
