@@ -1,7 +1,7 @@
 """g in training as sparse decoding calls it: at a window's candidates and at the columns that see its tokens.
 
-Decoding takes the columns of a round that the base is most certain of (`decoders/adjust.py`); a stored text knows what
-went next, so here they are those that its own order reveals first. All else is the decoder's own code.
+Decoding chooses a round's candidates by certainty and nearness (`decoders/columns.py`); a stored text knows what went
+next, so here they are those that its own order reveals first. All else is the decoder's own code.
 """
 
 from __future__ import annotations
