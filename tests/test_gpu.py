@@ -145,7 +145,7 @@ def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Pat
     assert all(torch.equal(results[0].cpu(), other.cpu()) for other in results[1:])
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8-dynamic"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_quantized_states_stay_near(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("torchao")
     folder = str(write(tmp_path, "dream"))
@@ -247,7 +247,7 @@ def test_every_form_of_g_is_captured(
 
 
 def test_captures_are_few_for_many_lengths_and_k(caplog: pytest.LogCaptureFixture) -> None:
-    """H25: 20 prompts of 20 lengths, K = 1..8: two shapes; the same prompts again capture nothing."""
+    """H25: 20 prompts of 20 lengths, K = 1..8: three shapes; the same prompts again capture nothing."""
     base, g = wide("cuda")
     seen = []
     for _ in range(2):
@@ -257,7 +257,8 @@ def test_captures_are_few_for_many_lengths_and_k(caplog: pytest.LogCaptureFixtur
             slow, quick = (decode(base, prompt, config, sampler=g, eager=eager) for eager in (True, False))
             assert torch.equal(slow.tokens_BL, quick.tokens_BL)
         seen.append(captures(base))
-    assert seen[0] == seen[1] <= 2 * (1 + 3 + 1 + 3)  # of each shape: base pass, picks, whole step, last steps
+    # Of two shapes: base pass, picks, whole step, last steps. The prompt that leaves no pad has K = 1: pass and picks.
+    assert seen[0] == seen[1] <= 2 * (1 + 3 + 1 + 3) + (1 + 3)
     assert not caplog.records
 
 
@@ -297,7 +298,7 @@ def test_nan_is_found_in_captured_steps() -> None:
         decode(base, PROMPTS, DecodeConfig(max_new_tokens=6), sampler=g)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8-dynamic"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_quantized_layers_in_the_fast_form(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("torchao")
     base = load_base(str(write(tmp_path, "dream")), device="cuda", quantize=kind)

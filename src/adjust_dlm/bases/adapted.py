@@ -19,6 +19,7 @@ from torch import Tensor
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
 from adjust_dlm.bases.layers import Body, read_model
+from adjust_dlm.bases.placement import Quantize, check_placement, quantized
 from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir, write_synced
 from adjust_dlm.bases.text import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
@@ -84,15 +85,24 @@ def file_digest(*paths: Path) -> str:
 
 @register_base("adapted", "a folder written by `adjust adapt` (give its path instead of this name)")
 def load_adapted(
-    *, device: torch.device, dtype: torch.dtype, path: Path | None = None, name: str | None = None
-) -> TransformerBase:
+    *, device: torch.device, dtype: torch.dtype, path: Path | None = None, name: str | None = None,
+    quantize: Quantize | None = None,
+) -> TransformerBase:  # fmt: skip
     """Loads an adapted base: merged weights from the cache, or merges and caches them first.
+
+    Args:
+        device: where it decodes.
+        dtype: of the weights.
+        path: its folder.
+        name: of its spec; the path by default.
+        quantize: see `placement.quantized`.
 
     Raises:
         InputError: a file of the folder is missing, unreadable, or belongs to another model.
     """
     require(path is not None, "the base 'adapted' is loaded by the path of its folder")
     assert path is not None
+    check_placement(quantize, None)
     facts = _facts(path)
     digest = file_digest(*(path / name for name in FILES))
     merged = cache_dir() / "merged" / digest
@@ -103,7 +113,11 @@ def load_adapted(
     except InputError as error:
         raise InputError(f"{error}; delete {merged}, it is made again") from error
     tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
-    return wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
+    if quantize is not None:
+        quantized(model, quantize)
+    base = wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
+    base.quantized = quantize
+    return base
 
 
 def wrap_adapted(

@@ -27,6 +27,11 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Nothing."""
 
+    @staticmethod
+    def product(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """W h + b: what a layer of this kind does with its parameters."""
+        return F.linear(h, weight, bias)
+
 
 class Embedding(nn.Embedding):
     """As `Linear`."""
@@ -68,21 +73,18 @@ class _Joins(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._joined: tuple[Tensor, Tensor | None] | None = None
+        self._joined: dict[str, Tensor] | None = None
 
     def join(self) -> None:
-        """Lays them so, each a view of its part; nothing for weights that are no plain tensors (quantized ones)."""
-        parts = [getattr(self, name) for name in self._names]
-        if self._joined is not None or any(type(part.weight.data) is not Tensor for part in parts):
+        """Lays them so, each a view of its part; nothing for weights that are no plain tensors (torchao's)."""
+        parts = [dict(getattr(self, name).named_parameters()) for name in self._names]
+        if self._joined is not None or any(type(part["weight"].data) is not Tensor for part in parts):
             return
-        sizes, biased = [part.out_features for part in parts], parts[0].bias is not None
-        weight = torch.cat([part.weight.data for part in parts])
-        bias = torch.cat([part.bias.data for part in parts]) if biased else None
-        for n, part in enumerate(parts):
-            part.weight.data = weight.split(sizes)[n]
-            if bias is not None:
-                part.bias.data = bias.split(sizes)[n]
-        self._joined = weight, bias
+        self._joined = {name: torch.cat([part[name].data for part in parts]) for name in parts[0]}
+        for name, whole in self._joined.items():
+            views = whole.split([len(part[name]) for part in parts])
+            for part, view in zip(parts, views, strict=True):
+                part[name].data = view
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._joined = None  # parameters move one by one
@@ -93,7 +95,8 @@ class _Joins(nn.Module):
         trained = torch.is_grad_enabled() and parts[0].weight.requires_grad  # gradients belong to the parts
         if self._joined is None or trained:
             return [part(h_BLD) for part in parts]
-        return list(F.linear(h_BLD, *self._joined).split([part.out_features for part in parts], -1))
+        whole: Tensor = parts[0].product(h_BLD, **self._joined)
+        return list(whole.split([part.out_features for part in parts], -1))
 
 
 class Attention(_Joins):

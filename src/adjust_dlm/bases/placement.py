@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import InputError, require
 
@@ -21,8 +22,8 @@ def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
     """Refuses what `quantized` and `place` cannot do, before any weight is read."""
     known = get_args(Quantize)
     require(quantize in (None, *known), f"quantize is {quantize!r}; it must be one of {', '.join(known)}")
-    if quantize is not None and importlib.util.find_spec("torchao") is None:
-        raise InputError("quantize needs torchao: pip install 'adjust-dlm[quant]'")
+    if quantize in ("int8", "fp8") and importlib.util.find_spec("torchao") is None:
+        raise InputError(f"quantize {quantize} needs torchao: pip install 'adjust-dlm[quant]'")
     if device_map is None:
         return
     if isinstance(device_map, str):
@@ -37,26 +38,20 @@ def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
 def quantized(body: nn.Module, kind: Quantize) -> None:
     """Stores the weights of all linear layers in 8 bits, in place; embedding, norms and head keep their dtype.
 
-    "int8" and "fp8" save memory and multiply in the base's dtype. "fp8-dynamic" multiplies in fp8, each row of the
-    states scaled by its own maximum, which cards from Hopper and Ada on do at twice the rate of bf16.
+    "int8" and "fp8" save memory and multiply in the base's dtype (torchao). "fp8-dynamic" multiplies in fp8
+    (`bases.fp8`), which cards from Ada and Hopper on do at twice the rate of bf16.
 
     Raises:
         InputError: the device or this torch cannot do it.
     """
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Float8WeightOnlyConfig,
-        Int8WeightOnlyConfig,
-        PerRow,
-        quantize_,
-    )
-
     try:
-        plain = {"set_inductor_config": False}  # which would search for kernels for minutes
         if kind == "fp8-dynamic":
-            quantize_(body, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), **plain))
-        else:
-            quantize_(body, Int8WeightOnlyConfig(**plain) if kind == "int8" else Float8WeightOnlyConfig(**plain))
+            in_fp8_layers(body)
+            return
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+        plain = {"set_inductor_config": False}  # which would search for kernels for minutes
+        quantize_(body, Int8WeightOnlyConfig(**plain) if kind == "int8" else Float8WeightOnlyConfig(**plain))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"quantize {kind} does not work here: {' '.join(str(error).split())}") from error
 

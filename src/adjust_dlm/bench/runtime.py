@@ -235,8 +235,7 @@ def open_bench(config: RuntimeConfig, decoders: list[str]) -> Bench:
             quantized(base.model, config.quantize)  # type: ignore[arg-type]
             base.quantized = config.quantize
     else:
-        options: dict[str, Any] = {"quantize": config.quantize} if config.quantize else {}
-        base = load_base(config.base, device=device, **options)
+        base = load_base(config.base, device=device, quantize=config.quantize)
         if config.sampler is None and default_sampler(config.base) is None:
             log.warning("no sampler ships for base %r: a random g is timed, which costs the same", config.base)
             helpers["sampler"] = random_sampler(base)

@@ -115,8 +115,7 @@ def load_for(flags: LoadFlags) -> Base:
     """The base that the flags name, on their device."""
     from adjust_dlm.bases import load_base
 
-    given = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
-    options = {key: value for key, value in given.items() if value is not None}
+    options = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
     base = load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype), **options)
     if flags.compile:
         base.compile()

@@ -84,6 +84,7 @@ class DownstreamConfig:
         batch_size: rows decoded at once.
         seed: of decoding.
         device: auto, cpu, cuda or cuda:N.
+        quantize: int8, fp8 or fp8-dynamic (see `adjust generate`).
         eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
@@ -105,6 +106,7 @@ class DownstreamConfig:
     batch_size: int = 16
     seed: int = 0
     device: str = "auto"
+    quantize: str | None = None
     eager: bool = False
 
     def __post_init__(self) -> None:
@@ -167,7 +169,7 @@ def evaluate(
     rank, _, _ = distributed.start()
     problems = task.problems(config)[: config.limit or None]
     require(bool(problems), f"task {task.name} has no problems in {config.data!r}")
-    base = base or load_base(config.base, device=config.device)
+    base = base or load_base(config.base, device=config.device, quantize=config.quantize)
     prompts = [ids for ids in _encoded(config, base, problems) for _ in range(config.num_samples)]
     helpers = open_helpers(config, base, variants(config), sampler=sampler)
     rows, folder = [], Path(config.output)

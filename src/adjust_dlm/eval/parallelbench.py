@@ -104,7 +104,7 @@ def run_parallelbench(
     about = {"grammar": said, "rows": config.data or f"generated, task_seed {config.task_seed}"}
     about["reading"] = "strict" if config.strict else "lenient"
     try:
-        base = base or load_base(config.base, device=config.device)
+        base = base or load_base(config.base, device=config.device, quantize=config.quantize)
         rows: list[Row] = []
         macro: list[Row] = []
         for name, asked in problems.items():

@@ -52,6 +52,7 @@ class TableConfig:
         suppress_eos: never end a text, so that all have the same length.
         device: auto, cpu, cuda or cuda:N.
         compile: compile the base (CUDA).
+        quantize: int8, fp8 or fp8-dynamic (see `adjust generate`).
         eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
@@ -72,6 +73,7 @@ class TableConfig:
     suppress_eos: bool = True
     device: str = "auto"
     compile: bool = False
+    quantize: str | None = None
     eager: bool = False
 
     def __post_init__(self) -> None:
@@ -116,7 +118,7 @@ def make_table(
 
 def open_base(config: TableConfig) -> Base:
     """The base, compiled if asked."""
-    base = load_base(config.base, device=config.device)
+    base = load_base(config.base, device=config.device, quantize=config.quantize)
     if config.compile:
         base.compile()
     return base

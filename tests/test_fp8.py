@@ -1,0 +1,151 @@
+"""Linear layers that multiply in fp8: the rounding, the product, and whole bases with such layers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adjust_dlm.bases import load_base
+from adjust_dlm.bases.fp8 import LARGEST, SMALLEST, Fp8Linear, in_fp8, in_fp8_layers
+from adjust_dlm.bases.layers import Linear, join_projections
+from adjust_dlm.kernels import HAS_TRITON
+from adjust_dlm.types import InputError
+from helpers import left_pad
+from test_checkpoint import END, MASK, ROWS, write
+
+INTERPRETED = HAS_TRITON and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
+CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+CODES = CODES[CODES.isfinite()].unique()
+
+
+def states(*shape: int, seed: int = 0) -> Tensor:
+    """Rows of very different sizes, one of them zero."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    x = x * 10.0 ** torch.arange(-3, shape[0] - 3)[:, None]
+    x[1] = 0
+    return x
+
+
+def linear(width: int, outputs: int, *, bias: bool = True) -> Linear:
+    layer = Linear(width, outputs, bias=bias)
+    generator = torch.Generator().manual_seed(width)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_number_goes_to_the_nearest_of_its_rows_grid(dtype: torch.dtype) -> None:
+    x_RD = states(6, 64).to(dtype)
+    q_RD, scale_R1 = in_fp8(x_RD)
+    most_R = x_RD.double().abs().amax(-1)
+    assert torch.allclose(scale_R1[:, 0].double() * LARGEST, most_R.clamp_min(SMALLEST), rtol=1e-6)
+    grid_RDC = CODES.double() * scale_R1.double()[..., None]
+    nearest_RD = (grid_RDC - x_RD.double()[..., None]).abs().amin(-1)
+    got_RD = (q_RD.double() * scale_R1 - x_RD.double()).abs()
+    assert (got_RD <= nearest_RD + 1e-6 * most_R[:, None]).all()
+    assert q_RD[1].float().eq(0).all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_is_that_of_the_rounded_numbers(dtype: torch.dtype, bias: bool) -> None:
+    plain = linear(48, 32, bias=bias).to(dtype)
+    layer, h = Fp8Linear(plain), states(5, 48, seed=1).to(dtype)
+    got = layer(h.view(1, 5, 48))
+    assert got.shape == (1, 5, 32) and got.dtype == dtype
+    (q, a), (w, b) = in_fp8(h), in_fp8(plain.weight.data)
+    want = (q.double() @ w.double().T) * a.double() * b.double().T
+    room = want.abs() * 2**-8 + (q.double().abs() @ w.double().abs().T) * a.double() * b.double().T * 1e-3
+    if bias:
+        want, room = want + plain.bias.double(), room + (want + plain.bias.double()).abs() * 2**-7
+    assert ((got[0].double() - want).abs() <= room).all()
+
+
+def test_widths_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InputError, match="a linear layer of 40 to 32 cannot be in fp8: both must be multiples of 16"):
+        Fp8Linear(linear(40, 32))
+    with pytest.raises(InputError, match="a linear layer of 32 to 40"):
+        in_fp8_layers(nn.Sequential(linear(32, 40)))
+
+
+def test_a_base_computes_with_rounded_weights_and_states(tmp_path: Path) -> None:
+    """Its states are those of a plain base whose weights, and what goes into each layer, are rounded to fp8."""
+    exact = load_base(str(write(tmp_path, "dream")))
+    small = load_base(str(tmp_path), quantize="fp8-dynamic")
+    rounded = load_base(str(tmp_path))
+    assert small.fingerprint == exact.fingerprint and small.quantized == "fp8-dynamic"
+    layers = [part for part in rounded.model.modules() if type(part) is Linear]
+    assert len(layers) == sum(isinstance(part, Fp8Linear) for part in small.model.modules()) > 0
+
+    def back(x: Tensor) -> Tensor:
+        q, scale = in_fp8(x.reshape(-1, x.shape[-1]))
+        return (q.float() * scale).view(x.shape)
+
+    class Rounded(nn.Module):
+        def __init__(self, plain: Linear) -> None:
+            super().__init__()
+            self.weight, self.bias, self.out_features = back(plain.weight.data), plain.bias, plain.out_features
+
+        def forward(self, h: Tensor) -> Tensor:
+            out = F.linear(back(h), self.weight).bfloat16().float()
+            return out if self.bias is None else out + self.bias
+
+    for part in list(rounded.model.modules()):
+        for name, child in list(part.named_children()):
+            if type(child) is Linear:
+                setattr(part, name, Rounded(child))
+    state = left_pad(ROWS, mask_id=MASK, pad_id=END)
+    plain, want, got = (base.hidden(state)[state.real_BL] for base in (exact, rounded, small))
+    size = plain.norm()
+    assert (got - want).norm() < 0.05 * (got - plain).norm()
+    assert 1e-3 * size < (got - plain).norm() < 0.3 * size
+
+
+def test_joined_projections_are_views_that_give_the_same_states(tmp_path: Path) -> None:
+    base = load_base(str(write(tmp_path, "dream")), quantize="fp8-dynamic")
+    state = left_pad(ROWS, mask_id=MASK, pad_id=END)
+    before = base.hidden(state)
+    join_projections(base.model)
+    attention = base.model.layers[0].self_attn
+    assert torch.equal(base.hidden(state), before)
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        for name in ("weight", "scale", "bias"):
+            kept = getattr(part, name).untyped_storage().data_ptr()
+            assert kept == attention._joined[name].untyped_storage().data_ptr()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton, on a card or interpreted")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 100, 4096])
+def test_the_kernel_is_the_plain_form(dtype: torch.dtype, width: int) -> None:
+    """Numbers of the grid, which must stay as they are: Triton's interpreter does not round halves as cards do."""
+    from adjust_dlm.kernels import fp8
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pick = torch.randint(len(CODES), (5, width + 3), generator=torch.Generator().manual_seed(width))
+    x = CODES[pick] * 2.0 ** torch.arange(-2, 3)[:, None]
+    x[:, 0], x[3] = LARGEST * 2.0 ** torch.arange(-2, 3), 0
+    x_RD = x.to(device, dtype)[:, :width]  # a view of wider rows
+    if device == "cuda":
+        x_RD = torch.cat([x_RD, states(5, width).to(device, dtype)])
+    want, got = in_fp8(x_RD.float()), fp8.in_fp8(x_RD, SMALLEST, LARGEST)
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+def test_the_card_gives_what_the_cpu_gives() -> None:
+    plain = linear(256, 128)
+    h = states(5, 256, seed=2).bfloat16()
+    here = Fp8Linear(plain)(h)
+    layer = Fp8Linear(plain).cuda()
+    with torch.no_grad():
+        there = layer(h.cuda()).cpu()
+    assert torch.allclose(here.float(), there.float(), rtol=2**-6, atol=1e-5)
+    assert not torch.equal(there, F.linear(h, plain.weight.bfloat16(), plain.bias.bfloat16()))
