@@ -56,10 +56,17 @@ class Fp8Linear(Linear):
         """W h + b, [..., N], rounded to bf16 and then to the dtype of h."""
         assert scale is not None
         q_RD, scale_R1 = in_fp8(h.reshape(-1, h.shape[-1]).contiguous())
-        out_RN = torch._scaled_mm(
-            q_RD, weight.t(), scale_a=scale_R1, scale_b=scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
-        ).to(h.dtype)
+        out_RN = _product(q_RD, weight, scale_R1, scale).to(h.dtype)
         return (out_RN if bias is None else out_RN + bias).unflatten(0, h.shape[:-1])
+
+
+def _product(q_RD: Tensor, weight_ND: Tensor, scale_R1: Tensor, scale_N1: Tensor) -> Tensor:
+    """[R, N] in bf16; off CUDA, where not every torch has the product, in fp32 from the same numbers."""
+    if q_RD.is_cuda:
+        return torch._scaled_mm(
+            q_RD, weight_ND.t(), scale_a=scale_R1, scale_b=scale_N1.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    return (q_RD.float() @ weight_ND.float().t() * scale_R1 * scale_N1.t()).bfloat16()
 
 
 def in_fp8_layers(body: nn.Module) -> None:
