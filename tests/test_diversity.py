@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from adjust_dlm.eval.diversity import distinct_n, repeat_coverage, repeated_share
+from adjust_dlm.eval.diversity import distinct_n, repeat_coverage, repeated_share, token_entropy
 from adjust_dlm.types import InputError
 
 
@@ -27,6 +27,15 @@ def test_repeat_coverage_by_hand() -> None:
     # Of two repeated 2-grams the one that covers more: 1 2 three times, 5 6 twice.
     assert repeat_coverage([5, 6, 1, 2, 0, 1, 2, 9, 1, 2, 5, 6], 2) == 6 / 12
     assert repeat_coverage([], 4) == 0
+
+
+def test_token_entropy_by_hand() -> None:
+    assert token_entropy([[1, 2, 3, 4], [5, 5, 5, 5], []]) == pytest.approx(
+        math.log(4) / 2
+    )  # the empty one is left out
+    assert token_entropy([[1, 1, 1, 2]]) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+    assert token_entropy([[0, 1], [0, 1]]) == pytest.approx(math.log(2))  # of each text, not of all together
+    assert math.isnan(token_entropy([[]]))
 
 
 def test_repeated_share_by_hand() -> None:

@@ -93,6 +93,21 @@ def test_variants_stand_beside_the_fixed_k_with_their_own_passes(
             TableConfig(variants=(bad,))
 
 
+def test_a_variant_that_names_its_k_is_measured_against_parallel_at_that_k(
+    base: DreamBase, judge: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    torch.manual_seed(2)
+    same, other, open_ended = "adjust:tokens_per_step=2", "adjust:tokens_per_step=3", "threshold:tau=2"
+    config = TableConfig(
+        base="dream", output=str(tmp_path), n=N, temperatures=(1.0,), tokens_per_step=(2,), max_new_tokens=NEW,
+        seed=3, device="cpu", variants=(same, other, open_ended, "parallel:tokens_per_step=2"),
+    )  # fmt: skip
+    cells = {c["decoder"]: c for c in make_table(config, base, Sampler(base).eval())["cells"]}
+    assert [name for name, cell in cells.items() if "gap_closed" in cell] == ["adjust", same]
+    for name in ("nll", "entropy", "gap_closed", "gap_closed_ci95"):
+        assert cells[same][name] == cells["adjust"][name]
+
+
 def test_texts_end_at_their_end_token_and_one_token_a_step_is_joint(
     base: DreamBase, judge: LlamaForCausalLM, tmp_path: Path
 ) -> None:
@@ -124,7 +139,9 @@ def test_no_share_is_claimed_where_there_is_no_gap() -> None:
         assert gap_facts(joint, parallel, at(3.9)) == {"gap_closed": None, "gap_closed_ci95": None}
     share = gap_facts(joint, at(5.0), at(4.25))["gap_closed"]
     assert share == pytest.approx(0.75, rel=1e-6)
-    cell = dict.fromkeys(("nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "distinct_4", "repeated"), 0.5)
+    cell = dict.fromkeys(
+        ("nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "distinct_4", "entropy", "repeated"), 0.5
+    )
     named = {"temperature": 1.0, "decoder": "adjust", "tokens_per_step": 2, "n": 9, **cell}
     lines = [gap_facts(joint, at(3.5), at(3.9)), gap_facts(joint, at(5.0), at(4.25)), {}]
     shown = [row.split("|")[8].strip() for row in render({"cells": [named | x for x in lines]}).splitlines()[2:]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from adjust_dlm.types import require
@@ -18,6 +18,23 @@ def distinct_n(token_lists: Tokens, n: int) -> float:
     """
     grams = [gram for ids in token_lists for gram in _ngrams(ids, n)]
     return len(set(grams)) / len(grams) if grams else math.nan
+
+
+def token_entropy(token_lists: Tokens) -> float:
+    """Entropy of the tokens of a text, in nats, averaged over the texts that have any; nan when none has.
+
+    The usual companion of generative perplexity. At most the log of the length: compare only texts of the same length.
+    """
+    return _mean([_entropy(ids) for ids in token_lists if len(ids)])
+
+
+def _entropy(ids: Sequence[int]) -> float:
+    shares = [count / len(ids) for count in Counter(ids).values()]
+    return -sum(share * math.log(share) for share in shares)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def repeated_share(token_lists: Tokens, *, n: int = 4, above: float = 0.2) -> float:

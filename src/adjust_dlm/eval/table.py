@@ -15,7 +15,7 @@ from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.partner import Partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import read_variant
-from adjust_dlm.eval.diversity import distinct_n, repeated_share
+from adjust_dlm.eval.diversity import distinct_n, repeated_share, token_entropy
 from adjust_dlm.eval.generation import Generated, costs, generate_rows, open_helpers
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
@@ -188,8 +188,9 @@ def _score(
         line = score_line(t, decoder, k, rows, nll[t, decoder, k])
         line |= {"mauve": score.mean, "mauve_ci95": score.ci95, "mauve_std": score.std}
         line["mauve_settings"] = score.settings
-        if decoder == "adjust":
-            line |= gap_facts(nll[t, "joint", 1], nll[t, "parallel", k], nll[t, "adjust", k])
+        parallel = nll.get((t, "parallel", k or read_variant(decoder).settings.get("tokens_per_step", 0)))
+        if parallel is not None and not decoder.startswith(("parallel", "joint")):
+            line |= gap_facts(nll[t, "joint", 1], parallel, nll[t, decoder, k])
         lines.append(line)
     return lines
 
@@ -216,7 +217,7 @@ def score_line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> di
     return {
         "temperature": t, "decoder": decoder, "tokens_per_step": k, "n": nll.n_texts, "nll": nll.nll,
         "nll_ci95": nll.ci95, "distinct_2": distinct_n(rows, 2), "distinct_4": distinct_n(rows, 4),
-        "repeated": repeated_share(rows), "rule": nll.rule,
+        "entropy": token_entropy(rows), "repeated": repeated_share(rows), "rule": nll.rule,
     }  # fmt: skip
 
 
@@ -233,6 +234,7 @@ def render(table: dict[str, Any]) -> str:
         "gap closed",
         "distinct-2",
         "distinct-4",
+        "entropy",
         "repeated",
     ]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -245,7 +247,7 @@ def render(table: dict[str, Any]) -> str:
             c["temperature"], c["decoder"], c["tokens_per_step"] or "", c["n"],
             f"{c['tokens_per_pass']:.2f}" if "tokens_per_pass" in c else "", f"{c['nll']:.3f} +- {c['nll_ci95']:.3f}",
             f"{c['mauve']:.3f} +- {c['mauve_ci95']:.3f}", closed, f"{c['distinct_2']:.3f}", f"{c['distinct_4']:.3f}",
-            f"{c['repeated']:.3f}",
+            f"{c['entropy']:.3f}", f"{c['repeated']:.3f}",
         ]  # fmt: skip
         rows.append("| " + " | ".join(str(x) for x in cells) + " |")
     return "\n".join(rows) + "\n"
