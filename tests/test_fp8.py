@@ -87,9 +87,9 @@ def test_a_base_computes_with_rounded_weights_and_states(tmp_path: Path) -> None
         q, scale = in_fp8(x.reshape(-1, x.shape[-1]))
         return (q.float() * scale).view(x.shape)
 
-    class Rounded(nn.Module):
+    class Rounded(Linear):
         def __init__(self, plain: Linear) -> None:
-            super().__init__()
+            nn.Module.__init__(self)
             self.weight, self.bias, self.out_features = back(plain.weight.data), plain.bias, plain.out_features
 
         def forward(self, h: Tensor) -> Tensor:
@@ -137,6 +137,31 @@ def test_the_kernel_is_the_plain_form(dtype: torch.dtype, width: int) -> None:
     want, got = in_fp8(x_RD.float()), fp8.in_fp8(x_RD, SMALLEST, LARGEST)
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
     assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton, on a card or interpreted")
+@pytest.mark.parametrize("width", [16, 100, 9000])
+def test_a_gated_product_is_scaled_and_rounded_without_a_stop(width: int) -> None:
+    """The same bits as one kernel after the other, from halves of wider rows."""
+    from adjust_dlm.kernels import fp8, layer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    both = states(6, 2 * width, seed=width).to(device, torch.bfloat16).view(2, 3, -1)
+    gate, up = both.split(width, -1)
+    inner = layer.silu_mul(gate, up).view(6, width)
+    want = fp8.in_fp8(inner, SMALLEST, LARGEST)
+    got = fp8.silu_mul_in_fp8(gate, up, SMALLEST, LARGEST)
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+def test_a_gated_layer_is_that_of_its_parts() -> None:
+    plain = linear(256, 128)
+    gate, up = (states(6, 256, seed=seed).bfloat16().cuda() for seed in (3, 4))
+    layer = Fp8Linear(plain.bfloat16()).cuda()
+    with torch.no_grad():
+        assert torch.equal(layer.gated(gate, up), layer(F.silu(gate) * up))
 
 
 @pytest.mark.gpu

@@ -54,20 +54,31 @@ class Fp8Linear(Linear):
 
     @staticmethod
     def product(h: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-        """W h + b, [..., N], rounded to bf16 and then to the dtype of h."""
+        """W h + b, [..., N]; W h is rounded to bf16."""
         assert scale is not None
-        q_RD, scale_R1 = in_fp8(h.reshape(-1, h.shape[-1]).contiguous())
-        out_RN = _product(q_RD, weight, scale_R1, scale).to(h.dtype)
-        return (out_RN if bias is None else out_RN + bias).unflatten(0, h.shape[:-1])
+        made = in_fp8(h.reshape(-1, h.shape[-1]).contiguous())
+        return _product(made, weight, bias, scale).to(h.dtype).unflatten(0, h.shape[:-1])
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """As `Linear.gated`; where kernels stand in, silu(gate) * up is never written but in fp8."""
+        if not fuses(gate):
+            return super().gated(gate, up)
+        from adjust_dlm.kernels import fp8
+
+        made = fp8.silu_mul_in_fp8(gate, up, SMALLEST, LARGEST)
+        return _product(made, self.weight, self.bias, self.scale).to(gate.dtype).unflatten(0, gate.shape[:-1])
 
 
-def _product(q_RD: Tensor, weight_ND: Tensor, scale_R1: Tensor, scale_N1: Tensor) -> Tensor:
+def _product(made: tuple[Tensor, Tensor], weight_ND: Tensor, bias: Tensor | None, scale_N1: Tensor) -> Tensor:
     """[R, N] in bf16; off CUDA, where not every torch has the product, in fp32 from the same numbers."""
+    q_RD, scale_R1 = made
     if q_RD.is_cuda:
-        return torch._scaled_mm(
+        out_RN = torch._scaled_mm(
             q_RD, weight_ND.t(), scale_a=scale_R1, scale_b=scale_N1.t(), out_dtype=torch.bfloat16, use_fast_accum=True
         )
-    return (q_RD.float() @ weight_ND.float().t() * scale_R1 * scale_N1.t()).bfloat16()
+    else:
+        out_RN = (q_RD.float() @ weight_ND.float().t() * scale_R1 * scale_N1.t()).bfloat16()
+    return out_RN if bias is None else out_RN + bias
 
 
 def in_fp8_layers(body: nn.Module) -> None:

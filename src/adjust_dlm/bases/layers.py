@@ -32,6 +32,17 @@ class Linear(nn.Linear):
         """W h + b: what a layer of this kind does with its parameters."""
         return F.linear(h, weight, bias)
 
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """W (silu(gate) * up) + b: [..., D] each to [..., N]."""
+        if fuses(gate):
+            from adjust_dlm.kernels.layer import silu_mul
+
+            inner = silu_mul(gate, up)
+        else:
+            inner = F.silu(gate) * up
+        out: Tensor = self(inner)
+        return out
+
 
 class Embedding(nn.Embedding):
     """As `Linear`."""
@@ -150,14 +161,7 @@ class Mlp(_Joins):
 
     def forward(self, h_BLD: Tensor) -> Tensor:
         """Same shape."""
-        gate, up = self._project(h_BLD)
-        if fuses(gate):
-            from adjust_dlm.kernels.layer import silu_mul
-
-            inner = silu_mul(gate, up)
-        else:
-            inner = F.silu(gate) * up
-        out: Tensor = self.down_proj(inner)
+        out: Tensor = self.down_proj.gated(*self._project(h_BLD))
         return out
 
 
