@@ -171,7 +171,6 @@ def after(state: State, column_B: list[int]) -> State:
     return State(tokens_BL, state.real_BL, (tokens_BL == MASK) & state.real_BL, padded=state.padded)
 
 
-@torch.no_grad()  # as in decoding: with gradients keys are not written in place
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("pairing", ["state", "token"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -519,14 +519,9 @@ def test_activations_by_formula_bound_what_autograd_keeps(dream_run: trainer.Run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", [{}, {"sparse": 2, "rollout": 2, "slice_states": 3, "sparse_share": 0.5}], ids=["whole", "sparse"]
-)
-def test_two_ranks_equal_one_that_accumulates_twice(
-    exact: ExactBase, folder: Path, tmp_path: Path, form: dict[str, Any]
-) -> None:
+def test_two_ranks_equal_one_that_accumulates_twice(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
     """torchrun with gloo: the same weights, losses and held-out metrics, and one set of files."""
-    given = {"steps": 6, "slices": 4, "eval_every": 3, "checkpoint_every": 3, "heldout": 16, "warmup": 2, **form}
+    given = {"steps": 6, "slices": 4, "eval_every": 3, "checkpoint_every": 3, "heldout": 16, "warmup": 2}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "adjust_dlm.cli", *map(str, flags(folder, tmp_path / "two", **given))]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -167,8 +167,7 @@ class Sampler(nn.Module):
             h_BLD: current states.
             state: the canvas after the latest commit.
             column_BN: the columns, all different in a row.
-            keys: of all columns, from this step or an earlier one; made anew at these columns, in place (in
-                copies where gradients are kept).
+            keys: of all columns, from this step or an earlier one; made anew at these columns, in place.
             valid_BN: False where a column only fills up its row: its keys stay, what it gives means nothing. Without
                 this, filling up would change what other columns see of it in the layers behind the first.
         """

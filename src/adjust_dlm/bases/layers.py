@@ -343,19 +343,17 @@ class BidirectionalLayer(_WithRotary):
             z_BND: what stands at these columns.
             state: the canvas.
             column_BN: which columns, all different in a row.
-            keys: of all columns; those of `column_BN` are written into them, or into copies where gradients are kept.
+            keys: of all columns; those of `column_BN` are written into them.
             valid_BN: False on columns whose keys and values stay.
         """
-        put = torch.Tensor.scatter if torch.is_grad_enabled() else torch.Tensor.scatter_
 
-        def written(old: Tensor, new: Tensor) -> Tensor:
-            at = column_BN[:, None, :, None].expand_as(new)
-            if valid_BN is not None:
-                new = torch.where(valid_BN[:, None, :, None], new, old.gather(2, at))
-            return put(old, 2, at, new)
-
-        def keep(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return written(keys[0], k), written(keys[1], v)
+        def keep(*fresh: Tensor) -> tuple[Tensor, Tensor]:
+            for old, new in zip(keys, fresh, strict=True):
+                at = column_BN[:, None, :, None].expand_as(new)
+                if valid_BN is not None:
+                    new = torch.where(valid_BN[:, None, :, None], new, old.gather(2, at))
+                old.scatter_(2, at, new)
+            return keys
 
         mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
         rotary = self.rotary(state.positions_BL.gather(1, column_BN), z_BND.dtype)

@@ -69,23 +69,8 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
 
 def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Keys, k: int) -> Tensor:
     """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
-    return step_at(sampler, h_BLD, canvas, canvas.active(sampler.carriers), keys, canvas.config.candidates + 1 + k)
-
-
-def step_at(sampler: Sampler, h_BLD: Tensor, state: State, active_BL: Tensor, keys: Keys, most: int) -> Tensor:
-    """One step of g at some columns, as wide as g gives states; the other columns keep theirs.
-
-    Args:
-        sampler: g.
-        h_BLD: current states.
-        state: the canvas after the latest commit.
-        active_BL: the columns.
-        keys: of all columns, see `Sampler.rows`. What a step leaves in them at active columns is never read: columns
-            that were active stay so, and every step makes theirs anew.
-        most: no row has more active columns; so many are computed, or all.
-    """
     h_BLD = sampler.anchored(h_BLD)
-    column_BN, valid_BN = columns_of(active_BL, most)
-    new_BND = sampler.rows(h_BLD, state, column_BN, keys, valid_BN)
+    column_BN, valid_BN = columns_of(canvas.active(sampler.carriers), canvas.config.candidates + 1 + k)
+    new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
     new_BND = torch.where(valid_BN[..., None], new_BND, at_columns(h_BLD, column_BN))
-    return h_BLD.to(new_BND.dtype).scatter(1, column_BN[..., None].expand_as(new_BND), new_BND)
+    return h_BLD.scatter(1, column_BN[..., None].expand_as(new_BND), new_BND)

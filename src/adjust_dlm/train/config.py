@@ -16,7 +16,7 @@ from adjust_dlm.types import require
 # Settings that a resumed run may change.
 FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
 PAPER: dict[str, Any] = {
-    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3, "sparse": 0,
+    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
     "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
     "rollouts": (), "detach_every": 0, "depth_weights": (), "match_states": 0.0, "reverse": 0.0, "on_policy": 0.0,
     "ema": 0.0, "init": "fresh",
@@ -43,9 +43,6 @@ class TrainConfig:
         reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the former spreads g over all that the base
             finds possible, the latter keeps it from what the base finds impossible.
         on_policy: share of the slices whose windows follow g itself (`train/on_policy.py`).
-        sparse: M of decoding with `candidates=M, sparse=true`: g is trained, and measured, with such steps (see
-            `train/sparse.py`); 0 is whole steps.
-        sparse_share: share of the micro-batches that have sparse steps, the others whole ones.
         weights: "next" or "uniform" row weights.
         next_decay: of "next": weights fall as exp(-rank / next_decay).
         next_share: of "next": weight on that part; the rest is spread over all masked rows.
@@ -93,8 +90,6 @@ class TrainConfig:
     match_states: float = 0.0
     reverse: float = 0.0
     on_policy: float = 0.0
-    sparse: int = 0
-    sparse_share: float = 1.0
     weights: RowWeights = "next"
     next_decay: float = NEXT_DECAY
     next_share: float = NEXT_SHARE

@@ -11,7 +11,6 @@ import torch
 from adjust_dlm.bases import Base
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train.batches import pack, to_device
-from adjust_dlm.train.sparse import Sparse
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
 from adjust_dlm.types import Trajectory
 
@@ -33,21 +32,18 @@ def held_out(
     The same windows at every call (see `looked_at`), in batches of 16. Means over all states that count at a depth; a
     depth that no trajectory is long enough for is left out. A window costs rollout + 1 base passes and rollout steps
     of g over one row, and the head on its masked rows: once for g, once for h_0 and twice for the teacher a depth.
-
-    A run with sparse steps is measured with these, and at candidates alone: compare it with none that has whole steps.
     """
     if not rows:
         return {}
     sums: dict[str, float] = {}
     counts: dict[int, int] = {}
     windows = looked_at(rows, config.seed)
-    g = Sparse(sampler, config.sparse) if config.sparse else sampler
     for first in range(0, len(windows), _BATCH):
         some = [(data[row], at) for row, at in windows[first : first + _BATCH]]
         starts = [int(at * max(1, x.commits - 1)) for x, at in some]
         slices = pack([x for x, _ in some], starts, config.rollout + 1, base.spec.pad_id, pad_to=pad_to)
         with autocast:
-            run = unroll(base, g, to_device(slices, base.device), rollout=config.rollout)
+            run = unroll(base, sampler, to_device(slices, base.device), rollout=config.rollout)
             for k in range(1, config.rollout + 1):
                 count, means = _depth(base, run, k, config)
                 counts[k] = counts.get(k, 0) + count

@@ -14,9 +14,8 @@ from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.train.batches import lots
 from adjust_dlm.train.on_policy import unroll_on_policy
-from adjust_dlm.train.sparse import Sparse
 from adjust_dlm.train.unroll import Frames, Slices, Step, Unrolled, unroll, unroll_frames, unrolled_kl
-from adjust_dlm.types import require, require_whole
+from adjust_dlm.types import require
 
 
 def check_objective(config: Any) -> None:
@@ -41,39 +40,19 @@ def check_objective(config: Any) -> None:
     require(not given or config.loss == "sum", f"depth_weights belong to loss sum; loss is {config.loss!r}")
     for name in ("on_policy", "next_share", "reverse"):
         require(0 <= getattr(config, name) <= 1, f"{name} is {getattr(config, name)}; it is a share, 0..1")
-    check_sparse(config, longest)
     matched = config.match_states
     require(0 <= matched < math.inf, f"match_states is {matched}; it must be a finite number >= 0")
     require(0 < config.next_decay < math.inf, f"next_decay is {config.next_decay}; it must be a positive number")
 
 
-def check_sparse(config: Any, longest: int) -> None:
-    """Raises `InputError` for sparse steps that cannot be trained; `longest` is the longest rollout."""
-    count, share = config.sparse, config.sparse_share
-    require_whole("sparse", count)
-    require(
-        count == 0 or count >= longest,
-        f"sparse is {count}; give at least the rollout ({longest}) candidates, as many as a round commits behind its "
-        "first token, or 0 for whole steps",
-    )
-    require(0 < share <= 1, f"sparse_share is {share}; it is a share above 0, up to 1")
-    require(count > 0 or share == 1, f"sparse_share is {share} without sparse steps; set sparse too")
-    require(
-        count == 0 or not config.on_policy,
-        f"on_policy is {config.on_policy}; sparse steps follow stored texts, whose order gives the candidates: leave "
-        "on_policy or sparse out",
-    )
-
-
 def batch_loss(
-    base: Base, g: Step | Sparse, seen: Slices | Frames, config: Any, *, rollout: int, key: tuple[int, ...],
-    delta: Delta,
-) -> Tensor:  # fmt: skip
+    base: Base, g: Step, seen: Slices | Frames, config: Any, *, rollout: int, key: tuple[int, ...], delta: Delta
+) -> Tensor:
     """The loss of a micro-batch: the mean KL over depths, and what `match_states` adds.
 
     Args:
         base: f and W.
-        g: the sampler, or its compiled twin; or its sparse form, not on-policy.
+        g: the sampler, or its compiled twin.
         seen: slices on the base's device, or frames that one-pass training has decoded.
         config: `TrainConfig`.
         rollout: unrolled g steps.
@@ -83,7 +62,7 @@ def batch_loss(
     length: dict[str, int] = {"rollout": rollout, "detach_every": config.detach_every}
     if isinstance(seen, Frames):
         states = unroll_frames(g, seen, **length)
-    elif config.on_policy and not isinstance(g, Sparse):
+    elif config.on_policy:
         states = unroll_on_policy(
             base, g, seen, **length, share=config.on_policy, suppress_eos=config.suppress_eos, key=key
         )
@@ -118,11 +97,6 @@ def state_gap(run: Unrolled, depths: Mapping[int, float], width: int) -> Tensor:
 def drawn_rollout(rollout: int, rollouts: Sequence[int], key: tuple[int, ...]) -> int:
     """The unroll length of a micro-batch: one of several, all equally likely, or the only one."""
     return int(np.random.default_rng((*key, 13)).choice(rollouts)) if rollouts else rollout
-
-
-def drawn_sparse(config: Any, key: tuple[int, ...]) -> bool:
-    """Whether a micro-batch is trained with sparse steps."""
-    return bool(config.sparse) and float(np.random.default_rng((*key, 17)).random()) < config.sparse_share
 
 
 def depth_shares(config: Any, rollout: int, key: tuple[int, ...]) -> dict[int, float]:

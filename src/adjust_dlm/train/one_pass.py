@@ -160,14 +160,13 @@ class Pool:
         rollout: unrolled steps; a slice holds S - rollout windows.
         slices: M, a divisor of the pool's rows.
         weights, decay: row weights that the windows will have; they say how long a state has to wait.
-        ahead: least commits to know behind a state, whatever the weights: candidates of sparse steps.
         keeper: takes every trajectory that is complete.
     """
 
     def __init__(
         self, base: Base, config: PoolConfig, source: PromptSource, *, length: int, rollout: int, slices: int,
         seed: int = 0, suppress_eos: bool = False, first: int = 0, rank: int = 0, world: int = 1,
-        weights: RowWeights = "next", decay: float = NEXT_DECAY, ahead: int = 0, keeper: Keeper | None = None,
+        weights: RowWeights = "next", decay: float = NEXT_DECAY, keeper: Keeper | None = None,
     ) -> None:  # fmt: skip
         kinds = config.trajectories(seed=seed, suppress_eos=suppress_eos).decode_configs(base)
         require(
@@ -185,7 +184,7 @@ class Pool:
             for lane, kind in enumerate(kinds)
         ]  # fmt: skip
         self.width = max(source.lengths) + config.max_new_tokens
-        self.wait = min(max(lookahead(weights, decay), ahead), self.width)
+        self.wait = min(lookahead(weights, decay), self.width)
         self.moments: list[Moment] = []
         self.passes = self.group = self.spent = 0
 
@@ -327,7 +326,7 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     return held, source.facts()["sha256"], Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
-        weights=config.weights, decay=config.next_decay, ahead=config.sparse,
+        weights=config.weights, decay=config.next_decay,
         keeper=None if config.dry_run else keeper,
     )  # fmt: skip
 

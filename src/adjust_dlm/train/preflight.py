@@ -175,10 +175,6 @@ def activation_bytes(run: Run) -> int:
     graph of g, every depth:      rollout x layers x R (11 D + 5 H d + 4 mlp I) b, and in half precision fp32 copies of
                                   what enters two norms, 8 R D a depth, and a half-precision copy of g, 2 P
     rows of the KL, every depth:  rollout x 3 R D b  (teacher, student, gradient; if every row were masked)
-
-    With sparse steps, of C columns at most, graph and rows of a depth are at slices x windows x C columns, and beside
-    them stand, at R, a whole step less most of its last layer, which makes the keys, and in every depth 2 H d b a layer
-    (keys and values) and the states, as wide as g has them.
     """
     config, shape = run.config, run.base.layer_config
     b = run.base.dtype.itemsize
@@ -191,15 +187,10 @@ def activation_bytes(run: Run) -> int:
         base_rows = run.pool.rows * longest(run)
     passed = base_rows * (4 * width + max(3 * inner, 3 * heads)) * b + handed_out
     g = run.sampler.config
-    layer, steps, whole = 11 * width + 5 * heads + int(4 * g.mlp * inner), config.rollout * g_rows, 0
-    if config.sparse and config.sparse_share == 1:
-        keys = (g.layers - 1) * layer + 8 * width + 2 * heads
-        whole = g_rows * keys + steps * (g.layers * 2 * heads + run.sampler.states * width)
-        steps = steps // longest(run) * min(config.sparse + 1 + config.rollout, longest(run))
-    graph = (g.layers * steps * layer + whole) * b
+    graph = config.rollout * g.layers * g_rows * (11 * width + 5 * heads + int(4 * g.mlp * inner)) * b
     if b < 4:
-        graph += 8 * (steps + bool(whole) * g_rows) * width + 2 * sum(p.numel() for p in run.sampler.parameters())
-    return passed + graph + 3 * steps * width * b
+        graph += config.rollout * 8 * g_rows * width + 2 * sum(p.numel() for p in run.sampler.parameters())
+    return passed + graph + config.rollout * 3 * g_rows * width * b
 
 
 def longest(run: Run) -> int:

@@ -29,12 +29,11 @@ from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint,
 from adjust_dlm.train.config import FREE, TrainConfig
 from adjust_dlm.train.ema import follow
 from adjust_dlm.train.metrics import held_out
-from adjust_dlm.train.objective import batch_loss, drawn_rollout, drawn_sparse
+from adjust_dlm.train.objective import batch_loss, drawn_rollout
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
 from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_per_step
 from adjust_dlm.train.rows import open_rows
-from adjust_dlm.train.sparse import Sparse
 from adjust_dlm.train.trackers import Tracking
 from adjust_dlm.train.unroll import Frames, Slices, Step
 from adjust_dlm.types import Trajectory
@@ -63,7 +62,6 @@ class Run:
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     step_g: Step | None = None
-    sparse_g: Sparse | None = None
     averaged: Sampler | None = None
     data_digest: str = ""
     pool: Pool | None = None
@@ -168,8 +166,6 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         run.started_from = read_config(Path(config.init))
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile, reverse=config.reverse)
-    if config.sparse:
-        run.sparse_g = Sparse(sampler, config.sparse, compiled=config.compile)
     if config.ema:
         run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
         run.averaged.load_state_dict(sampler.state_dict())
@@ -261,9 +257,7 @@ def _micro_loss(run: Run, micro: int) -> Tensor:
     config = run.config
     key = (config.seed, run.step, micro)
     rollout = drawn_rollout(config.rollout, config.rollouts, key)
-    g: Step | Sparse = run.sampler if run.step_g is None else run.step_g
-    if run.sparse_g is not None and drawn_sparse(config, key):
-        g = run.sparse_g
+    g = run.sampler if run.step_g is None else run.step_g
     if run.pool is not None:
         seen: Slices | Frames = run.pool.frames()  # decoding: not under autocast
     else:

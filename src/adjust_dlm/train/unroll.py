@@ -20,7 +20,6 @@ from adjust_dlm.losses import (
     row_weights,
     weighted_kl,
 )  # fmt: skip
-from adjust_dlm.train.sparse import Sparse
 from adjust_dlm.types import MASKED, State
 
 NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
@@ -104,8 +103,7 @@ class Unrolled:
         n: texts.
         windows: S - rollout.
         student: h^_1 .. h^_rollout, each [windows * n, L, D or more].
-        rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared (with sparse
-            steps also where it is no candidate).
+        rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared.
     """
 
     h_BLD: Tensor
@@ -130,15 +128,12 @@ class Unrolled:
         return [self.h_BLD[self.rows(k)] for k in range(1, len(self.student) + 1)]
 
 
-def unroll(
-    base: Base, sampler: Step | Sparse, slices: Slices, *, rollout: int = 3, detach_every: int = 0
-) -> Unrolled:  # fmt: skip
+def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
     """Algorithm 2, lines 3-10: the S - rollout windows of a slice share its S base passes.
 
     Args:
         base: f and W.
-        sampler: g, or any function of states and canvas; `Sparse` for the steps that sparse decoding makes, after which
-            only candidates are compared.
+        sampler: g, or any function of states and canvas.
         slices: consecutive states of stored trajectories.
         rollout: K - 1, the number of unrolled g steps.
         detach_every: g steps through which a gradient flows back; 0 is all.
@@ -146,21 +141,16 @@ def unroll(
     return unroll_frames(sampler, observe(base, slices), rollout=rollout, detach_every=detach_every)
 
 
-def unroll_frames(sampler: Step | Sparse, frames: Frames, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
+def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
     """Algorithm 2, lines 8-10."""
-    text_SN, compared_BL = frames.text_SN, None
+    text_SN = frames.text_SN
     out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
-    h_k, step = out.stale_BLD, sampler
-    if isinstance(step, Sparse):
-        step = step.begin(rows_of(frames.x, out.rows(0)), frames.rank_BL[out.rows(0)])
-        compared_BL = step.candidate_BL
+    h_k = out.stale_BLD
     for k in range(1, rollout + 1):  # line 8
-        h_k = step(cut(h_k, k, detach_every), rows_of(frames.x, out.rows(k)))  # line 9
+        h_k = sampler(cut(h_k, k, detach_every), rows_of(frames.x, out.rows(k)))  # line 9
         out.student.append(h_k)
         begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
-        counts_BL = begun_SN.flatten()[:, None]
-        counts_BL = counts_BL if compared_BL is None else counts_BL & compared_BL
-        out.rank.append(torch.where(counts_BL, frames.rank_BL[out.rows(k)], -NEVER))
+        out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[out.rows(k)], -NEVER))
     return out
 
 
