@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench import measure, runtime
 from adjust_dlm.bench.cells import COMPONENTS, Cell, card_plan, cell_of, cpu_plan, grid
-from adjust_dlm.bench.clock import Ceilings, Clock, Spread
+from adjust_dlm.bench.clock import Ceilings, Clock, Spread, ceilings, fp8_ceiling
 from adjust_dlm.bench.measure import (
     Bench,
     component_cell,
@@ -34,7 +35,7 @@ from adjust_dlm.bench.measure import (
 from adjust_dlm.bench.public_loop import public_loop
 from adjust_dlm.bench.runtime import Book, RuntimeConfig, make_runtime, plan
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
-from adjust_dlm.bench.speed_tables import COLUMNS, with_ratios
+from adjust_dlm.bench.speed_tables import COLUMNS, markdown, with_ratios
 from adjust_dlm.bench.work import (
     Work,
     base_work,
@@ -45,11 +46,12 @@ from adjust_dlm.bench.work import (
     sampler_work,
 )
 from adjust_dlm.cli import main
-from adjust_dlm.decoders import decode, read_variant
+from adjust_dlm.decoders import decode, fast, read_variant
 from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.sampler import SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import BOS, END, FAMILIES, count_passes, tiny_base, tiny_sampler, writer
+from test_fast import Replayed
 
 CPU = torch.device("cpu")
 MOST = Ceilings(flops=1e9, bytes=1e9)
@@ -167,6 +169,48 @@ def test_shares_refer_to_the_slower_ceiling_part_by_part() -> None:
     }  # fmt: skip
 
 
+def test_only_the_linear_layers_of_the_body_count_as_fp8() -> None:
+    """D = 32, MLP 64, 4 query and 2 key heads of 8, two layers; one byte a weight, states in fp32."""
+    base = tiny_base("dream")
+    assert base_work(base, 3, 7).fp8 == 0
+    in_fp8_layers(base.model)
+    base.quantized = "fp8-dynamic"
+    layer = 32 * (32 + 16 + 16) + 32 * 32 + 3 * 32 * 64
+    work = base_work(base, 3, 7)
+    assert work == Work(flops=work.flops, bytes=2 * layer + 4 * (2 * 3 * 7 * 32), fp8=2 * 3 * 7 * 2 * layer)
+    assert work.flops - work.fp8 == 2 * 3 * 4 * 7 * 7 * 32  # the products of attention
+    g = tiny_sampler(base)
+    assert head_work(base, 5).fp8 == sampler_work(base, g, 3, 7).fp8 == keys_work(base, g, 3, 7).fp8 == 0
+
+
+def test_fp8_counts_at_its_own_ceiling() -> None:
+    """.4 s plain and .4 s in fp8 against .5 s of traffic, then .1 against 2: at least 2.8 s; 5.6 were taken."""
+    parts = [Work(1.2e9, 0.5e9, fp8=0.8e9), Work(0.2e9, 2e9, fp8=0.2e9)]
+    assert shares(parts, 5.6, Ceilings(flops=1e9, bytes=1e9, fp8=2e9)) == {
+        "tflops": pytest.approx(0.25e-3), "share_of_gemm": pytest.approx(0.9 / 5.6),
+        "share_of_copy": pytest.approx(2.5 / 5.6), "share_of_roofline": pytest.approx(0.5),
+    }  # fmt: skip
+    plain = shares(parts, 5.6, MOST)  # no such ceiling is known: 1.2 and 2 s
+    assert (plain["share_of_gemm"], plain["share_of_roofline"]) == pytest.approx((1.4 / 5.6, 3.2 / 5.6))
+
+
+def test_the_ceiling_of_fp8_is_that_of_a_large_product() -> None:
+    """Two runs that do not count, then ten of half a second."""
+    moments = itertools.chain.from_iterable((0.0, s) for s in [9.0] * 2 + [0.5] * 10)
+    assert fp8_ceiling(CPU, Clock(CPU, now=lambda: next(moments))) == 2 * 1024**3 / 0.5
+    assert ceilings(CPU, torch.float32, fp8=True).fp8 is None
+
+
+def test_the_head_of_the_table_names_each_ceiling() -> None:
+    facts = {"card": "A card", "threads": 2, "torch": "2.11", "dtype": "bfloat16", "quantized": "fp8-dynamic"}
+    most = {"gemm_tflops": 760.12, "fp8_tflops": 1234.56, "copy_gb_per_second": 4149.0}
+    out = {"rows": [], "left_out": [], "machine": facts, "ceilings": most}
+    line = markdown(out).splitlines()[0]
+    assert "ceilings: 760.1 TFLOP/s of a large product, 1235 TFLOP/s of one in fp8, 4149 GB/s of a large copy." in line
+    line = markdown(out | {"ceilings": most | {"fp8_tflops": None}}).splitlines()[0]
+    assert "ceilings: 760.1 TFLOP/s of a large product, 4149 GB/s of a large copy." in line
+
+
 # Clock ---------------------------------------------------------------------------------------------------------
 
 
@@ -216,11 +260,30 @@ def test_a_slow_cell_is_timed_fewer_times() -> None:
 def test_decodes_that_capture_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_base("dream")
     bench = bench_on(base, runs=2)
-    known = iter([0, 0, 7, 7, 9, 9, 9, 9, 9, 9])  # before, then before and after each decode, and at the end
+    known = iter([0, 7, 7, 9, 9, 9, 9, 9, 9])  # before and after each decode, and at the end
     monkeypatch.setattr(measure, "captures", lambda _base: next(known))
     clock_of(bench, [8.0, 6.0, 1.0, 3.0])
     (row,) = decode_cell(bench, cell_of("fast", "parallel", 2, 1, 4))
     assert (row["seconds"], row["n"], row["captures"], row["setup_seconds"]) == (2.0, 2, 9, 14.0 - 2 * 2.0)
+
+
+def test_what_a_cell_captures_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 new tokens on 32 columns: a base pass, picks at widths 16 and 8, and a whole and two last steps of g."""
+    monkeypatch.setattr(fast, "Graphs", Replayed)
+    base = tiny_base("dream")
+    bench = bench_on(base, tiny_sampler(base), suppress_eos=True, runs=2)
+    expected = {("parallel", 4): 3, ("adjust", 4): 6, ("adjust", 2): 5, ("joint", 1): 3}  # K = 2: no whole step
+    for (decoder, k), count in [*expected.items(), *expected.items()]:
+        assert decode_cell(bench, cell_of("fast", decoder, k, 1, 16))[0]["captures"] == count
+        assert decode_cell(bench, cell_of("eager", decoder, k, 1, 16))[0]["captures"] == 0
+
+    def until_the_alarm() -> Iterator[float]:
+        yield from (9.0, 2.0)
+        raise TimeoutError
+
+    clock_of(bench, until_the_alarm())
+    (row,) = decode_cell(bench, cell_of("fast", "adjust", 4, 1, 16))
+    assert (row["seconds"], row["n"], row["captures"], row["setup_seconds"]) == (2.0, 1, 6, 7.0)
 
 
 def test_only_tokens_before_an_end_count() -> None:
@@ -269,11 +332,12 @@ def test_a_timed_round_commits_all_its_tokens_again_and_again() -> None:
 def test_compiled_and_other_forms_do_not_mix() -> None:
     base = tiny_base("dream")
     bench = bench_on(base, tiny_sampler(base))
-    base.workspace = kept = object()
-    bench.use("fast")
-    assert base.workspace is kept and not base.compiled
-    bench.use("compiled")
-    assert base.workspace is None and base.compiled and bench.sampler is not None and bench.sampler.layer.compiled
+    for form in ("fast", "compiled"):
+        base.workspace = object()
+        bench.use(form)
+        compiled = form == "compiled"
+        assert base.workspace is None and base.compiled is compiled
+        assert bench.sampler is not None and bench.sampler.layer.compiled is compiled
     bench.use("eager")
     assert not base.compiled and not bench.sampler.layer.compiled
 

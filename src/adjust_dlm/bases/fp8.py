@@ -57,7 +57,7 @@ class Fp8Linear(Linear):
         """W h + b, [..., N]; W h is rounded to bf16."""
         assert scale is not None
         made = in_fp8(h.reshape(-1, h.shape[-1]).contiguous())
-        return _product(made, weight, bias, scale).to(h.dtype).unflatten(0, h.shape[:-1])
+        return scaled_product(made, weight, bias, scale).to(h.dtype).unflatten(0, h.shape[:-1])
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """As `Linear.gated`; where kernels stand in, silu(gate) * up is never written but in fp8."""
@@ -66,10 +66,10 @@ class Fp8Linear(Linear):
         from adjust_dlm.kernels import fp8
 
         made = fp8.silu_mul_in_fp8(gate, up, SMALLEST, LARGEST)
-        return _product(made, self.weight, self.bias, self.scale).to(gate.dtype).unflatten(0, gate.shape[:-1])
+        return scaled_product(made, self.weight, self.bias, self.scale).to(gate.dtype).unflatten(0, gate.shape[:-1])
 
 
-def _product(made: tuple[Tensor, Tensor], weight_ND: Tensor, bias: Tensor | None, scale_N1: Tensor) -> Tensor:
+def scaled_product(made: tuple[Tensor, Tensor], weight_ND: Tensor, bias: Tensor | None, scale_N1: Tensor) -> Tensor:
     """[R, N] in bf16; off CUDA, where not every torch has the product, in fp32 from the same numbers."""
     q_RD, scale_R1 = made
     if q_RD.is_cuda:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from adjust_dlm.bases.fp8 import in_fp8, scaled_product
+
 
 class Clock:
     """Seconds of parts by CUDA events, or by a host clock on the CPU."""
@@ -99,26 +101,40 @@ class Ceilings:
     Attributes:
         flops: FLOP/s of one large product in the base's dtype.
         bytes: bytes/s of one large copy, read and written ones alike.
+        fp8: FLOP/s of one large product in fp8; None where that was not measured.
     """
 
     flops: float
     bytes: float
+    fp8: float | None = None
 
 
 def gemm_ceiling(device: torch.device, dtype: torch.dtype = torch.bfloat16, clock: Clock | None = None) -> float:
     """FLOP/s of one large product: what shares of arithmetic refer to."""
-    n = 8192 if device.type == "cuda" else 1024
+    n = _large(device)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in "ab")
     return 2 * n**3 / (clock or Clock(device)).median(lambda: a @ b, warm=2, runs=10)
 
 
-def ceilings(device: torch.device, dtype: torch.dtype, clock: Clock | None = None) -> Ceilings:
-    """Both, measured now."""
+def fp8_ceiling(device: torch.device, clock: Clock | None = None) -> float:
+    """FLOP/s of one large product of numbers that are in fp8 already, with the scales of `bases.fp8`."""
+    n = _large(device)
+    a, (b, scale) = (in_fp8(torch.randn(n, n, device=device).bfloat16()) for _ in "ab")
+    return 2 * n**3 / (clock or Clock(device)).median(lambda: scaled_product(a, b, None, scale), warm=2, runs=10)
+
+
+def _large(device: torch.device) -> int:
+    return 8192 if device.type == "cuda" else 1024
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, clock: Clock | None = None, *, fp8: bool = False) -> Ceilings:
+    """All of them, measured now; that of fp8 if asked for and on a card (elsewhere such products are plain ones)."""
     size = 1 << 30 if device.type == "cuda" else 1 << 28
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = (clock or Clock(device)).median(lambda: target.copy_(source), warm=2, runs=10)
-    return Ceilings(gemm_ceiling(device, dtype, clock), 2 * size / seconds)
+    own = fp8_ceiling(device, clock) if fp8 and device.type == "cuda" else None
+    return Ceilings(gemm_ceiling(device, dtype, clock), 2 * size / seconds, own)
 
 
 def forget_peak(device: torch.device) -> None:

@@ -81,23 +81,22 @@ class Bench:
         return shared.but(**read_variant(cell.decoder).settings) if ":" in cell.decoder else shared
 
     def use(self, form: str) -> None:
-        """Compiled layers or not, of base and g; a change drops what was captured."""
+        """Compiled layers or not, of base and g; nothing is captured any more, so that what a cell takes is its own."""
         compiled = form == "compiled"
-        if self.base.compiled != compiled:
-            self.base.workspace = None
-            self.base.compiled = compiled
+        self.base.workspace, self.base.compiled = None, compiled
         if self.sampler is not None:
             for layer in self.sampler.layers:
                 layer.compiled = compiled
 
 
 def shares(parts: Sequence[Work] | None, seconds: float, most: Ceilings) -> Row:
-    """FLOP/s and bytes/s over the ceilings, and the share of the roofline: least possible seconds over real ones."""
+    """Least possible seconds over real ones: those of arithmetic, of traffic, and of the slower one of each part."""
     if parts is None:
         return {"tflops": None, "share_of_gemm": None, "share_of_copy": None, "share_of_roofline": None}
     flops, traffic = sum(part.flops for part in parts), sum(part.bytes for part in parts)
     return {
-        "tflops": flops / seconds / 1e12, "share_of_gemm": flops / seconds / most.flops,
+        "tflops": flops / seconds / 1e12,
+        "share_of_gemm": sum(part.arithmetic(most) for part in parts) / seconds,
         "share_of_copy": traffic / seconds / most.bytes, "share_of_roofline": floor_seconds(parts, most) / seconds,
     }  # fmt: skip
 
@@ -125,7 +124,7 @@ def decode_cell(bench: Bench, cell: Cell) -> list[Row]:
     bench.use(cell.form)
     forget_peak(bench.base.device)
     run = _public(bench, cell) if cell.form == "public" else _decoder(bench, cell)
-    before, made, captured = captures(bench.base), Row(), cell.form in ("fast", "compiled")
+    made, captured = Row(), cell.form in ("fast", "compiled")
     warm, samples, host = list[float](), list[float](), list[float]()
     try:
         if not captured:
@@ -139,7 +138,6 @@ def decode_cell(bench: Bench, cell: Cell) -> list[Row]:
             if captured:
                 require_graphs(bench.base.workspace and bench.base.workspace.graphs, bench.clock)
     except TimeoutError:
-        bench.base.workspace = None  # what was interrupted may hold half a graph
         if not samples:
             raise
     spread = Spread.of(samples)
@@ -151,7 +149,7 @@ def decode_cell(bench: Bench, cell: Cell) -> list[Row]:
         "tokens_per_second_low": made["tokens"] / spread.high, "tokens_per_second_high": made["tokens"] / spread.low,
         "ms_per_round": 1000 * spread.median / made["rounds"], "rounds": made["rounds"],
         "sampler_passes": made["sampler_passes"],
-        "captures": captures(bench.base) - before,
+        "captures": captures(bench.base),
         "setup_seconds": max(0.0, sum(warm) - len(warm) * spread.median) if captured else None,
         **shares(parts, spread.median, bench.most), "memory_gib": peak_gib(bench.base.device),
     }]  # fmt: skip

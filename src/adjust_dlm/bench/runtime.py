@@ -154,7 +154,6 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
             with limit(most):
                 rows = (component_cell if cell.decoder == COMPONENTS else decode_cell)(bench, cell)
         except (TimeoutError, RuntimeError, FloatingPointError) as error:
-            bench.base.workspace = None
             if bench.clock.cuda:
                 torch.cuda.synchronize()  # what was interrupted may still write into memory that is given on
             reason = _reason(error, left, most)
@@ -165,7 +164,10 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
         log.info("%s", _told(cell, rows))
     out = {
         "rows": with_ratios(book.lines(cells)), "left_out": left_out,
-        "ceilings": {"gemm_tflops": bench.most.flops / 1e12, "copy_gb_per_second": bench.most.bytes / 1e9},
+        "ceilings": {
+            "gemm_tflops": bench.most.flops / 1e12, "fp8_tflops": bench.most.fp8 and bench.most.fp8 / 1e12,
+            "copy_gb_per_second": bench.most.bytes / 1e9,
+        },
         "machine": machine(bench), "measuring_seconds": time.monotonic() - started,
     }  # fmt: skip
     _write(config, out)
@@ -252,7 +254,7 @@ def open_bench(config: RuntimeConfig, decoders: list[str]) -> Bench:
     )
     return Bench(
         base, helpers, settings, [start] * config.prompt_tokens, config.runs, config.cell_seconds,
-        ceilings(base.device, base.dtype),
+        ceilings(base.device, base.dtype, fp8=base.quantized == "fp8-dynamic"),
     )  # fmt: skip
 
 

@@ -84,7 +84,8 @@ def markdown(out: Row) -> str:
         f"{machine['card'] or 'CPU'}, {machine['threads']} threads, torch {machine['torch']}, {machine['dtype']}"
         + (f", {machine['quantized']} weights" if machine["quantized"] else "")
         + f"; measured ceilings: {most['gemm_tflops']:.4g} TFLOP/s of a large product, "
-        f"{most['copy_gb_per_second']:.4g} GB/s of a large copy. Medians (quartiles) of n.", "",
+        + (f"{most['fp8_tflops']:.4g} TFLOP/s of one in fp8, " if most["fp8_tflops"] else "")
+        + f"{most['copy_gb_per_second']:.4g} GB/s of a large copy. Medians (quartiles) of n.", "",
     ]  # fmt: skip
     head = [
         "form", "decoder", "K", "B", "L", "n", "tokens/s", "s", "CPU s", "time / parallel", "speed / joint",

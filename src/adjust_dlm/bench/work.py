@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.fp8 import Fp8Linear
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
 from adjust_dlm.decoders import Variant
@@ -22,14 +23,25 @@ from adjust_dlm.types import CERTAINTY, DecodeConfig
 
 @dataclass(frozen=True)
 class Work:
-    """FLOP and bytes of one part."""
+    """FLOP and bytes of one part.
+
+    Attributes:
+        flops: all of them.
+        bytes: read and written.
+        fp8: FLOP of products in fp8, among all.
+    """
 
     flops: float
     bytes: float
+    fp8: float = 0.0
+
+    def arithmetic(self, most: Ceilings) -> float:
+        """Seconds that its FLOP take at least, each kind at its own ceiling."""
+        return (self.flops - self.fp8) / most.flops + self.fp8 / (most.fp8 or most.flops)
 
     def floor(self, most: Ceilings) -> float:
         """Seconds that it takes at least: the roofline."""
-        return max(self.flops / most.flops, self.bytes / most.bytes)
+        return max(self.arithmetic(most), self.bytes / most.bytes)
 
 
 def layer_flops(shape: Shape, length: int, columns: int | None = None) -> float:
@@ -74,7 +86,9 @@ def base_work(base: Base, rows: int, length: int) -> Work:
     """One base pass over `rows` canvases of `length` columns; features are states that it gives."""
     states = (2 + len(base.keep)) * rows * length * base.width * base.dtype.itemsize
     body: nn.Module = base.model  # type: ignore[attr-defined]
-    return Work(rows * base_flops(base, length), weight_bytes(body, base.quantized) + states)
+    small = sum(part.weight.numel() for part in body.modules() if isinstance(part, Fp8Linear))
+    traffic = weight_bytes(body, base.quantized) + states
+    return Work(rows * base_flops(base, length), traffic, 2.0 * rows * length * small)
 
 
 def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, columns: int | None = None) -> Work:
