@@ -173,6 +173,18 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match=said):
             read_rows(str(tmp_path / name), ("question", "answer"))
+    for row, said in (
+        ({"question": 5, "answer": "#### 2"}, "row 2: question is 5; text is wanted"),
+        ({"question": "q", "answer": 2}, "row 2: answer is 2; text is wanted"),
+        ({"question": "q", "answer": None}, "row 2: answer is None; text is wanted"),
+        ({"question": "q", "answer": "#### 2", "target": ["x"]}, r"row 2: target is \['x'\]; text is wanted"),
+    ):
+        (tmp_path / "h.jsonl").write_text(lines([{"question": "a", "answer": "#### 1"}, row]))
+        data = str(tmp_path / "h.jsonl")
+        with pytest.raises(InputError, match=said):
+            problems(Gsm8kConfig(data=data, shots=0))
+        with pytest.raises(InputError, match=said):
+            problems(Gsm8kConfig(data=data, shots_data=data, shots=2))
     with pytest.raises(InputError, match=r"no file 'nowhere.jsonl'; give a path, or owner/name:path"):
         read_rows("nowhere.jsonl")
     with pytest.raises(InputError, match="x, row 3: its answer does not end in '#### number'"):
