@@ -28,7 +28,7 @@ class LoadFlags:
             one that the base was made from.
         device: auto, cpu, cuda or cuda:N.
         dtype: auto (float32 on the CPU, bfloat16 on a GPU), float32, bfloat16 or float16.
-        quantize: int8 or fp8 weights for a checkpoint's linear layers; fp8-dynamic multiplies in fp8, too.
+        quantize: int8 or fp8 weights for the base's linear layers; fp8-dynamic multiplies in fp8, too.
         device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
         revision: commit, tag or branch of a Hub id.
         compile: compile the layers, once for all lengths (10-30 s at the first pass).
