@@ -164,6 +164,11 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         "a.jsonl": ('{"question": "x"}\n{"question": 3\n', "a.jsonl, line 2 is not JSON"),
         "b.jsonl": ('{"question": "x"}\n', "row 1 has no answer; it has question"),
         "c.jsonl": ("[1]\n", "row 1: an object is wanted"),
+        "i.jsonl": (
+            r'{"question": "a\ud83c\udf0d", "answer": "a\ud83d"}',
+            r"i.jsonl, line 1 holds half a character: .ud83d",
+        ),
+        "j.json": (r'[{"question": "a\uD83D", "answer": "a"}]', r"j.json holds half a character: .ud83d"),
         "d.json": ('{"question": "x"}', "a JSON list of objects is wanted"),
         "e.jsonl.xz": ("no xz", "cannot read"),
         "f.jsonl.gz": ("no gz", "cannot read"),

@@ -78,11 +78,16 @@ def read_text(path: Path) -> str:
 
 
 def json_value(text: str, where: str) -> Any:
-    """What a JSON text holds; `where` names it in the InputError."""
+    """What a JSON text holds; `where` names it in the InputError. Half a character, which JSON can spell, is none."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds half a character: \\u{ord(error.object[error.start]):x}") from error
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}") from error
+    return value
 
 
 def _json(path: Path, *, lines: bool) -> list[Any]:
