@@ -152,11 +152,13 @@ def encode_prompt(base: Base, text: str, *, chat: bool) -> list[int]:
         chat: use the chat template if the base has one.
 
     Raises:
-        InputError: the prompt is empty, or not a list of ids where ids are needed.
+        InputError: the prompt is empty, no UTF-8, or not a list of ids where ids are needed.
     """
     from adjust_dlm.types import InputError, require
 
     require(bool(text.strip()), "the prompt is empty; leave it out for text without a prompt")
+    halves = any("\ud800" <= letter <= "\udfff" for letter in text)  # what Python makes of bytes that are no UTF-8
+    require(not halves, f"the prompt is not UTF-8 text: {text!r}")
     if base.tokenizer is not None:
         return base.encode(text, chat=chat and bool(getattr(base.tokenizer, "chat_template", None)))
     try:
