@@ -41,11 +41,12 @@ CELL = {
     "mauve": 0.8123, "mauve_ci95": 0.021, "gap_closed": 0.4512, "gap_closed_ci95": 0.04,
 }  # fmt: skip
 JOINT = {"temperature": 1.0, "decoder": "joint", "tokens_per_step": 1, "n": 256, "nll": 4.1, "nll_ci95": 0.03}
+SURE = {"temperature": 1.0, "decoder": "threshold:tau=0.9", "tokens_per_step": 0, "n": 256, "nll": 4.5}
 RESULT = {
     "command": "eval",
     "results": {
         "config": {"judge": "smol", "max_new_tokens": 128, "base": "/home/me/secret/b"},
-        "cells": [JOINT, CELL],
+        "cells": [JOINT, CELL, SURE],
     },
 }
 
@@ -92,6 +93,7 @@ def test_the_card_says_what_was_given(tmp_path: Path) -> None:
     assert "| data | 7252 trajectories of the base, digest `ae5e53f641481282` |" in body
     assert "| 1.0 | adjust | 4 | 256 | 5.041 +- 0.031 | 0.812 +- 0.021 | 45.1 +- 4.0 % |" in body
     assert "| 1.0 | joint | 1 | 256 | 4.100 +- 0.030 |  |  |" in body
+    assert "| 1.0 | threshold:tau=0.9 |  | 256 | 4.500 |  |  |" in body  # it has no K
     assert "| kl_1 | 0.1542 |" in body or "| kl_1 | 0.1543 |" in body
     assert "not lossless" in body and "exactly one base" in body and "one token at a time" in body
 

@@ -272,6 +272,9 @@ def test_an_unknown_base_is_refused_with_the_known_names(tmp_path) -> None:
         load_base(str(tmp_path))
     with pytest.raises(InputError, match="bases of kind 'smol' do not take length, words"):
         load_base("smol", words=3, length=2)
+    with pytest.raises(InputError, match="bases of kind 'exact' do not take quantize, revision"):
+        load_base("exact", quantize="int8", revision="main")
+    assert load_base("exact", width=9, end_ids=(1,), order="margin").spec.order == "margin"
     with pytest.raises(InputError, match="'adapted' is loaded by the path of its folder"):
         load_base("adapted")
 

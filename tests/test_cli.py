@@ -165,6 +165,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
         (["--watch"], "--watch needs a terminal"),
         (["--watch", "--json"], "exclude each other"),
         ([""], "the prompt is empty"),
+        (["caf\udce9"], r"the prompt is not UTF-8 text: 'caf\udce9'"),
         (["hello"], "has no tokenizer; give token ids separated by spaces, not 'hello'"),
         (["0 9", "--max-new-tokens", "2"], "prompt 0 holds token id [9]; ids run from 0 to 4"),
         (["0 1 2"], "prompt 0 has 3 tokens, with 4 new ones 7; base 'exact' takes at most 4"),

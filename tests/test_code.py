@@ -219,6 +219,9 @@ def test_what_humaneval_asks(tmp_path: Path) -> None:
         humaneval_problems(human(tmp_path, shots=1))
     with pytest.raises(InputError, match="holds 1 problems; shots is 2"):
         humaneval_problems(human(tmp_path, shots=2, examples=examples))
+    bad = write(tmp_path / "b.jsonl", [DOUBLE | {"prompt": None}])
+    with pytest.raises(InputError, match="row 1: prompt is None; text is wanted"):
+        humaneval_problems(HumanEvalConfig(data=bad))
     with pytest.raises(InputError, match="1 of the examples are among the problems"):
         humaneval_problems(human(tmp_path, shots=1, examples=write(tmp_path / "e.jsonl", [RING])))
 
@@ -265,6 +268,16 @@ def test_what_mbpp_asks(tmp_path: Path) -> None:
     mixed = MbppConfig(data=mbpp(tmp_path, sanitized=True).data)
     with pytest.raises(InputError, match="not of MBPP's full form; add --sanitized"):
         mbpp_problems(mixed)
+    for changes, said in (
+        ({"task_id": "eleven"}, "problem 'eleven' of .*: its task_id is no number"),
+        ({"text": 5}, "row 1: text is 5; text is wanted"),
+        ({"code": None}, "row 1: code is None; text is wanted"),
+        ({"test_list": "assert add(1) == 2"}, "test_list is 'assert .*'; a list of texts is wanted"),
+        ({"test_setup_code": [1]}, r"test_setup_code is \[1\]; a list of texts is wanted"),
+    ):
+        data = write(tmp_path / "bad.jsonl", [mbpp_rows()[0] | changes])
+        with pytest.raises(InputError, match=said):
+            mbpp_problems(MbppConfig(data=data, shots=0))
 
 
 @pytest.mark.parametrize("sanitized", [False, True])

@@ -114,12 +114,14 @@ def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.Mon
     flags = FrontierConfig(
         output=str(tmp_path / "out"), n=12, temperatures=(1.0,), max_new_tokens=8, batch_size=5, buckets=3,
         device="cpu",         variants=("adjust:tokens_per_step=4", "threshold:tau=0.5", "apd:mixture=0.9", "verified"),
-        list_variants=("parallel:tokens_per_step=4",), list_n=3, list_max_new_tokens=6,
+        list_variants=("parallel:tokens_per_step=4", "joint", "parallel:tokens_per_step=4"), list_n=3,
+        list_max_new_tokens=6,
     )  # fmt: skip
     helpers = {"sampler": sampler, "partner": partner}
     monkeypatch.setattr(frontier, "open_helpers", lambda *_, **__: helpers)
     out = make_frontier(flags, base, sampler)
     rows = {(r["task"], r["variant"]): r for r in out["rows"]}
+    assert len(rows) == len(out["rows"])  # none twice
     assert [v for t, v in rows if t == "text T=1"] == ["joint", *flags.variants]
     assert [v for t, v in rows if t == "lists T=0"] == ["joint", "parallel:tokens_per_step=4"]
     settings = DecodeConfig(max_new_tokens=8, seed=1, suppress_eos=True, tokens_per_step=4)
@@ -160,6 +162,8 @@ def test_bad_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         FrontierConfig(list_variants=("magic",), variants=())
     with pytest.raises(InputError, match="list_n is -1"):
         FrontierConfig(list_n=-1, variants=(), list_variants=())
+    with pytest.raises(InputError, match="n and list_n are both 0"):
+        FrontierConfig(n=0, list_n=0)
     monkeypatch.setattr(frontier, "find_spec", lambda _: None)
     with pytest.raises(InputError, match="--no-plot"):
         FrontierConfig(variants=(), list_variants=())

@@ -164,6 +164,11 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         "a.jsonl": ('{"question": "x"}\n{"question": 3\n', "a.jsonl, line 2 is not JSON"),
         "b.jsonl": ('{"question": "x"}\n', "row 1 has no answer; it has question"),
         "c.jsonl": ("[1]\n", "row 1: an object is wanted"),
+        "i.jsonl": (
+            r'{"question": "a\ud83c\udf0d", "answer": "a\ud83d"}',
+            r"i.jsonl, line 1 holds half a character: .ud83d",
+        ),
+        "j.json": (r'[{"question": "a\uD83D", "answer": "a"}]', r"j.json holds half a character: .ud83d"),
         "d.json": ('{"question": "x"}', "a JSON list of objects is wanted"),
         "e.jsonl.xz": ("no xz", "cannot read"),
         "f.jsonl.gz": ("no gz", "cannot read"),
@@ -173,6 +178,18 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match=said):
             read_rows(str(tmp_path / name), ("question", "answer"))
+    for row, said in (
+        ({"question": 5, "answer": "#### 2"}, "row 2: question is 5; text is wanted"),
+        ({"question": "q", "answer": 2}, "row 2: answer is 2; text is wanted"),
+        ({"question": "q", "answer": None}, "row 2: answer is None; text is wanted"),
+        ({"question": "q", "answer": "#### 2", "target": ["x"]}, r"row 2: target is \['x'\]; text is wanted"),
+    ):
+        (tmp_path / "h.jsonl").write_text(lines([{"question": "a", "answer": "#### 1"}, row]))
+        data = str(tmp_path / "h.jsonl")
+        with pytest.raises(InputError, match=said):
+            problems(Gsm8kConfig(data=data, shots=0))
+        with pytest.raises(InputError, match=said):
+            problems(Gsm8kConfig(data=data, shots_data=data, shots=2))
     with pytest.raises(InputError, match=r"no file 'nowhere.jsonl'; give a path, or owner/name:path"):
         read_rows("nowhere.jsonl")
     with pytest.raises(InputError, match="x, row 3: its answer does not end in '#### number'"):

@@ -279,6 +279,16 @@ def test_both_kinds_of_files(files: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text(lines([{"problem": "?", "solution": r"\boxed{1"}]))
     with pytest.raises(InputError, match=r"bad.jsonl, row 1 has no answer, and no closed box in its solution"):
         problems(MathConfig(data=str(tmp_path / "bad.jsonl"), shots=0))
+    for row, said in (
+        ({"problem": None, "answer": "1"}, "row 1: problem is None; text is wanted"),
+        ({"problem": "?", "solution": None}, "row 1 has no answer"),
+        ({"problem": "?", "answer": None}, "row 1 has no answer"),
+    ):
+        (tmp_path / "bad.jsonl").write_text(lines([row]))
+        with pytest.raises(InputError, match=said):
+            problems(MathConfig(data=str(tmp_path / "bad.jsonl"), shots=0))
+    (tmp_path / "zero.jsonl").write_text(lines([{"problem": "$0 + 0$?", "answer": 0}]))
+    assert problems(MathConfig(data=str(tmp_path / "zero.jsonl"), shots=0))[0].facts["gold"] == "0"
     with pytest.raises(InputError, match="4 examples are asked for and no file of them is named"):
         MathConfig(data=files["data"])
     with pytest.raises(InputError, match="has 2 examples, 4 are asked for"):

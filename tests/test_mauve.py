@@ -206,6 +206,9 @@ def test_bad_features_are_named(llama) -> None:
         mauve(p, q, buckets=21)
     with pytest.raises(InputError, match="seeds is empty"):
         mauve(p, q, seeds=())
+    for seed in (-1, 2**32):
+        with pytest.raises(InputError, match=r"seeds are \[0, -?\d+\]; all must lie in 0\.\.2\*\*32-1"):
+            mauve(p, q, seeds=(0, seed))
     with pytest.raises(InputError, match="scale is 0"):
         mauve(p, q, scale=0)
     with pytest.raises(InputError, match=r"1 texts have no token, the first is text \[1\]"):

@@ -153,6 +153,8 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     fails(two, two, r"has 2 metrics \(strict, flexible\); name one", metric="")
     with pytest.raises(InputError, match="1 files; name two"):
         PairedConfig(files=(str(a),))
+    with pytest.raises(InputError, match="seed is -1"):
+        PairedConfig(files=(str(a), str(b)), seed=-1)
     with pytest.raises(InputError, match="A has 1 scores and B 2"):
         compare([1], [1, 0])
     with pytest.raises(InputError, match="nothing to compare"):

@@ -376,6 +376,15 @@ def test_files_fill_prompts_and_spread_rows(tmp_path: Path) -> None:
     assert words.facts["words"] == ["a", "b"] and words.turns == ()
 
 
+def test_only_line_feeds_end_a_row_and_blank_lines_are_none(tmp_path: Path) -> None:
+    write_public(tmp_path)
+    file = tmp_path / "words_to_sentence" / "hard.jsonl"
+    line = {"input": {"words": "a\u2028b"}, "answer": {"words": ["a", "b"], "example": "b a."}}
+    file.write_text("\n" + json.dumps(line, ensure_ascii=False) + "\n\n")
+    (row,) = read_problems(tmp_path, "words_to_sentence", "hard")
+    assert (row.id, row.prompt) == ("words_to_sentence/hard/0000", "Do\nthis: a\u2028b.")
+
+
 def test_broken_files_are_named(tmp_path: Path) -> None:
     write_public(tmp_path)
     with pytest.raises(InputError, match=r"cannot read .*puzzle.task_config.yaml: No such file"):
@@ -386,7 +395,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         read_problems(tmp_path, "waiting_line", "sort", shots=2)
     with (tmp_path / "waiting_line" / "sort.jsonl").open("a") as file:
         file.write('{"input": {}}\n')
-    with pytest.raises(InputError, match=r"sort.jsonl, line 9 is no row of sort: KeyError"):
+    with pytest.raises(InputError, match=r"sort.jsonl, row 9 is no row of sort: KeyError"):
         read_problems(tmp_path, "waiting_line", "sort")
 
 

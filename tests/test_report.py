@@ -238,6 +238,25 @@ def test_other_settings_are_another_block_and_two_folders_of_one_decoder_are_kep
     assert "max new tokens 256" in next(block.about for block in blocks if block.title == "smol: text, T = 1")
 
 
+def test_a_quantized_base_is_another_block(tmp_path: Path) -> None:
+    """Of texts and of lists; a folder from before the setting is one without it."""
+    whole, old = table(tmp_path / "a", [cell("joint", 1)]), table(tmp_path / "b", [cell("parallel", 2)])
+    content = json.loads((old / "result.json").read_text())
+    del content["config"]["quantize"]
+    (old / "result.json").write_text(json.dumps(content))
+    small = table(tmp_path / "c", [cell("adjust", 2)], quantize="int8")
+    blocks = blocks_of(row for folder in (whole, old, small) for row in rows_of(read_result(folder)))
+    assert sorted(len(block.rows) for block in blocks) == [1, 2]
+    assert [block.about.endswith("quantize int8") for block in blocks if len(block.rows) == 1] == [True]
+    lists = [
+        {"task": "lists T=0", "variant": v, "n": 2, "accuracy": 1.0, "accuracy_ci95": 0.5} for v in ("joint", "apd")
+    ]
+    for folder, row, quantize in (("d", lists[0], None), ("e", lists[1], "fp8")):
+        config = FrontierConfig(plot=False, quantize=quantize)
+        write_outcome(tmp_path / folder, "eval frontier", config, Outcome(results={"rows": [row], "best": []}))
+    assert len(blocks_of(row for name in "de" for row in rows_of(read_result(tmp_path / name)))) == 2
+
+
 def test_order_and_names_of_decoders() -> None:
     ordered = [
         "joint", "parallel:tokens_per_step=2", "parallel:tokens_per_step=16", "parallel:order=margin,tokens_per_step=4",

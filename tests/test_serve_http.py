@@ -386,6 +386,39 @@ def test_bodies_that_are_no_requests_are_refused(random_texts: Served, path: str
     refused(random_texts.client.get(path), None, status=405)
 
 
+HALF = json.dumps("a\ud83d")  # half of an emoji, as a client that cut a text in the middle sends it
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": %s}]}'),
+        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [{"type": "text", "text": %s}]}]}'),
+        ("/v1/infill", '{"parts": [%s, "x"], "gaps": [2]}'),
+        ("/v1/canvas", '{"prompt": %s}'),
+        ("/v1/completions", '{"prompt": "x", "decoder": "threshold", "decoder_options": {%s: 1}}'),
+        ("/v1/completions", '{"prompt": "x", "decoder": "threshold", "decoder_options": {"tau": %s}}'),
+        ("/v1/completions", '{"prompt": "x", %s: 1}'),
+    ],
+)
+def test_half_a_character_is_refused(random_texts: Served, path: str, body: str) -> None:
+    answer = random_texts.client.post(path, content=body % HALF, headers={"content-type": "application/json"})
+    assert refused(answer, None)["message"] == r"the body holds \ud83d, half a character"
+
+
+def test_nesting_of_any_depth_is_refused(random_texts: Served) -> None:
+    for depth in range(940, 1000):  # around the depth that the parser still takes
+        body = '{"prompt": ' + '{"a": ' * depth + "1" + "}" * depth + "}"
+        answer = random_texts.client.post(ANSWERS[0], content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), depth
+
+
+def test_whole_characters_beyond_the_first_plane_are_text(random_texts: Served) -> None:
+    body = '{"prompt": "\\ud83c\\udf0d", "max_tokens": 1}'  # one emoji, spelled as JSON spells it
+    answer = random_texts.client.post(ANSWERS[0], content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_huge_prompt_is_refused_and_the_server_lives(random_texts: Served) -> None:
     for path in ANSWERS:
         for size, status in ((900_000, 400), (2_000_000, 413)):

@@ -291,7 +291,8 @@ def _about_table(config: Mapping[str, Any]) -> str:
 def _k_table(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = ["| T | decoder | K | n | NLL | MAUVE | gap closed |", "|---|---|---|---|---|---|---|"]
     for cell in cells:
-        values = [str(cell.get(key, "")) for key in ("temperature", "decoder", "tokens_per_step", "n")]
+        values = [str(cell.get(key, "")) for key in ("temperature", "decoder")]
+        values += [str(cell.get(key) or "") for key in ("tokens_per_step", "n")]  # a variant's K is 0: it has none
         values += [_interval(cell, "nll"), _interval(cell, "mauve"), _interval(cell, "gap_closed", percent=True)]
         rows.append("| " + " | ".join(values) + " |")
     return rows

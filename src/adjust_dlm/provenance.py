@@ -14,7 +14,7 @@ import torch
 
 import adjust_dlm
 
-_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "numpy")
+_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "numpy", "torchao")  # the last quantizes
 
 
 def provenance() -> dict[str, Any]:

@@ -153,11 +153,12 @@ def two_sentences() -> tuple[ExactBase, list[str]]:
 
 @register_base("exact", "enumerable toy with a known joint (proofs and tutorials)", cpu_only=True)
 def load_exact(
-    *, device: torch.device, dtype: torch.dtype, words: int = 4, length: int = 4, seed: int = 0, **options: Any
-) -> ExactBase:
-    """A seeded random joint: Dirichlet(0.3) over all strings."""
+    *, device: torch.device, dtype: torch.dtype, words: int = 4, length: int = 4, seed: int = 0, width: int = 32,
+    end_ids: tuple[int, ...] = (), order: OrderRule = "entropy",
+) -> ExactBase:  # fmt: skip
+    """A seeded random joint: Dirichlet(0.3) over all strings; the rest as `ExactBase`."""
     require(device.type == "cpu" and dtype == torch.float32, "the exact base runs on the CPU in float32")
     require(words**length <= 1_000_000, f"{words}**{length} strings are too many to enumerate (1,000,000 at most)")
     generator = torch.Generator().manual_seed(seed)
     gamma = torch._standard_gamma(torch.full((words**length,), 0.3), generator=generator)
-    return ExactBase(gamma.reshape((words,) * length), **options)
+    return ExactBase(gamma.reshape((words,) * length), width=width, end_ids=end_ids, order=order)

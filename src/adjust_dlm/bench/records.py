@@ -25,7 +25,7 @@ NAMES = {
     "entropy_bound": "Entropy bound", "klass": "KLASS", "soft_order": "Soft order",
 }  # fmt: skip
 COSTS = ("tokens_per_pass", "tokens_per_second", "rounds", "base_calls", "sampler_calls", "partner_calls", "seconds")
-TEXT_SETTINGS = ("top_p", "max_new_tokens", "n", "judge", "buckets", "suppress_eos", "seed")
+TEXT_SETTINGS = ("top_p", "max_new_tokens", "n", "judge", "buckets", "suppress_eos", "seed", "quantize")
 # What two rows of a task may differ in and still be compared; every other setting must be equal.
 FREE = {
     "base", "sampler", "partner", "output", "decoders", "tokens_per_step", "batch_size", "device", "temperature",
@@ -199,7 +199,7 @@ def _frontier_row(result: Result, facts: Facts) -> Row:
     task, _, temperature = facts["task"].partition(" T=")
     if task == "text":
         return _text_row(result, facts, facts["variant"], float(temperature))
-    names = ("list_max_new_tokens", "list_block_length", "list_n", "seed")
+    names = ("list_max_new_tokens", "list_block_length", "list_n", "seed", "quantize")
     settings = (("temperature", float(temperature)), *_settings(result.config, names))
     values = {"accuracy": _measured(facts["accuracy"], facts["accuracy_ci95"], facts["n"])}
     return _row(result, task, settings, facts["variant"], values, facts)

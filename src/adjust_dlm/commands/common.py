@@ -28,7 +28,7 @@ class LoadFlags:
             one that the base was made from.
         device: auto, cpu, cuda or cuda:N.
         dtype: auto (float32 on the CPU, bfloat16 on a GPU), float32, bfloat16 or float16.
-        quantize: int8 or fp8 weights for a checkpoint's linear layers; fp8-dynamic multiplies in fp8, too.
+        quantize: int8 or fp8 weights for the base's linear layers; fp8-dynamic multiplies in fp8, too.
         device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
         revision: commit, tag or branch of a Hub id.
         compile: compile the layers, once for all lengths (10-30 s at the first pass).
@@ -152,11 +152,13 @@ def encode_prompt(base: Base, text: str, *, chat: bool) -> list[int]:
         chat: use the chat template if the base has one.
 
     Raises:
-        InputError: the prompt is empty, or not a list of ids where ids are needed.
+        InputError: the prompt is empty, no UTF-8, or not a list of ids where ids are needed.
     """
     from adjust_dlm.types import InputError, require
 
     require(bool(text.strip()), "the prompt is empty; leave it out for text without a prompt")
+    halves = any("\ud800" <= letter <= "\udfff" for letter in text)  # what Python makes of bytes that are no UTF-8
+    require(not halves, f"the prompt is not UTF-8 text: {text!r}")
     if base.tokenizer is not None:
         return base.encode(text, chat=chat and bool(getattr(base.tokenizer, "chat_template", None)))
     try:

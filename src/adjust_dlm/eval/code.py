@@ -154,11 +154,11 @@ def score_programs(
 def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
     """The problems of a file of HumanEval's form, with `shots` solved ones before each."""
     fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
-    rows = read_rows(config.data, fields)
+    rows = read_rows(config.data, fields, texts=fields[1:])
     shown: list[Row] = []
     if config.shots:
         require(bool(config.examples), "HumanEval has no examples of its own; name a file of them with --examples")
-        shown = read_rows(config.examples, fields)[: config.shots]
+        shown = read_rows(config.examples, fields, texts=fields[1:])[: config.shots]
         require(len(shown) == config.shots, f"{config.examples} holds {len(shown)} problems; shots is {config.shots}")
         both = {row["prompt"] for row in rows} & {row["prompt"] for row in shown}
         require(not both, f"{len(both)} of the examples are among the problems of {config.data}; take others")
@@ -197,11 +197,13 @@ def humaneval_program(problem: Problem, reply: str, config: CodeConfig) -> list[
 def mbpp_problems(config: MbppConfig) -> list[Problem]:
     """Problems 11 to 510 of a file of MBPP's form, with the first `shots` of its examples before each."""
     data = config.data.replace(":full/", ":sanitized/") if config.sanitized else config.data  # of the Hub's data set
-    rows = read_rows(data, ("task_id", "code", "test_list"))
     question, setup = ("prompt", "test_imports") if config.sanitized else ("text", "test_setup_code")
+    rows = read_rows(data, ("task_id", "code", "test_list"), texts=("code", question))
     wrong = [row["task_id"] for row in rows if question not in row or setup not in row]
     form, advice = ("sanitized", "leave out") if config.sanitized else ("full", "add")
     require(not wrong, f"problem {wrong[:1]} of {config.data} is not of MBPP's {form} form; {advice} --sanitized?")
+    for row in rows:
+        _check_mbpp(row, setup, f"problem {row['task_id']!r} of {config.data}")
     by_id = {int(row["task_id"]): row for row in rows}
     shown = [by_id[n] for n in EXAMPLE_IDS if n in by_id][: config.shots]
     require(
@@ -209,6 +211,14 @@ def mbpp_problems(config: MbppConfig) -> list[Problem]:
         f"{config.data} has {len(shown)} of MBPP's examples (1..10); shots is {config.shots}",
     )
     return [_mbpp_problem(by_id[n], shown, question, setup, config.chat) for n in TEST_IDS if n in by_id]
+
+
+def _check_mbpp(row: Row, setup: str, where: str) -> None:
+    require(str(row["task_id"]).isdecimal(), f"{where}: its task_id is no number")
+    for name in ("test_list", setup):
+        lines = [row[name]] if name == setup and isinstance(row[name], str) else row[name]
+        good = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+        require(good, f"{where}: {name} is {row[name]!r}; a list of texts is wanted")
 
 
 def _mbpp_problem(row: Row, shown: Sequence[Row], question: str, setup: str, chat: bool) -> Problem:

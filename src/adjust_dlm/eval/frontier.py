@@ -115,6 +115,7 @@ class FrontierConfig(TableConfig):
             super().__post_init__()
         for variant in (*self.variants, *self.list_variants):
             read_variant(variant)
+        require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
         require(self.list_n >= 0, f"list_n is {self.list_n}; it must be >= 0 (0 leaves the lists out)")
         require(not self.plot or find_spec("matplotlib") is not None, "the plot needs matplotlib: use --no-plot, or "
                 "pip install 'adjust-dlm[eval]'")  # fmt: skip
@@ -181,7 +182,7 @@ def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
         block_length=config.list_block_length or None,
     )  # fmt: skip
     rows, keep = [], Path(config.output) / "texts"
-    for variant in ("joint", *config.list_variants):
+    for variant in dict.fromkeys(("joint", *config.list_variants)):
         made = generate_rows(
             base, helpers, variant, prompts, settings, batch_size=config.batch_size, keep=keep, eager=config.eager
         )

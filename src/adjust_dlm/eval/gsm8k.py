@@ -20,6 +20,7 @@ from adjust_dlm.eval.task_files import Row, read_rows
 from adjust_dlm.types import require
 
 END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens that a model has spelled out
+TEXTS = ("question", "answer", "target")
 _NUMBER = r"-?[.,]*[0-9][0-9.,]*"
 _ANY_NUMBER = re.compile(r"(?:-|(?<![$.,]))[$.,]*[0-9][$0-9.,]*")  # never tried anew within a run of dots
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
@@ -97,7 +98,7 @@ def problems(config: Gsm8kConfig) -> list[Problem]:
     """
     form, shots = FORMS[config.form], _shots(config)
     out = []
-    for number, row in enumerate(read_rows(config.data, ("question", "answer")), start=1):
+    for number, row in enumerate(read_rows(config.data, ("question", "answer"), texts=TEXTS), start=1):
         facts = {"gold": clean(_split(row["answer"], f"{config.data}, row {number}")[1])}
         ask = form.ask.format(question=row["question"].strip())
         out.append(with_shots(str(number), ask, shots, facts, kind="", chat=config.chat))
@@ -108,7 +109,7 @@ def _shots(config: Gsm8kConfig) -> list[Shot]:
     if not config.shots:
         return []
     form = FORMS[config.form]
-    rows = read_rows(config.shots_data, ("question",))[: config.shots]
+    rows = read_rows(config.shots_data, ("question",), texts=TEXTS)[: config.shots]
     made = []
     for number, row in enumerate(rows, start=1):
         where = f"{config.shots_data}, row {number}"

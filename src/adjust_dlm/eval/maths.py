@@ -93,7 +93,7 @@ def problems(config: MathConfig) -> list[Problem]:
     """
     shots = _shots(config)
     out, seen = [], Counter[str]()
-    for number, row in enumerate(read_rows(config.data, ("problem",)), start=1):
+    for number, row in enumerate(read_rows(config.data, ("problem",), texts=("problem",)), start=1):
         kind = str(row.get("subject", row.get("type", "")))
         seen[kind] += 1
         if config.per_subject and seen[kind] > config.per_subject:
@@ -112,9 +112,11 @@ def gold(row: Row, where: str) -> str:
     Raises:
         InputError: neither is there.
     """
-    answer = row["answer"] if "answer" in row else last_boxed(row.get("solution", ""))
-    require(bool(answer), f"{where} has no answer, and no closed box in its solution")
-    return str(answer)
+    answer, solution = row.get("answer"), row.get("solution")
+    if answer is None and isinstance(solution, str):
+        answer = last_boxed(solution)
+    require(answer is not None and answer != "", f"{where} has no answer, and no closed box in its solution")
+    return str(answer)  # a number, too
 
 
 def _ask(row: Row) -> str:
@@ -124,14 +126,15 @@ def _ask(row: Row) -> str:
 def _shots(config: MathConfig) -> list[Shot]:
     if not config.shots:
         return []
-    rows = read_rows(config.shots_data, ("problem", "solution"))[: config.shots]
+    fields = ("problem", "solution")
+    rows = read_rows(config.shots_data, fields, texts=fields)[: config.shots]
     made = [Shot(_ask(row), written(row, f"{config.shots_data}, row {n}")) for n, row in enumerate(rows, start=1)]
     return first_shots(made, config.shots, config.shots_data)
 
 
 def written(row: Row, where: str) -> str:
     """The solution of a row with the final answer line that Minerva's examples end in."""
-    solution = str(row["solution"]).strip()
+    solution: str = row["solution"].strip()
     if final_answer(solution) is not None:
         return solution
     answer = " ".join(gold(row, where).split())  # the line is one

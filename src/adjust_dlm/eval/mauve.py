@@ -85,6 +85,7 @@ def mauve(
     require(2 <= buckets <= most, f"buckets is {buckets}; it must be 2..{most}, the number of texts")
     require(scale > 0, f"scale is {scale}; it must be above 0")
     require(len(seeds) > 0, "seeds is empty; give at least one")
+    require(all(0 <= seed < 2**32 for seed in seeds), f"seeds are {list(seeds)}; all must lie in 0..2**32-1")
     reduced_ND = reduce_features(np.concatenate([p, q]))
     labels = [_clusters(reduced_ND, buckets, seed) for seed in seeds]
     everyone = np.arange(len(p)), np.arange(len(q))

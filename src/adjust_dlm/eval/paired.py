@@ -171,6 +171,7 @@ class PairedConfig:
         """Checks what can be refused before anything is read."""
         require(len(self.files) == 2, f"{len(self.files)} files; name two, A and B")
         require(self.draws >= 1, f"draws is {self.draws}; it must be at least 1")
+        require(self.seed >= 0, f"seed is {self.seed}; it must be at least 0")
 
 
 def run(config: PairedConfig) -> dict[str, Any]:

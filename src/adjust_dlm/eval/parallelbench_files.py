@@ -32,7 +32,7 @@ def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int
     name = FILES.get(task, task)
     template = _template(folder / group / "task_config.yaml", f"{group}/{name}")
     path = folder / group / f"{name}.jsonl"
-    lines = read_text(path).splitlines()
+    lines = [line for line in read_text(path).split("\n") if line.strip()]  # JSON may hold other line ends
     require(bool(lines), f"{path} is empty")
     n = min(n, len(lines)) or len(lines)
     chosen = [number * len(lines) // n for number in range(n)]
@@ -54,7 +54,7 @@ def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{path}, line {number + 1} is no row of {task}: {error!r}") from error
+            raise InputError(f"{path}, row {number + 1} is no row of {task}: {error!r}") from error
     return out
 
 

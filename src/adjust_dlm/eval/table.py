@@ -98,7 +98,7 @@ def make_table(
     base = base or open_base(config)
     helpers = open_helpers(config, base, [d for d, _ in _methods(config)], sampler=sampler, partner=partner)
     judge, start = open_judge(config, base)
-    cells = [(t, d, k) for t in config.temperatures for d, k in _methods(config)]
+    cells = list(dict.fromkeys((t, d, k) for t in config.temperatures for d, k in _methods(config)))
     made = {cell: generate_cell(base, helpers, config, cell) for cell in cells}
     texts = {cell: [line.tokens for line in rows] for cell, rows in made.items()}
     references = {
@@ -138,7 +138,7 @@ def open_judge(config: TableConfig, base: Base) -> tuple[Any, int]:
 def _methods(config: TableConfig) -> list[tuple[str, int]]:
     """(decoder, K); a variant has no K: 0."""
     fixed = [(d, k) for d in ("parallel", "adjust") for k in config.tokens_per_step if k > 1]
-    return [("joint", 1), *fixed, *[(variant, 0) for variant in config.variants]]
+    return [("joint", 1), *fixed, *[(variant, 0) for variant in config.variants if variant != "joint"]]
 
 
 def generate_cell(

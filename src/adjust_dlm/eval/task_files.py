@@ -17,7 +17,7 @@ _OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.ope
 _KINDS = (".jsonl", ".json", ".parquet")
 
 
-def read_rows(spec: str, fields: Sequence[str] = ()) -> list[Row]:
+def read_rows(spec: str, fields: Sequence[str] = (), *, texts: Sequence[str] = ()) -> list[Row]:
     """All rows of a file.
 
     Args:
@@ -25,6 +25,7 @@ def read_rows(spec: str, fields: Sequence[str] = ()) -> list[Row]:
             packed as .xz or .gz; or `owner/name:path`, such files of a data set on the Hub (or in its cache): the
             path may be a pattern (`full/*.parquet`).
         fields: what every row must have.
+        texts: what must be text in every row that has it.
 
     Raises:
         InputError: no such file, another kind of file, or a bad row (it is named).
@@ -35,6 +36,8 @@ def read_rows(spec: str, fields: Sequence[str] = ()) -> list[Row]:
         require(isinstance(row, dict), f"{spec}, row {number}: an object is wanted")
         lacks = [name for name in fields if name not in row]
         require(not lacks, f"{spec}, row {number} has no {', '.join(lacks)}; it has {', '.join(map(str, row))}")
+        wrong = next((name for name in texts if name in row and not isinstance(row[name], str)), None)
+        require(wrong is None, f"{spec}, row {number}: {wrong} is {row.get(wrong)!r}; text is wanted")
     return rows
 
 
@@ -75,11 +78,16 @@ def read_text(path: Path) -> str:
 
 
 def json_value(text: str, where: str) -> Any:
-    """What a JSON text holds; `where` names it in the InputError."""
+    """What a JSON text holds; `where` names it in the InputError. Half a character, which JSON can spell, is none."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds half a character: \\u{ord(error.object[error.start]):x}") from error
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}") from error
+    return value
 
 
 def _json(path: Path, *, lines: bool) -> list[Any]:

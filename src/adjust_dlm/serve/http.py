@@ -318,6 +318,8 @@ def _invalid(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
     if first["type"] == "not_served":
         return ApiError(400, first["msg"], param=first["ctx"]["param"], code="unsupported_parameter")
+    if first["type"] == "bad_body":
+        return ApiError(400, first["msg"])
     place = [str(part) for part in first["loc"][1:]]
     if not place:
         return ApiError(400, "the body must be a JSON object, sent as content-type application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -79,6 +80,7 @@ class Sampling(_Strict):
     def _only_what_is_served(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        _check_characters(body)
         out = {key: value for key, value in body.items() if key not in IGNORED}
         for name, (changes_nothing, instead) in _UNSERVED.items():
             if name in out:
@@ -179,6 +181,17 @@ class ErrorBody(BaseModel):
     """Body of every answer that is no success."""
 
     error: ErrorObject
+
+
+def _check_characters(body: dict[str, Any]) -> None:
+    """JSON can spell half a character (a lone surrogate), which no tokenizer takes and no answer can repeat."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        raise PydanticCustomError("bad_body", "the body holds {half}, half a character", {"half": half}) from None
+    except RecursionError:
+        raise PydanticCustomError("bad_body", "the body is nested too deeply") from None
 
 
 def _refuse(param: str, message: str) -> None:
