@@ -243,6 +243,18 @@ def test_nan_is_refused() -> None:
             decode(base, PROMPTS, DecodeConfig(max_new_tokens=4), decoder="joint", eager=eager)
 
 
+@pytest.mark.parametrize("decoder", CORE)
+def test_a_row_that_gave_nan_is_forgotten(decoder: str) -> None:
+    """Eight slots, of which the next decode of five rows leaves three idle."""
+    base = tiny_base("dream")
+    base.model.embed_tokens.weight[7] = torch.nan
+    g, config = tiny_sampler(base), DecodeConfig(max_new_tokens=4, tokens_per_step=2)
+    base.head_matrix[7] = 0
+    with pytest.raises(FloatingPointError, match="gave NaN"):
+        decode(base, [*[[BOS, 3]] * 7, [BOS, 7]], config, decoder=decoder, sampler=g, eager=False)
+    both(base, [[BOS, 3]] * 5, config.but(temperature=0), decoder, sampler=g)
+
+
 def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     fast.log_fallback.cache_clear()
     base, table = tiny_base("dream"), exact_base()

@@ -249,6 +249,7 @@ def decode(
 
     Raises:
         InputError: unknown decoder or option, missing sampler or partner, or a canvas that does not fit the base.
+        FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
     require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")

@@ -323,7 +323,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     once more on the chosen ones.
 
     Raises:
-        FloatingPointError: the states gave NaN; such a row could never be finished.
+        FloatingPointError: the states gave NaN or infinite logits; such a row could never be finished.
     """
     refuse_nan(base, h_BLD[canvas.masked_BL])
     score_BL, kept_RV = _scores(base, h_BLD, canvas)
@@ -336,16 +336,29 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     logits_RV = _logits_of(base, h_BLD, canvas, row_BN, position_BN, kept_RV)
     u_R = canvas.uniforms(position_BN, row_BN).flatten()
     processed_RV = process(logits_RV, canvas.config)
-    refuse_nan(base, score_BL, processed_RV)
+    refuse_nan(base, score_BL, logits_RV=processed_RV)
     token_R = draw(processed_RV, u_R, canvas.config.temperature)
     canvas.note_chance(row_BN, position_BN, processed_RV, token_R)
     return Picks(position_BN, token_R.view_as(position_BN), valid_BN, processed_RV)
 
 
-def refuse_nan(base: Base, *parts: Tensor) -> None:
-    """Raises FloatingPointError for logits or scores that are no numbers."""
-    if bool(torch.stack([part.isnan().any() for part in parts]).any()):
-        raise FloatingPointError(f"base {base.spec.name!r} or its sampler gave NaN ({base.dtype} on {base.device})")
+def refuse_nan(base: Base, *parts: Tensor, logits_RV: Tensor | None = None) -> None:
+    """Raises FloatingPointError for states or scores that are NaN, or logits that have no softmax."""
+    bad = [part.isnan().any() for part in parts]
+    if logits_RV is not None:
+        bad.append(no_softmax(logits_RV))
+    if bool(torch.stack(bad).any()):
+        raise FloatingPointError(nan_message(base))
+
+
+def no_softmax(logits_RV: Tensor) -> Tensor:
+    """Whether some row has a NaN, an infinite logit (half precision overflows) or nothing but -inf: bool []."""
+    return ~logits_RV.amax(-1).isfinite().all()
+
+
+def nan_message(base: Base) -> str:
+    """What a FloatingPointError says."""
+    return f"base {base.spec.name!r} or its sampler gave NaN or infinite logits ({base.dtype} on {base.device})"
 
 
 def _logits_of(
