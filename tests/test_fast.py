@@ -360,8 +360,14 @@ def test_slots_and_batch_sizes_are_checked() -> None:
     base = BASES["llada"]
     with pytest.raises(InputError, match="slots is 0"):
         decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="joint", slots=0)
-    with pytest.raises(InputError, match="batch_size is 0"):
-        next(decode_many(base, [[BOS]], DecodeConfig(), batch_size=0))
+    with pytest.raises(InputError, match="slots is 'all'; it must be a whole number"):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="joint", slots="all")  # type: ignore[arg-type]
+    for size in (0, 1.5):
+        with pytest.raises(InputError, match=f"batch_size is {size}"):
+            next(decode_many(base, [[BOS]], DecodeConfig(), batch_size=size))  # type: ignore[arg-type]
+    for rows in ([4], [4, 5, 6]):
+        with pytest.raises(InputError, match=f"{len(rows)} row ids for 2 prompts"):
+            next(decode_many(base, [[BOS], [BOS]], DecodeConfig(), batch_size=2, rows=rows, decoder="joint"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,7 +33,7 @@ from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import DecodeConfig, DecodeResult, require
+from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_whole
 
 __all__ = [
     "DECODERS",
@@ -252,6 +252,7 @@ def decode(
         FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
+    require_whole("slots", 1 if slots is None else slots)
     require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()
@@ -326,8 +327,10 @@ def decode_many(
     Raises:
         InputError: as `decode`.
     """
+    require_whole("batch_size", batch_size)
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     rows = range(len(prompts)) if rows is None else rows
+    require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
     refill = takes_fast(base, config, decoder=decoder, sampler=sampler, eager=eager)
     group = batch_size * _BATCHES if refill else batch_size

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.decoders.columns import candidate_columns, certain_columns
 from adjust_dlm.sampling import NOISE, ORDER, confidence, draw, gumbel, process, score_rows, uniform, wrapped
-from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, require
+from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, is_id, require
 
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
 
@@ -71,6 +72,8 @@ class Canvas(State):
         self.base, self.config = base, config
         spec, count = base.spec, len(prompts)
         rows = list(range(count)) if rows is None else rows
+        odd = [row for row in rows if not is_id(row, -(2**63), 2**63)]
+        require(not odd, f"row id {odd[:1]}: row ids are whole numbers of 64 bits")
         seeds = [config.seed] * count if seeds is None else seeds
         require(len(rows) == count, f"{len(rows)} row ids for {count} prompts; give one each")
         require(len(seeds) == count, f"{len(seeds)} seeds for {count} prompts; give one each")
@@ -81,7 +84,7 @@ class Canvas(State):
         masked_BL = (tokens_BL == spec.mask_id) & real_BL
         super().__init__(tokens_BL, real_BL, masked_BL, padded=padded)
         self.order_BL = torch.where(masked_BL, MASKED, GIVEN)
-        self.rows_B = torch.tensor(rows, device=base.device)
+        self.rows_B = torch.tensor(rows, device=base.device, dtype=torch.long)
         self.seeds_B = torch.tensor([wrapped(seed) for seed in seeds], device=base.device)
         self.new_B = torch.full_like(self.rows_B, config.max_new_tokens)
         if new is not None:
@@ -284,6 +287,9 @@ class Canvas(State):
 def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
     """Ids with masks behind them, and which of them are real: [B, L] on the CPU."""
     require(len(new) == len(prompts), f"{len(new)} lengths for {len(prompts)} prompts; give one each")
+    given: list[Any] = prompts
+    flat = [prompt for prompt in given if not isinstance(prompt, Sized)]
+    require(not flat, f"{flat[:1]} among the prompts; each is a list of token ids")
     long, masks = max(zip(map(len, prompts), new, strict=True), key=sum)
     width = long + masks
     require(
@@ -293,7 +299,7 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
     tokens_BL = torch.full((len(prompts), width), spec.pad_id, dtype=torch.long)
     real_BL = torch.zeros(tokens_BL.shape, dtype=torch.bool)
     for b, (prompt, masks) in enumerate(zip(prompts, new, strict=True)):
-        wrong = [t for t in prompt if not 0 <= t < spec.vocab_size]
+        wrong = [t for t in prompt if not is_id(t, 0, spec.vocab_size)]
         require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
         first = width - len(prompt) - masks
         tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
