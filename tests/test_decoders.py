@@ -479,6 +479,14 @@ def test_what_is_no_id_is_refused_by_name(prompts: Any, rows: Any, said: str) ->
         decode(tiny_base("dream"), prompts, DecodeConfig(max_new_tokens=2), decoder="joint", rows=rows)
 
 
+def test_the_sampler_of_another_base_is_refused() -> None:
+    base, other = tiny_base("dream"), tiny_base("dream", 1)
+    with pytest.raises(
+        InputError, match=f"fingerprint {other.fingerprint[:16]}; base 'dream' has {base.fingerprint[:16]}"
+    ):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="adjust", sampler=tiny_sampler(other))
+
+
 def test_watch_sees_the_canvas_after_every_commit() -> None:
     base, seen = writer([3, 1, 4], [2, 9, 5]), []
     config = DecodeConfig(max_new_tokens=3, tokens_per_step=2, temperature=0)

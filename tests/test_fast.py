@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adjust_dlm.bases import layers, load_base
+from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode, decode_many, fast, lane, static_pick
 from adjust_dlm.decoders.graphs import Graphs
@@ -407,6 +408,29 @@ def test_joined_projections_are_views_that_give_the_same_states(family: str) -> 
     base.model.double()  # parts move one by one
     assert attention._joined is None
     torch.testing.assert_close(base.hidden(state).float(), plain.hidden(state))
+
+
+@pytest.mark.parametrize("how", ["assigned", "given", "copied", "rounded"])
+def test_projections_that_got_other_weights_are_no_longer_joined(how: str) -> None:
+    base, other, state = tiny_base("dream"), tiny_base("dream", 1), left_pad([[BOS, 5, MASK], [BOS]])
+    layers.join_projections(base.model)
+    if how == "assigned":
+        base.model.load_state_dict({k: w.clone() for k, w in other.model.state_dict().items()}, assign=True)
+    elif how == "rounded":
+        in_fp8_layers(base.model)
+        other = tiny_base("dream")
+        in_fp8_layers(other.model)
+    else:
+        base.model = copy.deepcopy(base.model) if how == "copied" else base.model
+        for mine, theirs in zip(base.model.parameters(), other.model.parameters(), strict=True):
+            if how == "copied":  # and trained further, in place
+                mine.copy_(theirs)
+            else:
+                mine.data = theirs.data.clone()
+    assert torch.equal(base.hidden(state), other.hidden(state))
+    layers.join_projections(base.model)
+    assert base.model.layers[0].self_attn._stands()
+    torch.testing.assert_close(base.hidden(state), other.hidden(state))
 
 
 def test_joined_projections_are_trained_like_plain_ones() -> None:

@@ -204,6 +204,11 @@ def make_plan(
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     if entry.needs_sampler and isinstance(sampler, Sampler):
+        require(
+            sampler.base_fingerprint == base.fingerprint,
+            f"the sampler belongs to a base with fingerprint {sampler.base_fingerprint[:16]}; "
+            f"base {base.spec.name!r} has {base.fingerprint[:16]}",
+        )
         base = sampler.on(base)
 
     def run(canvas: Canvas) -> None:
@@ -248,7 +253,8 @@ def decode(
         options: settings that only this decoder has, such as `tau=` of `threshold`.
 
     Raises:
-        InputError: unknown decoder or option, missing sampler or partner, or a canvas that does not fit the base.
+        InputError: unknown decoder or option, missing sampler or partner, a sampler of another base, or a canvas that
+            does not fit the base.
         FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
