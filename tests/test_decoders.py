@@ -479,6 +479,13 @@ def test_what_is_no_id_is_refused_by_name(prompts: Any, rows: Any, said: str) ->
         decode(tiny_base("dream"), prompts, DecodeConfig(max_new_tokens=2), decoder="joint", rows=rows)
 
 
+def test_a_row_that_begins_anew_with_a_shorter_prompt_does_not_see_its_pads() -> None:
+    base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=3)
+    again, fresh = Canvas(base, [[BOS, 4, 5]], config), Canvas(base, [[BOS]], config)
+    again.restart(0, [BOS], 0)
+    torch.testing.assert_close(base.hidden(again)[:, 2:], base.hidden(fresh))
+
+
 def test_the_sampler_of_another_base_is_refused() -> None:
     base, other = tiny_base("dream"), tiny_base("dream", 1)
     with pytest.raises(

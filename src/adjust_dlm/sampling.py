@@ -122,6 +122,11 @@ def draw(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
     return token_R1[:, 0].clamp_max(cdf_RV.shape[-1] - 1)
 
 
+def no_softmax(logits_RV: Tensor) -> Tensor:
+    """Whether some row has a NaN, an infinite logit (half precision overflows) or nothing but -inf: bool []."""
+    return ~logits_RV.amax(-1).isfinite().all()
+
+
 def negative_entropy(logits_RV: Tensor) -> Tensor:
     """sum p log p in fp32 (0 log 0 = 0): larger is more certain. Dream's rule."""
     below_RV = logits_RV.float() - logits_RV.amax(-1, keepdim=True)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.bases import Base
 from adjust_dlm.decoders.columns import candidate_columns, certain_columns
-from adjust_dlm.sampling import NOISE, ORDER, confidence, draw, gumbel, process, score_rows, uniform, wrapped
+from adjust_dlm.decoders.padding import left_padded
+from adjust_dlm.sampling import (
+    NOISE,
+    ORDER,
+    confidence,
+    draw,
+    gumbel,
+    no_softmax,
+    process,
+    score_rows,
+    uniform,
+    wrapped,
+)
 from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, is_id, require
 
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
@@ -78,7 +89,7 @@ class Canvas(State):
         require(len(rows) == count, f"{len(rows)} row ids for {count} prompts; give one each")
         require(len(seeds) == count, f"{len(seeds)} seeds for {count} prompts; give one each")
         require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
-        tokens_BL, real_BL = _left_padded(spec, prompts, [config.max_new_tokens] * count if new is None else new)
+        tokens_BL, real_BL = left_padded(spec, prompts, [config.max_new_tokens] * count if new is None else new)
         padded = not bool(real_BL.all())
         tokens_BL, real_BL = tokens_BL.to(base.device), real_BL.to(base.device)
         masked_BL = (tokens_BL == spec.mask_id) & real_BL
@@ -118,6 +129,7 @@ class Canvas(State):
         self.masked_BL[b] = (self.tokens_BL[b] == spec.mask_id) & self.real_BL[b]
         self.order_BL[b] = torch.where(self.masked_BL[b], MASKED, GIVEN)
         self.rows_B[b], self.commits_B[b], self.quota_B[b] = row, 0, 0
+        self.padded |= pads > 0
 
     @property
     def open_BL(self) -> Tensor:
@@ -284,29 +296,6 @@ class Canvas(State):
             self.chance_BL[row.flatten(), position.flatten()] = confidence(processed_RV, token_R)
 
 
-def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
-    """Ids with masks behind them, and which of them are real: [B, L] on the CPU."""
-    require(len(new) == len(prompts), f"{len(new)} lengths for {len(prompts)} prompts; give one each")
-    given: list[Any] = prompts
-    flat = [prompt for prompt in given if not isinstance(prompt, Sized)]
-    require(not flat, f"{flat[:1]} among the prompts; each is a list of token ids")
-    long, masks = max(zip(map(len, prompts), new, strict=True), key=sum)
-    width = long + masks
-    require(
-        width <= spec.context,
-        f"prompt of {long} tokens plus {masks} new ones make {width}; base {spec.name!r} takes at most {spec.context}",
-    )
-    tokens_BL = torch.full((len(prompts), width), spec.pad_id, dtype=torch.long)
-    real_BL = torch.zeros(tokens_BL.shape, dtype=torch.bool)
-    for b, (prompt, masks) in enumerate(zip(prompts, new, strict=True)):
-        wrong = [t for t in prompt if not is_id(t, 0, spec.vocab_size)]
-        require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
-        first = width - len(prompt) - masks
-        tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
-        real_BL[b, first:] = True
-    return tokens_BL, real_BL
-
-
 def rows_at_once(base: Base) -> int:
     """How many rows of fp32 logits are held at a time."""
     return max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
@@ -350,16 +339,9 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
 
 def refuse_nan(base: Base, *parts: Tensor, logits_RV: Tensor | None = None) -> None:
     """Raises FloatingPointError for states or scores that are NaN, or logits that have no softmax."""
-    bad = [part.isnan().any() for part in parts]
-    if logits_RV is not None:
-        bad.append(no_softmax(logits_RV))
-    if bool(torch.stack(bad).any()):
+    bad = [] if logits_RV is None else [no_softmax(logits_RV)]
+    if bool(torch.stack([*bad, *(part.isnan().any() for part in parts)]).any()):
         raise FloatingPointError(nan_message(base))
-
-
-def no_softmax(logits_RV: Tensor) -> Tensor:
-    """Whether some row has a NaN, an infinite logit (half precision overflows) or nothing but -inf: bool []."""
-    return ~logits_RV.amax(-1).isfinite().all()
 
 
 def nan_message(base: Base) -> str:

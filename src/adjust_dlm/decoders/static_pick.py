@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Picks, no_softmax, row_scorer, rows_at_once
+from adjust_dlm.decoders.canvas import Picks, row_scorer, rows_at_once
 from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.sampling import ORDER, confidence, draw, process
+from adjust_dlm.sampling import ORDER, confidence, draw, no_softmax, process
 from adjust_dlm.types import OrderRule
 
 _FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
