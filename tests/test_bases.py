@@ -1,6 +1,7 @@
 """Bases: both ways, left pads, scoring frame, forbidden ids, fingerprints, published step counts, the exact joint."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -465,6 +466,14 @@ def test_an_exact_base_names_what_is_wrong_with_it() -> None:
         load_base("exact", words=100, length=9)
     with pytest.raises(InputError, match="runs on the CPU in float32"):
         load_base("exact", dtype=torch.bfloat16)
+    for options, said in (
+        ({"length": 10**9}, "strings are too many"), ({"length": -1}, "length is -1; it must be at least 1"),
+        ({"words": "3"}, "words is '3'; it must be a whole number"), ({"seed": 0.5}, "seed is 0.5"),
+        ({"width": "wide"}, "width is 'wide'"), ({"order": "best"}, "order is 'best'; it must be one of entropy"),
+        ({"end_ids": (9,)}, r"end_ids holds \[9\]; ids run from 0 to 3"), ({"size": 3}, "do not take size"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            load_base("exact", **options)  # type: ignore[arg-type]
     base = exact_base(3, 4)
     for rows in ([[0, 1, 3]], [[0, 1, 3, 3], [1, 3, 3]]):
         with pytest.raises(InputError, match="canvases of exactly 4 tokens without padding"):
@@ -486,3 +495,18 @@ def test_a_base_is_frozen(family: str) -> None:
     assert (base.spec.order, base.spec.order_on) == {
         "dream": ("entropy", "processed"), "llada": ("confidence", "raw")
     }[family]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "placed", "said"),
+    [
+        (Path("/nowhere/at/all"), {}, "there is no file or folder '/nowhere/at/all'"),
+        (None, {}, "unknown base 'None'"),
+        ("exact", {"device": None}, "device is 'None'; it must be auto, cpu, cuda or cuda:N"),
+        ("exact", {"dtype": torch.int8}, "dtype is torch.int8; it must be a floating type of torch"),
+        ("exact", {"dtype": "bfloat16"}, "dtype is 'bfloat16'; it must be a floating type of torch"),
+    ],
+)
+def test_names_and_places_of_another_type_are_refused(name: Any, placed: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        load_base(name, **placed)

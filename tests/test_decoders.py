@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -461,6 +462,36 @@ def test_states_that_are_not_numbers_are_an_error_and_not_an_endless_loop(
     config = DecodeConfig(max_new_tokens=4, temperature=temperature, order=rule)
     with pytest.raises(FloatingPointError, match="base 'table' or its sampler gave NaN"):
         decode(TableBase(table_LV), [[]], config, decoder=decoder, sampler=same)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "said"),
+    [
+        (["ab"], None, r"prompt 0 holds token id \['a'\]"),
+        ([[1.5]], None, r"prompt 0 holds token id \[1.5\]; ids run from 0 to 23"),
+        ([3, 4], None, r"\[3\] among the prompts; each is a list of token ids"),
+        ([[3]], [0.5], r"row id \[0.5\]: row ids are whole numbers of 64 bits"),
+        ([[3]], [2**63], r"row id \[9223372036854775808\]"),
+    ],
+)
+def test_what_is_no_id_is_refused_by_name(prompts: Any, rows: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        decode(tiny_base("dream"), prompts, DecodeConfig(max_new_tokens=2), decoder="joint", rows=rows)
+
+
+def test_a_row_that_begins_anew_with_a_shorter_prompt_does_not_see_its_pads() -> None:
+    base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=3)
+    again, fresh = Canvas(base, [[BOS, 4, 5]], config), Canvas(base, [[BOS]], config)
+    again.restart(0, [BOS], 0)
+    torch.testing.assert_close(base.hidden(again)[:, 2:], base.hidden(fresh))
+
+
+def test_the_sampler_of_another_base_is_refused() -> None:
+    base, other = tiny_base("dream"), tiny_base("dream", 1)
+    with pytest.raises(
+        InputError, match=f"fingerprint {other.fingerprint[:16]}; base 'dream' has {base.fingerprint[:16]}"
+    ):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="adjust", sampler=tiny_sampler(other))
 
 
 def test_watch_sees_the_canvas_after_every_commit() -> None:

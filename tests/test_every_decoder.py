@@ -13,7 +13,7 @@ from torch import Tensor
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Decoder, decode
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, DecodeResult, InputError
-from helpers import BOS, END, FAMILIES, LIMIT, MASK, row_of, tiny_base, tiny_sampler
+from helpers import BOS, CORE, END, FAMILIES, LIMIT, MASK, RULES, row_of, tiny_base, tiny_sampler
 from tiny_ar import tiny_partner
 
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS]]
@@ -125,3 +125,20 @@ def test_a_decoder_that_leaves_masks_is_found_out(monkeypatch: pytest.MonkeyPatc
 def test_another_seed_is_another_text_and_the_same_seed_the_same(decoder: str) -> None:
     first, again, other = (run("llada", decoder, PROMPTS, seed=seed).tokens_BL for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logit", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_logits_without_a_softmax_are_an_error(decoder: str, logit: float, temperature: float) -> None:
+    """What a head in half precision overflows to: one infinite logit, or nothing but -inf."""
+    base = tiny_base("dream")
+    head, helpers = base.head, {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
+    at = slice(5, 6) if logit > 0 else slice(None)
+    base.head = lambda h_RD: head(h_RD).index_fill(1, torch.arange(24)[at], logit)  # type: ignore[method-assign]
+    rules = {"soft_order": ("entropy", "confidence"), "guided": ("confidence", "random")}
+    for rule in rules.get(decoder, RULES):
+        config = DecodeConfig(max_new_tokens=4, tokens_per_step=2, temperature=temperature, order=rule)
+        for eager in (True, False) if decoder in CORE else (True,):
+            with pytest.raises(FloatingPointError, match=r"gave NaN|no finite logits"):
+                decode(base, [[BOS, 5]], config, decoder=decoder, eager=eager, **helpers)

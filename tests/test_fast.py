@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adjust_dlm.bases import layers, load_base
+from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode, decode_many, fast, lane, static_pick
 from adjust_dlm.decoders.graphs import Graphs
@@ -243,6 +244,18 @@ def test_nan_is_refused() -> None:
             decode(base, PROMPTS, DecodeConfig(max_new_tokens=4), decoder="joint", eager=eager)
 
 
+@pytest.mark.parametrize("decoder", CORE)
+def test_a_row_that_gave_nan_is_forgotten(decoder: str) -> None:
+    """Eight slots, of which the next decode of five rows leaves three idle."""
+    base = tiny_base("dream")
+    base.model.embed_tokens.weight[7] = torch.nan
+    g, config = tiny_sampler(base), DecodeConfig(max_new_tokens=4, tokens_per_step=2)
+    base.head_matrix[7] = 0
+    with pytest.raises(FloatingPointError, match="gave NaN"):
+        decode(base, [*[[BOS, 3]] * 7, [BOS, 7]], config, decoder=decoder, sampler=g, eager=False)
+    both(base, [[BOS, 3]] * 5, config.but(temperature=0), decoder, sampler=g)
+
+
 def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     fast.log_fallback.cache_clear()
     base, table = tiny_base("dream"), exact_base()
@@ -348,8 +361,14 @@ def test_slots_and_batch_sizes_are_checked() -> None:
     base = BASES["llada"]
     with pytest.raises(InputError, match="slots is 0"):
         decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="joint", slots=0)
-    with pytest.raises(InputError, match="batch_size is 0"):
-        next(decode_many(base, [[BOS]], DecodeConfig(), batch_size=0))
+    with pytest.raises(InputError, match="slots is 'all'; it must be a whole number"):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=2), decoder="joint", slots="all")  # type: ignore[arg-type]
+    for size in (0, 1.5):
+        with pytest.raises(InputError, match=f"batch_size is {size}"):
+            next(decode_many(base, [[BOS]], DecodeConfig(), batch_size=size))  # type: ignore[arg-type]
+    for rows in ([4], [4, 5, 6]):
+        with pytest.raises(InputError, match=f"{len(rows)} row ids for 2 prompts"):
+            next(decode_many(base, [[BOS], [BOS]], DecodeConfig(), batch_size=2, rows=rows, decoder="joint"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -389,6 +408,29 @@ def test_joined_projections_are_views_that_give_the_same_states(family: str) -> 
     base.model.double()  # parts move one by one
     assert attention._joined is None
     torch.testing.assert_close(base.hidden(state).float(), plain.hidden(state))
+
+
+@pytest.mark.parametrize("how", ["assigned", "given", "copied", "rounded"])
+def test_projections_that_got_other_weights_are_no_longer_joined(how: str) -> None:
+    base, other, state = tiny_base("dream"), tiny_base("dream", 1), left_pad([[BOS, 5, MASK], [BOS]])
+    layers.join_projections(base.model)
+    if how == "assigned":
+        base.model.load_state_dict({k: w.clone() for k, w in other.model.state_dict().items()}, assign=True)
+    elif how == "rounded":
+        in_fp8_layers(base.model)
+        other = tiny_base("dream")
+        in_fp8_layers(other.model)
+    else:
+        base.model = copy.deepcopy(base.model) if how == "copied" else base.model
+        for mine, theirs in zip(base.model.parameters(), other.model.parameters(), strict=True):
+            if how == "copied":  # and trained further, in place
+                mine.copy_(theirs)
+            else:
+                mine.data = theirs.data.clone()
+    assert torch.equal(base.hidden(state), other.hidden(state))
+    layers.join_projections(base.model)
+    assert base.model.layers[0].self_attn._stands()
+    torch.testing.assert_close(base.hidden(state), other.hidden(state))
 
 
 def test_joined_projections_are_trained_like_plain_ones() -> None:

@@ -81,7 +81,13 @@ def test_nan_is_seen() -> None:
     assert bool(stats.entropy.isnan()[3])
 
 
-FILTERS = [(0.9, 0), (0.3, 0), (0.999, 5), (1.0, 1), (1.0, 7), (0.5, 30), (1e-6, 0)]
+def test_rows_without_a_softmax_are_seen() -> None:
+    raw_RV, _, _ = rows(40, torch.float32)
+    raw_RV[3, 7], raw_RV[4] = torch.inf, -torch.inf
+    assert (row_stats(raw_RV, 1.0).total > 0).tolist() == [True, True, True, False, False, True]
+
+
+FILTERS = [(0.9, 0), (0.3, 0), (0.999, 5), (1.0, 1), (1.0, 7), (0.5, 30), (1e-6, 0), (1e-50, 0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

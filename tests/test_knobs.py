@@ -128,6 +128,10 @@ def test_decoders_take_an_anchored_g(decoder: str) -> None:
         ({"mlp": 0}, "mlp is 0; it is a multiple"),
         ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
         ({"anchor": 1}, "anchor is 1; it must be true or false"),
+        ({"norms": "no"}, "norms is 'no'; it must be true or false"),
+        ({"residual": None}, "residual is None; it must be true or false"),
+        ({"output_norm_init": float("nan")}, "output_norm_init is nan; it must be a finite number"),
+        ({"features": 3}, "features is 3; it must be a list of layers"),
     ],
 )
 def test_bad_knobs_of_g_are_named(config: dict[str, object], said: str) -> None:

@@ -339,6 +339,12 @@ def test_soft_order_draws_positions_from_the_softened_certainty() -> None:
     assert stats.chisquare(first, rows * expected).pvalue > 1e-3
 
 
+def test_a_tiny_alg_temp_takes_the_best_positions_and_ends() -> None:
+    canvas = Canvas(writer([1, 2, 3], [3.0, 4.0, 1.0]), [[]], DecodeConfig(max_new_tokens=3, temperature=0.0))
+    soft_order(canvas.base, canvas, SoftOrderOptions(alg_temp=1e-320))
+    assert canvas.order_BL.tolist() == [[1, 0, 2]]
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_does_not_depend_on_its_batch(family: str, loop: str) -> None:

@@ -167,6 +167,7 @@ def test_nucleus_equals_the_sorted_definition_on_logits() -> None:
         ([0.25, 0.25, 0.25, 0.25], 0.5, 2),
         ([0.25, 0.25, 0.25, 0.25], 0.51, 3),
         ([0.1, 0.2, 0.7], 1e-9, 1),
+        ([0.1, 0.2, 0.7], 1e-50, 1),  # 0 in fp32
     ],
 )
 def test_h9_the_token_that_crosses_is_kept(p: list[float], top_p: float, count: int) -> None:

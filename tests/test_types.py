@@ -5,6 +5,8 @@ import torch
 
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, DecodeResult, InputError, State, Trajectory
 
+COUNTS = "tokens_per_step", "max_new_tokens", "top_k", "candidates", "block_length", "cache_period"
+
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
@@ -21,6 +23,8 @@ from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, DecodeResult, InputErr
         ("top_k", -1, "top_k is -1; it must be >= 0"),
         ("order", "best", "order is 'best'; it must be one of entropy, confidence, margin, random, left_to_right"),
         ("order_on", "cooked", "order_on is 'cooked'; it must be one of processed, raw"),
+        *((name, 2**31, f"{name} is 2147483648; it must be at most 2147483647") for name in COUNTS),
+        ("temperature", 10**400, "temperature is 1000"),
         ("schedule", None, "schedule is None; it must be one of exact, reference"),
     ],
 )

@@ -59,7 +59,14 @@ class SamplerConfig:
         require(self.layers >= 1, f"layers is {self.layers}; it must be at least 1")
         wide = is_number(self.mlp) and 0 < self.mlp < math.inf
         require(wide, f"mlp is {self.mlp!r}; it is a multiple of the base's MLP width, above 0")
-        require(isinstance(self.anchor, bool), f"anchor is {self.anchor!r}; it must be true or false")
+        for name in ("norms", "residual", "anchor"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"{name} is {value!r}; it must be true or false")
+        start = self.output_norm_init
+        finite = is_number(start) and abs(start) < math.inf
+        require(finite, f"output_norm_init is {start!r}; it must be a finite number")
+        listed = isinstance(self.features, list | tuple)
+        require(listed, f"features is {self.features!r}; it must be a list of layers")
         object.__setattr__(self, "features", tuple(self.features))  # a list in a file
         for layer in self.features:
             require_whole("a layer of features", layer)

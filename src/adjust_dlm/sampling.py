@@ -75,8 +75,8 @@ def process(logits_RV: Tensor, config: DecodeConfig) -> Tensor:
         # Largest logit 0 and T within fp32, so that no T > 0 gives inf - inf; beyond these bounds nothing changes.
         temperature = min(max(config.temperature, 1e-30), 1e30)
         logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature
-    if config.top_p < 1:
-        logits_RV = logits_RV.masked_fill(~_nucleus(logits_RV.softmax(-1), config.top_p), -torch.inf)
+    if config.top_p < 1:  # 0 in fp32 would keep nothing; so little mass is that of the likeliest token alone
+        logits_RV = logits_RV.masked_fill(~_nucleus(logits_RV.softmax(-1), max(config.top_p, 1e-30)), -torch.inf)
     if 0 < config.top_k < logits_RV.shape[-1]:
         logits_RV = logits_RV.masked_fill(~_top_k(logits_RV, config.top_k), -torch.inf)
     return logits_RV
@@ -112,12 +112,19 @@ def _top_k(logits_RV: Tensor, k: int) -> Tensor:
 def draw(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
     """Inverse CDF at u (float64 cumulative sum of the fp32 softmax); argmax at T=0. int64 [R].
 
-    A token of probability zero is never drawn: its CDF step has no width.
+    A token of probability zero is never drawn: its CDF step has no width. Rows without a softmax (NaN, or no finite
+    largest logit) give some token of the vocabulary; callers refuse them.
     """
     if temperature == 0:
         return processed_RV.argmax(-1)
     cdf_RV = processed_RV.softmax(-1).double().cumsum(-1)
-    return torch.searchsorted(cdf_RV, u_R.double()[:, None] * cdf_RV[:, -1:], right=True)[:, 0]
+    token_R1 = torch.searchsorted(cdf_RV, u_R.double()[:, None] * cdf_RV[:, -1:], right=True)
+    return token_R1[:, 0].clamp_max(cdf_RV.shape[-1] - 1)
+
+
+def no_softmax(logits_RV: Tensor) -> Tensor:
+    """Whether some row has a NaN, an infinite logit (half precision overflows) or nothing but -inf: bool []."""
+    return ~logits_RV.amax(-1).isfinite().all()
 
 
 def negative_entropy(logits_RV: Tensor) -> Tensor:

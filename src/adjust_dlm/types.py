@@ -7,8 +7,9 @@ V vocabulary, K tokens per step, T commits.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Literal, SupportsIndex, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ Schedule = Literal["exact", "reference"]
 
 GIVEN = -1  # order of a token that was there before the first commit
 MASKED = -2  # order of a position that still holds the mask
+MOST = 2**31 - 1  # of any count: arithmetic with it stays within int64
 
 
 class InputError(ValueError):
@@ -28,7 +30,10 @@ class InputError(ValueError):
 
 def is_number(value: object) -> bool:
     """Whether a setting that may come from a file or a flag is a real number (infinity included, NaN not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def require_whole(name: str, value: object) -> None:
@@ -43,6 +48,17 @@ def require_count(name: str, value: object, least: int, *, optional: bool = Fals
         return
     whole = isinstance(value, int | float) and is_number(value) and value >= least and value % 1 == 0
     require(whole, f"{name} is {value}; it must be a whole number >= {least}" + (", or none" if optional else ""))
+    require_most(name, int(value))  # type: ignore[call-overload]
+
+
+def require_most(name: str, count: object) -> None:
+    """Raises `InputError` for a whole number that is larger than `MOST`."""
+    require(not isinstance(count, int) or count <= MOST, f"{name} is {count}; it must be at most {MOST}")
+
+
+def is_id(value: object, least: int, end: int) -> bool:
+    """Whether a value is a whole number (numpy's and torch's too), from `least` to before `end`."""
+    return isinstance(value, SupportsIndex) and least <= operator.index(value) < end
 
 
 def require(condition: bool, message: str) -> None:
@@ -97,8 +113,7 @@ class DecodeConfig:
             require_whole(name, getattr(self, name))
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
-            real = isinstance(value, int | float) and not isinstance(value, bool)
-            require(real, f"{name} is {value!r}; it must be a number")
+            require(is_number(value) or value != value, f"{name} is {value!r}; it must be a number")  # NaN: see below
         require(isinstance(self.suppress_eos, bool), f"suppress_eos is {self.suppress_eos!r}; it must be true or false")
         require(self.tokens_per_step >= 1, f"tokens_per_step is {self.tokens_per_step}; it must be at least 1")
         require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
@@ -117,6 +132,9 @@ class DecodeConfig:
             self.cache_window is None or self.cache_period is not None,
             f"cache_window is {self.cache_window} without a cache; set cache_period too",
         )
+        for field in fields(self):
+            if field.name != "seed":
+                require_most(field.name, getattr(self, field.name))
         for name, value, kind in (
             ("order", self.order, OrderRule),
             ("order_on", self.order_on, OrderOn),

@@ -274,11 +274,15 @@ def load_base(
             adapted base or a checkpoint, `device_map=`, `revision=` of a checkpoint); None is as if not given.
 
     Raises:
-        InputError: the name is unknown, or what is there is not a base.
+        InputError: the name is unknown, or what is there is not a base; no such device or floating type.
     """
+    name_or_path = str(name_or_path)
     if device == "auto" and name_or_path in _REGISTRY and _REGISTRY[name_or_path].cpu_only:
         device = "cpu"
-    device = pick_device(device) if isinstance(device, str) else device
+    device = device if isinstance(device, torch.device) else pick_device(str(device))
+    kind: Any = dtype
+    floats = kind is None or (isinstance(kind, torch.dtype) and kind.is_floating_point)
+    require(floats, f"dtype is {dtype!r}; it must be a floating type of torch")
     placed = {"device": device, "dtype": dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)}
     if name_or_path in _REGISTRY:
         return _load(name_or_path, options, placed)

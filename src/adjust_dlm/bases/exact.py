@@ -7,7 +7,8 @@ its head reads that off, so one token per pass samples p* exactly, by constructi
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+import math
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch import Tensor
 from adjust_dlm.bases.base import Base, BaseSpec, register_base
 from adjust_dlm.bases.partner import Partner
 from adjust_dlm.bases.shape import Shape
-from adjust_dlm.types import OrderRule, State, require
+from adjust_dlm.sampling import wrapped
+from adjust_dlm.types import OrderRule, State, require, require_whole
 
 _FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
 
@@ -37,7 +39,11 @@ class ExactBase(Base):
         words, length = joint.shape[0], joint.ndim
         require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
         require(bool((joint >= 0).all() and joint.sum() > 0), "joint must be non-negative with a positive sum")
+        require_whole("width", width)
         require(width > words, f"width is {width}; it must exceed the vocabulary of {words}")
+        odd = [end for end in end_ids if end not in range(words)]
+        require(not odd, f"end_ids holds {odd[:1]}; ids run from 0 to {words - 1}")
+        require(order in get_args(OrderRule), f"order is {order!r}; it must be one of {', '.join(get_args(OrderRule))}")
         self.joint = joint.double() / joint.double().sum()
         self.words, self.length, self.width = words, length, width
         self.strings_NL = self.joint.nonzero()
@@ -156,9 +162,17 @@ def load_exact(
     *, device: torch.device, dtype: torch.dtype, words: int = 4, length: int = 4, seed: int = 0, width: int = 32,
     end_ids: tuple[int, ...] = (), order: OrderRule = "entropy",
 ) -> ExactBase:  # fmt: skip
-    """A seeded random joint: Dirichlet(0.3) over all strings; the rest as `ExactBase`."""
+    """A seeded random joint, Dirichlet(0.3) over all strings; what follows `seed` is as in `ExactBase`.
+
+    Raises:
+        InputError: another device or dtype, a bad value, or more than 1,000,000 strings.
+    """
     require(device.type == "cpu" and dtype == torch.float32, "the exact base runs on the CPU in float32")
-    require(words**length <= 1_000_000, f"{words}**{length} strings are too many to enumerate (1,000,000 at most)")
-    generator = torch.Generator().manual_seed(seed)
+    for name, count, least in (("words", words, 2), ("length", length, 1), ("seed", seed, -math.inf)):
+        require_whole(name, count)
+        require(count >= least, f"{name} is {count}; it must be at least {least}")
+    few = length <= 20 and words**length <= 1_000_000  # 2**20 are too many
+    require(few, f"{words}**{length} strings are too many to enumerate (1,000,000 at most)")
+    generator = torch.Generator().manual_seed(wrapped(seed))
     gamma = torch._standard_gamma(torch.full((words**length,), 0.3), generator=generator)
     return ExactBase(gamma.reshape((words,) * length), width=width, end_ids=end_ids, order=order)

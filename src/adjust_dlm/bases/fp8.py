@@ -1,8 +1,8 @@
 """Linear layers that multiply in fp8 (e4m3), which cards from Ada and Hopper on do at twice the rate of bf16.
 
 Each row of the states and each row of W is scaled by its own largest magnitude, so that neither an outlier of another
-token nor one of another output costs it anything. On a card sums are kept in its matrix units' own accumulators, which
-hold fewer bits than fp32 (`use_fast_accum`).
+token nor one of another output costs it anything. On a card sums are kept in the accumulators of its matrix units,
+which hold fewer bits than fp32 (`use_fast_accum`).
 """
 
 from __future__ import annotations

@@ -85,17 +85,26 @@ class _Joins(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._joined: dict[str, Tensor] | None = None
+        self._places: list[int] = []  # of the parts' weights when they were joined
 
     def join(self) -> None:
         """Lays them so, each a view of its part; nothing for weights that are no plain tensors (torchao's)."""
         parts = [dict(getattr(self, name).named_parameters()) for name in self._names]
-        if self._joined is not None or any(type(part["weight"].data) is not Tensor for part in parts):
+        if self._stands() or any(type(part["weight"].data) is not Tensor for part in parts):
             return
         self._joined = {name: torch.cat([part[name].data for part in parts]) for name in parts[0]}
         for name, whole in self._joined.items():
             views = whole.split([len(part[name]) for part in parts])
             for part, view in zip(parts, views, strict=True):
                 part[name].data = view
+        self._places = self._now()
+
+    def _now(self) -> list[int]:
+        return [getattr(self, name).weight.data_ptr() for name in self._names]
+
+    def _stands(self) -> bool:
+        """Whether the parts are still views of what was joined, not replaced, copied or given other memory since."""
+        return self._joined is not None and (torch.compiler.is_compiling() or self._now() == self._places)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._joined = None  # parameters move one by one
@@ -104,7 +113,7 @@ class _Joins(nn.Module):
     def _project(self, h_BLD: Tensor) -> list[Tensor]:
         parts = [getattr(self, name) for name in self._names]
         trained = torch.is_grad_enabled() and parts[0].weight.requires_grad  # gradients belong to the parts
-        if self._joined is None or trained:
+        if self._joined is None or trained or not self._stands():
             return [part(h_BLD) for part in parts]
         whole: Tensor = parts[0].product(h_BLD, **self._joined)
         return list(whole.split([part.out_features for part in parts], -1))

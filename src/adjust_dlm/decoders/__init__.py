@@ -33,7 +33,7 @@ from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import DecodeConfig, DecodeResult, require
+from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_whole
 
 __all__ = [
     "DECODERS",
@@ -204,6 +204,11 @@ def make_plan(
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     if entry.needs_sampler and isinstance(sampler, Sampler):
+        require(
+            sampler.base_fingerprint == base.fingerprint,
+            f"the sampler belongs to a base with fingerprint {sampler.base_fingerprint[:16]}; "
+            f"base {base.spec.name!r} has {base.fingerprint[:16]}",
+        )
         base = sampler.on(base)
 
     def run(canvas: Canvas) -> None:
@@ -248,9 +253,12 @@ def decode(
         options: settings that only this decoder has, such as `tau=` of `threshold`.
 
     Raises:
-        InputError: unknown decoder or option, missing sampler or partner, or a canvas that does not fit the base.
+        InputError: unknown decoder or option, missing sampler or partner, a sampler of another base, or a canvas that
+            does not fit the base.
+        FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
+    require_whole("slots", 1 if slots is None else slots)
     require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()
@@ -325,8 +333,10 @@ def decode_many(
     Raises:
         InputError: as `decode`.
     """
+    require_whole("batch_size", batch_size)
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     rows = range(len(prompts)) if rows is None else rows
+    require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
     refill = takes_fast(base, config, decoder=decoder, sampler=sampler, eager=eager)
     group = batch_size * _BATCHES if refill else batch_size

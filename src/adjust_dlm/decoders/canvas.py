@@ -9,10 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.bases import Base
 from adjust_dlm.decoders.columns import candidate_columns, certain_columns
-from adjust_dlm.sampling import NOISE, ORDER, confidence, draw, gumbel, process, score_rows, uniform, wrapped
-from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, require
+from adjust_dlm.decoders.padding import left_padded
+from adjust_dlm.sampling import (
+    NOISE,
+    ORDER,
+    confidence,
+    draw,
+    gumbel,
+    no_softmax,
+    process,
+    score_rows,
+    uniform,
+    wrapped,
+)
+from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, is_id, require
 
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
 
@@ -71,17 +83,19 @@ class Canvas(State):
         self.base, self.config = base, config
         spec, count = base.spec, len(prompts)
         rows = list(range(count)) if rows is None else rows
+        odd = [row for row in rows if not is_id(row, -(2**63), 2**63)]
+        require(not odd, f"row id {odd[:1]}: row ids are whole numbers of 64 bits")
         seeds = [config.seed] * count if seeds is None else seeds
         require(len(rows) == count, f"{len(rows)} row ids for {count} prompts; give one each")
         require(len(seeds) == count, f"{len(seeds)} seeds for {count} prompts; give one each")
         require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
-        tokens_BL, real_BL = _left_padded(spec, prompts, [config.max_new_tokens] * count if new is None else new)
+        tokens_BL, real_BL = left_padded(spec, prompts, [config.max_new_tokens] * count if new is None else new)
         padded = not bool(real_BL.all())
         tokens_BL, real_BL = tokens_BL.to(base.device), real_BL.to(base.device)
         masked_BL = (tokens_BL == spec.mask_id) & real_BL
         super().__init__(tokens_BL, real_BL, masked_BL, padded=padded)
         self.order_BL = torch.where(masked_BL, MASKED, GIVEN)
-        self.rows_B = torch.tensor(rows, device=base.device)
+        self.rows_B = torch.tensor(rows, device=base.device, dtype=torch.long)
         self.seeds_B = torch.tensor([wrapped(seed) for seed in seeds], device=base.device)
         self.new_B = torch.full_like(self.rows_B, config.max_new_tokens)
         if new is not None:
@@ -115,6 +129,7 @@ class Canvas(State):
         self.masked_BL[b] = (self.tokens_BL[b] == spec.mask_id) & self.real_BL[b]
         self.order_BL[b] = torch.where(self.masked_BL[b], MASKED, GIVEN)
         self.rows_B[b], self.commits_B[b], self.quota_B[b] = row, 0, 0
+        self.padded |= pads > 0
 
     @property
     def open_BL(self) -> Tensor:
@@ -281,26 +296,6 @@ class Canvas(State):
             self.chance_BL[row.flatten(), position.flatten()] = confidence(processed_RV, token_R)
 
 
-def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
-    """Ids with masks behind them, and which of them are real: [B, L] on the CPU."""
-    require(len(new) == len(prompts), f"{len(new)} lengths for {len(prompts)} prompts; give one each")
-    long, masks = max(zip(map(len, prompts), new, strict=True), key=sum)
-    width = long + masks
-    require(
-        width <= spec.context,
-        f"prompt of {long} tokens plus {masks} new ones make {width}; base {spec.name!r} takes at most {spec.context}",
-    )
-    tokens_BL = torch.full((len(prompts), width), spec.pad_id, dtype=torch.long)
-    real_BL = torch.zeros(tokens_BL.shape, dtype=torch.bool)
-    for b, (prompt, masks) in enumerate(zip(prompts, new, strict=True)):
-        wrong = [t for t in prompt if not 0 <= t < spec.vocab_size]
-        require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
-        first = width - len(prompt) - masks
-        tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
-        real_BL[b, first:] = True
-    return tokens_BL, real_BL
-
-
 def rows_at_once(base: Base) -> int:
     """How many rows of fp32 logits are held at a time."""
     return max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
@@ -323,7 +318,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     once more on the chosen ones.
 
     Raises:
-        FloatingPointError: the states gave NaN; such a row could never be finished.
+        FloatingPointError: the states gave NaN or infinite logits; such a row could never be finished.
     """
     refuse_nan(base, h_BLD[canvas.masked_BL])
     score_BL, kept_RV = _scores(base, h_BLD, canvas)
@@ -336,16 +331,22 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     logits_RV = _logits_of(base, h_BLD, canvas, row_BN, position_BN, kept_RV)
     u_R = canvas.uniforms(position_BN, row_BN).flatten()
     processed_RV = process(logits_RV, canvas.config)
-    refuse_nan(base, score_BL, processed_RV)
+    refuse_nan(base, score_BL, logits_RV=processed_RV)
     token_R = draw(processed_RV, u_R, canvas.config.temperature)
     canvas.note_chance(row_BN, position_BN, processed_RV, token_R)
     return Picks(position_BN, token_R.view_as(position_BN), valid_BN, processed_RV)
 
 
-def refuse_nan(base: Base, *parts: Tensor) -> None:
-    """Raises FloatingPointError for logits or scores that are no numbers."""
-    if bool(torch.stack([part.isnan().any() for part in parts]).any()):
-        raise FloatingPointError(f"base {base.spec.name!r} or its sampler gave NaN ({base.dtype} on {base.device})")
+def refuse_nan(base: Base, *parts: Tensor, logits_RV: Tensor | None = None) -> None:
+    """Raises FloatingPointError for states or scores that are NaN, or logits that have no softmax."""
+    bad = [] if logits_RV is None else [no_softmax(logits_RV)]
+    if bool(torch.stack([*bad, *(part.isnan().any() for part in parts)]).any()):
+        raise FloatingPointError(nan_message(base))
+
+
+def nan_message(base: Base) -> str:
+    """What a FloatingPointError says."""
+    return f"base {base.spec.name!r} or its sampler gave NaN or infinite logits ({base.dtype} on {base.device})"
 
 
 def _logits_of(

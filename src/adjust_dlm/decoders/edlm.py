@@ -93,7 +93,7 @@ def _complete(base: Base, h_BLD: Tensor, canvas: Canvas, count: int) -> Completi
     """Draws every masked position `count` times; the first time as `parallel` does.
 
     Raises:
-        FloatingPointError: the states gave NaN.
+        FloatingPointError: the states gave NaN or infinite logits.
     """
     config, logits = canvas.config, plain_logits(base, h_BLD, canvas)
     rule = config.order or base.spec.order
@@ -105,7 +105,7 @@ def _complete(base: Base, h_BLD: Tensor, canvas: Canvas, count: int) -> Completi
     chunk = rows_at_once(base)
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         raw_RV = logits(row, position)
-        refuse_nan(base, raw_RV)
+        refuse_nan(base, logits_RV=raw_RV)
         processed_RV = process(raw_RV, config)
         log_total_R = processed_RV.logsumexp(-1)
         seen_RV = processed_RV if on_processed else raw_RV

@@ -159,7 +159,6 @@ class Rounds:
         base, config, rows = canvas.base, canvas.config, len(canvas.tokens_BL)
         lane = self._lane(base, canvas, config, anchor=sampler is not None and sampler.config.anchor)
         lane.noting = canvas.chance_BL is not None
-        lane.clear(rows)
         lane.load(canvas, list(range(rows)), 0)
         count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)
         Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options).round(count, most)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, Picks
+from adjust_dlm.decoders.canvas import Canvas, Picks, nan_message
 from adjust_dlm.decoders.columns import certain_columns, columns_of
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
@@ -38,7 +38,7 @@ class Lane(Canvas):
         keys: keys and values of g's layers, where a decoder keeps some.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
-        bad: whether a NaN was seen.
+        bad: whether a NaN or a row of logits without a softmax was seen.
         noting: write `chance_BL` (see `Canvas`).
         report_N: which slots are open (B), and `bad` (1), after the latest commit; True for a row that came
             since, as rounds of a schedule may commit nothing.
@@ -80,10 +80,15 @@ class Lane(Canvas):
         self.keys: Keys = ()
 
     def start(self, config: DecodeConfig) -> None:
-        """Takes the settings of a decode; every slot is idle."""
+        """Takes the settings of a decode; every slot is idle and holds nothing of earlier rows, or their faults.
+
+        Rows are loaded or looked at behind it, which counts positions anew.
+        """
         self.config, self.noting = config, False
         self.bad.zero_()
         self.masked_BL.zero_()
+        self.tokens_BL.fill_(self.base.spec.pad_id)
+        self.real_BL.fill_(True)
 
     def load(self, canvas: Canvas, rows: list[int], first: int) -> None:
         """Copies rows of a canvas into the slots from `first` on; adjacent ones without waiting."""
@@ -116,18 +121,9 @@ class Lane(Canvas):
         for name in _COUNTS:
             getattr(canvas, name)[row] = getattr(self, name)[slot]
 
-    def clear(self, first: int) -> None:
-        """Leaves nothing of earlier rows in the slots from `first` on: a fault of theirs would be found again.
-
-        Rows are loaded or looked at behind it, which counts positions anew.
-        """
-        self.tokens_BL[first:] = self.base.spec.pad_id
-        self.real_BL[first:] = True
-
     def look(self, state: State) -> None:
         """Takes into the first slots what passes and steps see of a state; everything else is idle and finite."""
         rows, length = state.tokens_BL.shape
-        self.clear(0)
         self.real_BL[:rows, :-length] = False
         self.tokens_BL[:rows, -length:] = state.tokens_BL
         self.real_BL[:rows, -length:] = state.real_BL
@@ -145,9 +141,7 @@ class Lane(Canvas):
     def refuse_nan(self) -> None:
         """Raises FloatingPointError once a NaN was seen (waits for the device)."""
         if bool(self.bad):
-            raise FloatingPointError(
-                f"base {self.base.spec.name!r} or its sampler gave NaN ({self.base.dtype} on {self.base.device})"
-            )
+            raise FloatingPointError(nan_message(self.base))
 
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""

@@ -37,7 +37,7 @@ def propose(
         copies: of a chunk's logits that `score` holds at a time.
 
     Raises:
-        FloatingPointError: the states gave NaN.
+        FloatingPointError: the states gave NaN or infinite logits.
     """
     config, token_BL = canvas.config, canvas.tokens_BL.clone()
     score_BL = torch.full(open_BL.shape, -torch.inf, dtype=torch.float64, device=open_BL.device)
@@ -45,7 +45,7 @@ def propose(
     chunk = max(1, rows_at_once(base) // copies)
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = logits(row, position)
-        refuse_nan(base, logits_RV)
+        refuse_nan(base, logits_RV=logits_RV)
         processed_RV = process(logits_RV, config)
         token_R = draw(processed_RV, canvas.uniforms(position, row, stream), config.temperature)
         canvas.note_chance(row, position, processed_RV, token_R)

@@ -47,7 +47,7 @@ def soft_order(base: Base, canvas: Canvas, options: SoftOrderOptions) -> None:
         if options.alg_temp == 0:
             return score_R
         noise_R = canvas.uniforms(position_R, row_R, ORDER).clamp_min(2.0**-33)  # finite for u = 0 too
-        return score_R / options.alg_temp - (-noise_R.log()).log()
+        return score_R / max(options.alg_temp, 1e-300) - (-noise_R.log()).log()  # scores stay finite
 
     while canvas.open:
         h_BLD = base.hidden(canvas)

@@ -10,7 +10,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Picks, row_scorer, rows_at_once
 from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.sampling import ORDER, confidence, draw, process
+from adjust_dlm.sampling import ORDER, confidence, draw, no_softmax, process
 from adjust_dlm.types import OrderRule
 
 _FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
@@ -84,13 +84,13 @@ class Plain:
         return torch.cat(parts)
 
     def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of chosen rows, `index_R` among those that were scored; and whether there was a NaN."""
+        """Tokens of chosen rows, `index_R` among those that were scored; and whether some row has no softmax."""
         logits_RV = self._logits(row_R, column_R) if self._kept_RV is None else self._kept_RV[index_R]
         processed_RV = process(logits_RV, self.config)
         token_R = draw(processed_RV, u_R, self.config.temperature)
         if self.lane.noting:
             self.chance_R = confidence(processed_RV, token_R)
-        return token_R, processed_RV.isnan().any()
+        return token_R, no_softmax(processed_RV)
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         return self.base.logits(self._states(row_R, column_R), suppress_eos=self.config.suppress_eos)
@@ -128,7 +128,7 @@ class Fused(Plain):
         else:
             logits_RV = self._logits(row_R, column_R) if logits_RV is None else logits_RV[index_R]
             stats, index_R = row_stats(logits_RV, **processing), torch.arange(len(row_R), device=row_R.device)
-        bad = stats.total[index_R].isnan().any()
+        bad = ~(stats.total[index_R] > 0).all()  # NaN of an infinite logit, 0 of nothing but -inf
         if self.config.temperature == 0:
             return stats.token[index_R], bad
         return draw_rows(logits_RV, index_R, stats, u_R, **processing), bad

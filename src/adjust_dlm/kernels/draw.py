@@ -180,9 +180,10 @@ def row_stats(logits_RV: Tensor, temperature: float, *, top_p: float = 1.0, top_
         logits_RV, *stats[:5], width, logits_RV.stride(0), inverse, STAGES=_STAGES, **_shape(width, _SCAN)
     )
     if _filters(width, top_p, top_k):
+        share = max(top_p, 1e-30) if top_p < 1 else 1e30  # as in `sampling.process`
         _cut_kernel[(rows,)](
             logits_RV, stats.top, stats.total, stats.entropy, stats.margin, stats.cut, stats.ties, width,
-            logits_RV.stride(0), inverse, top_p if top_p < 1 else 1e30, top_k or width, **_shape(width, _SCAN),
+            logits_RV.stride(0), inverse, share, top_k or width, **_shape(width, _SCAN),
         )  # fmt: skip
     return stats
 
