@@ -1,6 +1,8 @@
 """The corpus: AR samples follow the enumerated law; every kind of canvas has the structure training relies on."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from adjust_dlm.data.corpus import (
     Corpus,
     CorpusConfig,
     Source,
+    _texts,
     build_corpus,
     chat_canvas,
     chat_context,
@@ -239,3 +242,50 @@ def test_of_kind() -> None:
     corpus = Corpus(torch.arange(6).view(3, 2), torch.ones(3), torch.tensor([0, 2, 0]))
     assert corpus.of_kind("text").tokens_NL.tolist() == [[0, 1], [4, 5]]
     assert corpus.of_kind("chat").tokens_NL.shape == (0, 2)
+
+
+def test_lines_and_texts_of_a_jsonl_file(tmp_path: Path) -> None:
+    """A line separator of Unicode ends no line, a byte order mark is no text, and what is no text is refused."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "one\u2028two\x85"}\r\n\n{"text": "x"}\n'.encode())
+    assert list(_texts(path)) == ["one\u2028two\x85", "x"]
+    (tmp_path / "a.txt").write_bytes("\ufeffone".encode())
+    assert list(_texts(tmp_path / "a.txt")) == ["one"]
+    for wrong in ("null", "3", '["a"]', '"\\ud800"'):
+        path.write_text('{"text": "x"}\n{"text": ' + wrong + "}\n")
+        with pytest.raises(InputError, match=r"a\.jsonl, line 2: not an object with a field 'text'"):
+            list(_texts(path))
+
+
+def test_a_mask_token_in_a_text_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("z" * 8 + "<empty_output>" + "z" * 8)
+    build_corpus(tmp_path / "c", config(text=0, files=(tmp_path / "a.txt",), heldout=0), source())
+    assert everything(tmp_path / "c") == [[BOS, *TOKENIZER.encode("z" * 16), 1]]
+
+
+def test_a_damaged_corpus_says_what_to_delete(tmp_path: Path) -> None:
+    build_corpus(tmp_path, config(), source())
+    shard = tmp_path / "train-text-00001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"cannot read .*train-text-00001\.parquet: .*; delete it"):
+        load_corpus(tmp_path, "train")
+    (tmp_path / "manifest.json").write_text('{"settings"')
+    for call in (lambda: load_corpus(tmp_path, "train"), lambda: build_corpus(tmp_path, config(), source())):
+        with pytest.raises(InputError, match=r"manifest\.json is not the manifest of a corpus"):
+            call()
+
+
+def test_a_shard_that_cannot_be_written_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    build_corpus(tmp_path, config(), source())
+    (tmp_path / "train-text-00001.parquet").unlink()
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(corpus_module, "_claim", lambda *_: None)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot write .*train-text-00001\.parquet: No space left"):
+        build_corpus(tmp_path, config(), source())
+    assert sorted(tmp_path.iterdir()) == before

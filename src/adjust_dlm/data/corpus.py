@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_sample
 from adjust_dlm.data.lists import list_tasks
+from adjust_dlm.data.store import write_atomic
 from adjust_dlm.types import InputError, require
 
 KINDS = ("text", "chat", "lists", "files")
@@ -148,22 +148,31 @@ def load_corpus(folder: Path, split: str) -> Corpus:
     """All canvases of a split, in shard order.
 
     Raises:
-        InputError: no corpus there, or shards are missing.
+        InputError: no corpus there, or shards are missing or damaged.
     """
-    import pyarrow.parquet as pq
-
     require((folder / MANIFEST).is_file(), f"no corpus at {folder} ({MANIFEST} is missing)")
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = _manifest(folder)
     names = [name for name in manifest["shards"] if name.startswith(f"{split}-")]
     lost = [name for name in names if not (folder / name).is_file()]
     require(not lost, f"the corpus {folder} is not complete: {len(lost)} shards are missing, such as {lost[:1]}")
-    length, parts = manifest["settings"]["length"], []
-    for table in (pq.read_table(folder / name) for name in names):
-        tokens = table["tokens"].combine_chunks().flatten().to_numpy().reshape(-1, length)
-        parts.append((tokens, table["prompt_len"].to_numpy(), table["kind"].to_numpy()))
+    parts = [_read(folder / name, manifest["settings"]["length"]) for name in names]
     require(bool(parts), f"the corpus {folder} has no {split} canvases")
     tokens_NL, prompt_len_N, kind_N = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
     return Corpus(tokens_NL, prompt_len_N, kind_N)
+
+
+def _read(path: Path, length: int) -> tuple[Any, Any, Any]:
+    """Tokens [N, L], prompt lengths and kinds of one shard."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+        tokens_NL = table["tokens"].combine_chunks().flatten().to_numpy().reshape(-1, length)
+        return tokens_NL, table["prompt_len"].to_numpy(), table["kind"].to_numpy()
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"cannot read {path}: {reason}; delete it and run `adjust adapt` again") from error
 
 
 def chat_canvas(
@@ -283,28 +292,42 @@ def _texts(path: Path) -> Iterator[str]:
     """One text of a .txt file, or one of every line of a .jsonl file."""
     require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if path.suffix == ".txt":
         yield content
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):  # only line feeds end one: U+2028 may stand in a text
         if line.strip():
             try:
-                yield str(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError) as error:
+                text = json.loads(line)["text"]
+                text.encode()  # a string, and no half of a surrogate pair
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise InputError(f"{path}, line {number}: not an object with a field 'text'") from error
+            yield text
 
 
 def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
-    """Canvases of one text: start token and tokens; the last piece is filled with end tokens."""
-    ids: list[int] = source.tokenizer.encode(text, add_special_tokens=False)
+    """Canvases of one text: start token and tokens, MASK left out; the last piece is filled with end tokens."""
+    encoded: list[int] = source.tokenizer.encode(text, add_special_tokens=False)
+    ids = [token for token in encoded if token != source.vocabulary.mask_id]  # it may be spelled out, but is no answer
     size, end = config.length - 1, source.vocabulary.end_ids[0]
     for start in range(0, len(ids), size):
         piece = ids[start : start + size]
         if len(piece) >= min(MIN_FILE_TOKENS, size):
             yield [source.vocabulary.bos_id, *piece] + [end] * (size - len(piece)), 1
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What `_claim` wrote."""
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        require({"settings", "shards"} <= manifest.keys(), "it lacks settings or shards")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path} is not the manifest of a corpus: {error}") from error
+    return manifest
 
 
 def _claim(folder: Path, config: CorpusConfig) -> None:
@@ -318,13 +341,11 @@ def _claim(folder: Path, config: CorpusConfig) -> None:
     names += [f"{split}-files-00000.parquet" for split in SPLITS if config.files]
     path = folder / MANIFEST
     if path.is_file():
-        then = json.loads(path.read_text())["settings"]
+        then = _manifest(folder)["settings"]
         for key, value in settings.items():
             require(then.get(key) == value, f"{folder} holds a corpus with {key} = {then.get(key)!r}, not {value!r}")
     text = json.dumps({"format": 1, "kinds": KINDS, "settings": settings, "shards": names}, indent=2)
-    part = path.with_name(f".{MANIFEST}.{os.getpid()}.part")
-    part.write_text(text + "\n")
-    os.replace(part, path)
+    write_atomic(path, (text + "\n").encode())
 
 
 def _write(path: Path, canvases: list[Canvas], kind: str) -> None:
@@ -341,6 +362,6 @@ def _write(path: Path, canvases: list[Canvas], kind: str) -> None:
             "kind": pa.array([KINDS.index(kind)] * len(canvases), pa.int8()),
         }
     )
-    part = path.with_name(f".{path.name}.part")
-    pq.write_table(table, part, compression="zstd")
-    os.replace(part, path)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(path, sink.getvalue())
