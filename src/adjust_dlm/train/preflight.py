@@ -137,7 +137,7 @@ def memory_bytes(run: Run) -> dict[str, int]:
     as in `activation_bytes`.
     """
     parameters = sum(p.numel() for p in run.sampler.parameters())
-    rows = run.config.slices * (run.config.slice_states - run.config.rollout) * longest(run)
+    rows = run.config.slices * (run.config.slice_states - min(_rollouts(run))) * longest(run)
     chunk = min(rows, KL_CHUNK)
     sizes = {
         "base": base_bytes(run.base), "sampler": 4 * parameters * (1 + (run.averaged is not None)),
@@ -175,22 +175,30 @@ def activation_bytes(run: Run) -> int:
     graph of g, every depth:      rollout x layers x R (11 D + 5 H d + 4 mlp I) b, and in half precision fp32 copies of
                                   what enters two norms, 8 R D a depth, and a half-precision copy of g, 2 P
     rows of the KL, every depth:  rollout x 3 R D b  (teacher, student, gradient; if every row were masked)
+
+    Of several `rollouts`, the one with the most rollout x R counts.
     """
     config, shape = run.config, run.base.layer_config
     b = run.base.dtype.itemsize
     width, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     base_rows = config.slices * config.slice_states * longest(run)
-    g_rows = config.slices * (config.slice_states - config.rollout) * longest(run)
+    unrolled = max(rollout * (config.slice_states - rollout) for rollout in _rollouts(run))
+    g_rows = unrolled * config.slices * longest(run)  # of all depths together
     handed_out = 0
     if run.pool is not None:
         handed_out = base_rows * width * (1 + len(run.base.keep)) * b
         base_rows = run.pool.rows * longest(run)
     passed = base_rows * (4 * width + max(3 * inner, 3 * heads)) * b + handed_out
     g = run.sampler.config
-    graph = config.rollout * g.layers * g_rows * (11 * width + 5 * heads + int(4 * g.mlp * inner)) * b
+    graph = g.layers * g_rows * (11 * width + 5 * heads + int(4 * g.mlp * inner)) * b
     if b < 4:
-        graph += config.rollout * 8 * g_rows * width + 2 * sum(p.numel() for p in run.sampler.parameters())
-    return passed + graph + config.rollout * 3 * g_rows * width * b
+        graph += 8 * g_rows * width + 2 * sum(p.numel() for p in run.sampler.parameters())
+    return passed + graph + 3 * g_rows * width * b
+
+
+def _rollouts(run: Run) -> tuple[int, ...]:
+    """The unroll lengths that a micro-batch may have."""
+    return run.config.rollouts or (run.config.rollout,)
 
 
 def longest(run: Run) -> int:
