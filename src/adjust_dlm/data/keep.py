@@ -26,7 +26,7 @@ class Keeper:
         dry_run: check the folder, make none.
 
     Raises:
-        InputError: the folder holds rows that other settings made.
+        InputError: the folder holds rows that other settings made, or a part of a shard.
     """
 
     def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource, *, dry_run: bool = False) -> None:
@@ -38,7 +38,10 @@ class Keeper:
         if not dry_run:
             self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / store.MANIFEST).is_file():
-            store.check_same_run(self.folder, self.manifest(store.read_manifest(self.folder)["rows"]))
+            rows = store.read_manifest(self.folder)["rows"]
+            store.check_same_run(self.folder, self.manifest(rows))
+            part = rows % config.shard_rows
+            require(part == 0, f"{self.folder} ends in a shard of {part} rows; use another folder to keep rows in")
 
     def manifest(self, rows: int) -> dict[str, Any]:
         """Of a store that holds `rows` rows."""

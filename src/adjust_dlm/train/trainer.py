@@ -160,14 +160,15 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         torch.manual_seed(config.seed)
         resumes = config.resume == "auto" and (Path(config.output) / CHECKPOINT).is_file()
         sampler = start_sampler(base, config.sampler_config(), "fresh" if resumes else config.init)
+        averaged = Sampler(base, sampler.config) if config.ema else None
     facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
     if config.init not in ("fresh", "base") and not resumes:
         run.started_from = read_config(Path(config.init))
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile, reverse=config.reverse)
-    if config.ema:
-        run.averaged = Sampler(base, sampler.config).to(base.device).requires_grad_(False)
+    if averaged is not None:
+        run.averaged = averaged.to(base.device).requires_grad_(False)
         run.averaged.load_state_dict(sampler.state_dict())
     if config.compile:
         with torch.no_grad():  # its passes have no gradients: fused kernels then do without a compiler, and sooner
