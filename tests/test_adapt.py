@@ -470,3 +470,22 @@ def test_every_file_of_the_folder_makes_the_fingerprint(tmp_path: Path) -> None:
     facts = json.loads(lora.read_text())
     lora.write_text(json.dumps({**facts, "lora_alpha": 2 * facts["lora_alpha"]}))
     assert load_base(str(config.output)).fingerprint != before
+
+
+def test_bad_settings_are_refused_before_any_work(tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {
+        "clip": 0.0, "lr": float("inf"), "warmup": -1, "eval_every": -1, "lora_alpha": 0, "share_text": float("nan"),
+        "checkpoint_every_seconds": float("nan"), "seed": -1, "text": -1, "heldout": -1,
+    }  # fmt: skip
+    for name, value in wrong.items():
+        with pytest.raises(InputError, match=f"{name} is {value}; it must"):
+            AdaptConfig(**{"output": tmp_path, name: value})
+    with pytest.raises(InputError, match="temperature is -1"):
+        AdaptConfig(output=tmp_path, sample_temperature=-1.0)
+    with pytest.raises(InputError, match="every kind of canvas that is asked for has share 0"):
+        AdaptConfig(output=tmp_path, chat=0, lists=0, share_text=0.0)
+
+
+def test_a_run_without_held_out_canvases_trains(tmp_path: Path) -> None:
+    result = adapt(run_config(tmp_path, heldout=0, text_files=(), steps=2))
+    assert (result["finished"], result["step"], result["ce"]) == (True, 2, {})

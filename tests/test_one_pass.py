@@ -367,6 +367,18 @@ def test_the_fields_of_a_pool_are_those_of_adjust_trajectories() -> None:
 def test_a_pool_that_cannot_be_cut_is_refused() -> None:
     with pytest.raises(InputError, match=r"pool\.rows is 6; it must be a multiple of 4 \(slices\) and 1 \(temperat"):
         pool_of(endless_base(), settings(rows=6), slices=4)
+    for few in (0, 1):
+        with pytest.raises(InputError, match=f"max_new_tokens is {few}; it must be at least 2"):
+            PoolConfig(max_new_tokens=few)
+
+
+def test_a_folder_that_ends_in_a_part_of_a_shard_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Its next shard would repeat the rows of that part."""
+    base = endless_base()
+    made = TrajectoriesConfig(output=str(tmp_path), num=6, max_new_tokens=8, batch_size=4, shard_rows=4)
+    make_trajectories(made, base, source=ONE)
+    with pytest.raises(InputError, match="ends in a shard of 2 rows"):
+        Keeper(made, base, ONE)
 
 
 def test_knobs_that_one_pass_training_has_not_are_refused(tmp_path: Path) -> None:

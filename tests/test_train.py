@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 import math
+import typing
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +21,18 @@ from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.data.corpus import CorpusConfig
 from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import Student, kl_rows, row_shares, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train import trainer
+from adjust_dlm.train.adapt import AdaptConfig
 from adjust_dlm.train.batches import pack, random_slices
 from adjust_dlm.train.metrics import held_out, looked_at
 from adjust_dlm.train.objective import released_depth
+from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
@@ -402,7 +408,7 @@ def test_training_leaves_the_global_generator_alone(exact: ExactBase, folder: Pa
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    train(settings(folder, tmp_path, steps=1), exact)
+    train(settings(folder, tmp_path, steps=1, ema=0.5), exact)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -578,6 +584,38 @@ def test_bad_input_is_named(exact: ExactBase, folder: Path, tmp_path: Path) -> N
     for name in ("warmup", "heldout", "seed"):
         with pytest.raises(InputError, match=f"{name} is -1; it must be"):
             settings(folder, tmp_path, **{name: -1})
+    with pytest.raises(InputError, match="seed is 9223372036854775808; it must be below"):
+        settings(folder, tmp_path, seed=2**63)
+    with pytest.raises(InputError, match=r"on_policy is 0\.5: that is none of 1 slices"):
+        settings(folder, tmp_path, on_policy=0.5, slices=1)
+
+
+CONFIGS: list[tuple[Any, dict[str, Any]]] = [
+    (TrainConfig, {}), (PoolConfig, {}), (TrajectoriesConfig, {"output": "o"}), (CorpusConfig, {"ar": "a"}),
+    (AdaptConfig, {"output": Path("o")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings_of", "given"), CONFIGS, ids=lambda x: getattr(x, "__name__", ""))
+def test_values_of_another_type_are_refused_by_name(settings_of: Any, given: dict[str, Any]) -> None:
+    """Python callers have no parser before them: a misspelled choice would train something else."""
+    wrong = {
+        "str": (1, None), "bool": (1, "x", None), "int": (True, 2.5, math.inf, "x", None), "Path": (1, None),
+        "float": (True, "x", None), "Literal": ("x", None, 1), "tuple": (1, None),
+    }  # fmt: skip
+    for field in dataclasses.fields(settings_of):
+        kind = str(typing.get_type_hints(settings_of)[field.name]).replace("typing.", "")
+        first = next(name for name in (*wrong, "Pool") if name in kind.removeprefix("Optional[").split("[")[0])
+        for value in wrong.get(first, (1, None)):
+            if value is None and ("None" in kind or "Optional" in kind):
+                continue
+            with pytest.raises(InputError, match=f"{field.name} is "):
+                settings_of(**{**given, field.name: value})
+
+
+def test_what_a_type_allows_is_taken() -> None:
+    config = TrainConfig(lr=1, rollouts=[1, 2], output=Path("o"), rows=4)  # type: ignore[arg-type]
+    assert (config.lr, config.rollouts, config.output, config.rows) == (1, [1, 2], Path("o"), 4)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(exact: ExactBase, folder: Path, tmp_path: Path) -> None:

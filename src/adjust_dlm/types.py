@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, fields, replace
-from typing import Literal, SupportsIndex, get_args
+from os import PathLike
+from types import UnionType
+from typing import Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -65,6 +67,36 @@ def require(condition: bool, message: str) -> None:
     """Raises `InputError(message)` unless `condition` holds."""
     if not condition:
         raise InputError(message)
+
+
+def require_kinds(settings: object) -> None:
+    """Raises `InputError` unless every field of a dataclass holds what its annotation says.
+
+    A whole number will do for a float, a list for a tuple, a `Path` for a str.
+    """
+    for name, kind in get_type_hints(type(settings)).items():
+        value, items = getattr(settings, name), get_origin(kind) is tuple
+        if items and isinstance(value, tuple | list):
+            for item in value:
+                _require_kind(name, item, get_args(kind)[0])
+        else:
+            _require_kind(name, value, kind)
+
+
+def _require_kind(name: str, value: object, kind: Any) -> None:
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    wanted = ", ".join(choices) or getattr(kind, "__name__", kind)
+    require(_is_kind(value, kind), f"{name} is {value!r}; it must be {wanted}")
+
+
+def _is_kind(value: object, kind: Any) -> bool:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if origin in (Union, UnionType):
+        return any(_is_kind(value, one) for one in args)
+    wider = {float: int | float, str: str | PathLike}
+    return isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
 
 
 @dataclass(frozen=True, kw_only=True)

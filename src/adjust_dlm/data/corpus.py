@@ -25,7 +25,7 @@ from torch import Tensor
 from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_sample
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.store import write_atomic
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import DecodeConfig, InputError, require, require_kinds
 
 KINDS = ("text", "chat", "lists", "files")
 SPLITS = ("train", "heldout")
@@ -69,6 +69,12 @@ class CorpusConfig:
     shard_rows: int = 4096
 
     def __post_init__(self) -> None:
+        require_kinds(self)
+        for name in ("text", "chat", "lists", "heldout"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
+        require(self.shard_rows >= 1, f"shard_rows is {self.shard_rows}; it must be at least 1")
+        DecodeConfig(temperature=self.temperature, top_p=self.top_p)  # checks them
         require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
         require(self.text + self.chat + self.lists + len(self.files) > 0, "the corpus is empty; ask for some canvases")
 
@@ -155,8 +161,9 @@ def load_corpus(folder: Path, split: str) -> Corpus:
     names = [name for name in manifest["shards"] if name.startswith(f"{split}-")]
     lost = [name for name in names if not (folder / name).is_file()]
     require(not lost, f"the corpus {folder} is not complete: {len(lost)} shards are missing, such as {lost[:1]}")
-    parts = [_read(folder / name, manifest["settings"]["length"]) for name in names]
-    require(bool(parts), f"the corpus {folder} has no {split} canvases")
+    length = manifest["settings"]["length"]
+    none = np.zeros((0, length), np.int32), np.zeros(0, np.int16), np.zeros(0, np.int8)
+    parts = [none, *(_read(folder / name, length) for name in names)]
     tokens_NL, prompt_len_N, kind_N = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
     return Corpus(tokens_NL, prompt_len_N, kind_N)
 

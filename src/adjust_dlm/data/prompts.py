@@ -174,9 +174,6 @@ def corpus_prompts(folder: Path) -> list[list[int]]:
     """
     from adjust_dlm.data.corpus import load_corpus
 
-    try:
-        chats = load_corpus(folder, "train").of_kind("chat")
-    except (OSError, KeyError, ValueError) as error:
-        raise error if isinstance(error, InputError) else InputError(f"no corpus in {folder}: {error}") from error
+    chats = load_corpus(folder, "train").of_kind("chat")
     rows = zip(chats.tokens_NL.tolist(), chats.prompt_len_N.tolist(), strict=True)
     return [list(ids) for ids in dict.fromkeys(tuple(tokens[:length]) for tokens, length in rows)]

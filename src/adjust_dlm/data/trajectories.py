@@ -29,7 +29,7 @@ from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.ray_engine import make_with_ray
 from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import Canvas, decode
-from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require
+from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 _LENGTH_STEP = 32  # compiled canvases get a prompt part of a multiple of this, so that few shapes are compiled
@@ -89,6 +89,7 @@ class TrajectoriesConfig:
     ray_address: str | None = None
 
     def __post_init__(self) -> None:
+        require_kinds(self)
         require(self.num >= 1, f"num is {self.num}; it must be at least 1")
         require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")

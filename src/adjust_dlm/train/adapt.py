@@ -24,7 +24,7 @@ from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.canvas_batches import CanvasBatches
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
 from adjust_dlm.train.masked_ce import draw_masks, masked_batch
-from adjust_dlm.types import require
+from adjust_dlm.types import require, require_kinds
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
 FLAT = 0.3  # the linear schedule decays over the rest
@@ -118,9 +118,21 @@ class AdaptConfig:
     resume: Literal["auto", "never"] = "auto"
 
     def __post_init__(self) -> None:
+        require_kinds(self)
         for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every", "sample_batch"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        require(self.lr > 0, f"lr is {self.lr}; it must be positive")
+        for name in ("warmup", "eval_every", "checkpoint_every_seconds"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        for name in ("lr", "clip", "lora_alpha"):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
+        require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
+        for kind in KINDS:
+            share = getattr(self, f"share_{kind}")
+            require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
+        asked = {**{kind: getattr(self, kind) for kind in KINDS[:3]}, "files": len(self.text_files)}
+        weighed = [kind for kind in KINDS if asked[kind] and getattr(self, f"share_{kind}")]
+        self.corpus_config()
+        require(bool(weighed), f"every kind of canvas that is asked for has share 0: {asked}")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
 
     def corpus_config(self) -> CorpusConfig:

@@ -11,7 +11,7 @@ from adjust_dlm.sampler import SamplerConfig
 from adjust_dlm.train.objective import check_objective
 from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.trackers import TrackerName, check_trackers
-from adjust_dlm.types import require
+from adjust_dlm.types import require, require_kinds
 
 # Settings that a resumed run may change.
 FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
@@ -127,6 +127,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Checks values, and fills in the paper's preset."""
+        require_kinds(self)
         if self.preset == "paper":
             for name, value in PAPER.items():
                 given, default = getattr(self, name), self.__dataclass_fields__[name].default
@@ -139,6 +140,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup", "heldout", "seed", "untimed"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require(self.seed < 2**63, f"seed is {self.seed}; it must be below 2**63")
         require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
         require(0 <= self.ema < 1, f"ema is {self.ema}; it must lie in 0..1, below 1")
         check_objective(self)

@@ -40,6 +40,8 @@ def check_objective(config: Any) -> None:
     require(not given or config.loss == "sum", f"depth_weights belong to loss sum; loss is {config.loss!r}")
     for name in ("on_policy", "next_share", "reverse"):
         require(0 <= getattr(config, name) <= 1, f"{name} is {getattr(config, name)}; it is a share, 0..1")
+    own = round(config.on_policy * config.slices)
+    require(own > 0 or not config.on_policy, f"on_policy is {config.on_policy}: that is none of {config.slices} slices")
     matched = config.match_states
     require(0 <= matched < math.inf, f"match_states is {matched}; it must be a finite number >= 0")
     require(0 < config.next_decay < math.inf, f"next_decay is {config.next_decay}; it must be a positive number")

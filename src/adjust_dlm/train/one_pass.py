@@ -29,7 +29,7 @@ from adjust_dlm.decoders.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
 from adjust_dlm.train.rows import open_checked
 from adjust_dlm.train.unroll import NEVER, Frames
-from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require
+from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require, require_kinds
 
 _IDLE = -1  # row id of a place in the pool that has not started yet
 
@@ -62,6 +62,11 @@ class PoolConfig:
     order: OrderRule | None = None
     order_on: OrderOn | None = None
     keep: str | None = None
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+        least = "it must be at least 2, for g learns between two commits of a text"
+        require(self.max_new_tokens >= 2, f"max_new_tokens is {self.max_new_tokens}; {least}")
 
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
