@@ -489,3 +489,11 @@ def test_bad_settings_are_refused_before_any_work(tmp_path: Path) -> None:
 def test_a_run_without_held_out_canvases_trains(tmp_path: Path) -> None:
     result = adapt(run_config(tmp_path, heldout=0, text_files=(), steps=2))
     assert (result["finished"], result["step"], result["ce"]) == (True, 2, {})
+
+
+def test_a_batch_that_does_not_divide_is_told_before_sampling(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="micro_batch 3 does not divide the 8 canvases of a process"):
+        adapt(run_config(tmp_path, micro_batch=3))
+    with pytest.raises(InputError, match="batch_size 8 is not a multiple of the 3 processes"):
+        run_config(tmp_path).canvases_of_a_pass(3)
+    assert not (tmp_path / "out").exists()

@@ -135,6 +135,16 @@ class AdaptConfig:
         require(bool(weighed), f"every kind of canvas that is asked for has share 0: {asked}")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
 
+    def canvases_of_a_pass(self, world: int) -> int:
+        """Of one process; raises `InputError` if the batch does not divide."""
+        require(
+            self.batch_size % world == 0, f"batch_size {self.batch_size} is not a multiple of the {world} processes"
+        )
+        local = self.batch_size // world
+        micro = min(self.micro_batch, local)
+        require(local % micro == 0, f"micro_batch {micro} does not divide the {local} canvases of a process")
+        return micro
+
     def corpus_config(self) -> CorpusConfig:
         """The part that decides the corpus."""
         return CorpusConfig(
@@ -168,6 +178,7 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
         FloatingPointError: the loss of a step is not finite.
     """
     rank, world, device = distributed.start()
+    config.canvases_of_a_pass(world)  # before hours of sampling
     half = device.type == "cuda"
     model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
     vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
@@ -230,9 +241,7 @@ class AdaptTrainer:
         self.config, self.adapter, self.batches, self.heldout = config, adapter, batches, heldout
         self.device = adapter.mask_D.device
         self.world, self.rank = batches.world, batches.rank
-        local = config.batch_size // self.world
-        self.micro = min(config.micro_batch, local)
-        require(local % self.micro == 0, f"micro_batch {self.micro} does not divide the {local} canvases of a process")
+        self.micro = config.canvases_of_a_pass(self.world)
         self.parameters = list(adapter.trainables().values())
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=self.device.type == "cuda"
