@@ -32,7 +32,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import one_pass, preflight, trainer
 from adjust_dlm.train.batches import lots, pack
 from adjust_dlm.train.checkpoint import tensor_bytes
-from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead
+from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead, start_pool
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
 from adjust_dlm.types import InputError, Trajectory
@@ -364,12 +364,12 @@ def test_the_fields_of_a_pool_are_those_of_adjust_trajectories() -> None:
         assert getattr(made, name) == getattr(other, name) != a.default
 
 
-def test_a_pool_that_cannot_be_cut_is_refused() -> None:
+def test_a_pool_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"pool\.rows is 6; it must be a multiple of 4 \(slices\) and 1 \(temperat"):
         pool_of(endless_base(), settings(rows=6), slices=4)
     for few in (0, 1):
-        with pytest.raises(InputError, match=f"max_new_tokens is {few}; it must be at least 2"):
-            PoolConfig(max_new_tokens=few)
+        with pytest.raises(InputError, match=rf"pool\.max_new_tokens is {few}; it must be at least 2"):
+            start_pool(run_settings(tmp_path, pool=PoolConfig(max_new_tokens=few)), endless_base(), 0, 1)
 
 
 def test_a_folder_that_ends_in_a_part_of_a_shard_is_not_gone_on_with(tmp_path: Path) -> None:

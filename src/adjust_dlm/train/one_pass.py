@@ -65,8 +65,6 @@ class PoolConfig:
 
     def __post_init__(self) -> None:
         require_kinds(self)
-        least = "it must be at least 2, for g learns between two commits of a text"
-        require(self.max_new_tokens >= 2, f"max_new_tokens is {self.max_new_tokens}; {least}")
 
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
@@ -318,6 +316,8 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
         InputError: bad settings or prompts; stored trajectories that are another base's.
     """
     pool, windows = config.pool, config.slice_states - config.rollout
+    least = "it must be at least 2, for g learns between two commits of a text"
+    require(pool.max_new_tokens >= 2, f"pool.max_new_tokens is {pool.max_new_tokens}; {least}")
     require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
     store = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
     manifests, first = ([], config.heldout) if store is None else (store.manifests, 0)
