@@ -99,7 +99,6 @@ class TrajectoriesConfig:
             self.batch_size >= 1 and self.shard_rows >= 1 and self.shard_rows % self.batch_size == 0,
             f"batch_size {self.batch_size} does not divide shard_rows {self.shard_rows}; for example 64 and 512",
         )
-        require(self.engine in ("local", "ray"), f"engine is {self.engine!r}; it must be local or ray")
         require(self.actors is None or self.actors >= 1, f"actors is {self.actors}; it must be at least 1")
         for name in ("actors", "ray_address"):
             require(
