@@ -67,6 +67,21 @@ def test_the_product_is_that_of_the_rounded_numbers(dtype: torch.dtype, bias: bo
     assert ((got[0].double() - want).abs() <= room).all()
 
 
+def test_offloaded_weights_are_asked_for_by_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate keeps them on the meta device, and brings them in a hook of the layer's call."""
+    layer, gate = Fp8Linear(linear(48, 32)), states(3, 48)
+    want = layer(F.silu(gate) * gate)
+    kept = layer.weight.data
+    layer.weight = nn.Parameter(kept.to("meta"), requires_grad=False)
+    monkeypatch.setattr("adjust_dlm.bases.fp8.fuses", lambda h: h is gate)  # as on a card, where `gated` asks
+
+    def bring(module: nn.Module, _given: object) -> None:
+        module.weight = nn.Parameter(kept, requires_grad=False)
+
+    layer.register_forward_pre_hook(bring)
+    assert torch.equal(layer.gated(gate, gate), want)
+
+
 def test_widths_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="a linear layer of 40 to 32 cannot be in fp8: both must be multiples of 16"):
         Fp8Linear(linear(40, 32))
