@@ -24,7 +24,7 @@ from adjust_dlm.bases.llada import LladaBase
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
-from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler
+from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, InputError, require
 
 FACTS = "base_facts.json"
@@ -56,11 +56,7 @@ def export(
     """
     import adjust_dlm
 
-    require(
-        sampler.base_fingerprint == base.fingerprint,
-        f"the sampler belongs to a base with fingerprint {sampler.base_fingerprint[:16]}; "
-        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
-    )
+    require_same_base("the sampler", sampler.base_fingerprint, base)
     facts = base_facts(base)
     section = _CARD.format(model_class=_CLASSES[facts["shape"]["model_type"]])
     folder = write_artifact(

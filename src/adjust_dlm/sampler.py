@@ -263,6 +263,15 @@ def default_sampler(base_name: str) -> Path | None:
     return folder if (folder / CONFIG).is_file() else None
 
 
+def require_same_base(sampler: str, fingerprint: str, base: Base) -> None:
+    """Raises `InputError` unless a sampler, as it is to be called, was made for this base."""
+    require(
+        fingerprint == base.fingerprint,
+        f"{sampler} belongs to a base with fingerprint {fingerprint[:16]}; "
+        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
+    )
+
+
 def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     """Loads g for its own base, in the base's dtype and on its device; None takes the one that ships.
 
@@ -274,11 +283,7 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     folder = Path(str(folder))
     require((folder / CONFIG).is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
     facts = read_config(folder)
-    require(
-        facts["base_fingerprint"] == base.fingerprint,
-        f"sampler {folder} belongs to a base with fingerprint {facts['base_fingerprint'][:16]}; "
-        f"base {base.spec.name!r} has {base.fingerprint[:16]}",
-    )
+    require_same_base(f"sampler {folder}", facts["base_fingerprint"], base)
     sampler = Sampler(base, SamplerConfig(**facts["config"]))
     _load_weights(sampler, folder / WEIGHTS)
     return sampler.to(base.device, base.dtype).eval().requires_grad_(False)

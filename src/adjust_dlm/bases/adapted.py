@@ -19,7 +19,7 @@ from torch import Tensor
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
 from adjust_dlm.bases.layers import Body, read_model
-from adjust_dlm.bases.placement import Quantize, check_placement, quantized
+from adjust_dlm.bases.placement import Quantize, check_placement, quantize_body
 from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir, write_synced
 from adjust_dlm.bases.text import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
@@ -95,7 +95,7 @@ def load_adapted(
         dtype: of the weights.
         path: its folder.
         name: of its spec; the path by default.
-        quantize: see `placement.quantized`.
+        quantize: see `placement.quantize_body`.
 
     Raises:
         InputError: a file of the folder is missing, unreadable, or belongs to another model.
@@ -113,10 +113,8 @@ def load_adapted(
     except InputError as error:
         raise InputError(f"{error}; delete {merged}, it is made again") from error
     tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
-    if quantize is not None:
-        quantized(model, quantize)
     base = wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
-    base.quantized = quantize
+    quantize_body(base, quantize)
     return base
 
 

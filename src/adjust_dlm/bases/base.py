@@ -270,8 +270,8 @@ def load_base(
             Dream or LLaDA checkpoint: folder, `.gguf` file or Hub id (see `bases.checkpoint`).
         device: where to put it; "auto" is the GPU if there is one and the base can use it.
         dtype: floating type; fp32 on the CPU and bf16 on a GPU unless given.
-        options: passed to the loader (`length=` of the exact base; `quantize=` of smol, an
-            adapted base or a checkpoint, `device_map=`, `revision=` of a checkpoint); None is as if not given.
+        options: passed to the loader (`length=` of the exact base; `quantize=` of smol, an adapted base or a
+            checkpoint; `device_map=`, `revision=` of a checkpoint); None is as if not given.
 
     Raises:
         InputError: the name is unknown, or what is there is not a base; no such device or floating type.

@@ -22,7 +22,7 @@ from adjust_dlm.bases.family import Family
 from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LLADA
-from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantized
+from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantize_body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import Meta, TensorFiles, open_gguf, open_safetensors, unpermute
 from adjust_dlm.bases.tokenizers import read_tokenizer
@@ -82,7 +82,7 @@ def load_checkpoint(
         source: folder with `config.json`, `.gguf` file, or Hub id.
         revision: commit, tag or branch of a Hub id.
         tokenizer: folder of the tokenizer; by default that of the checkpoint. A GGUF has none.
-        quantize: "int8", "fp8" or "fp8-dynamic": the body's linear layers only (torchao; `placement.quantized`).
+        quantize: "int8", "fp8" or "fp8-dynamic": see `placement.quantize_body`.
         device_map: spread the layers over devices: "auto", or module -> device (accelerate).
 
     Raises:
@@ -97,12 +97,10 @@ def load_checkpoint(
     require(tokenizer is None or words is not None, f"there is no tokenizer in {tokenizer!r}")
     spec = _spec(opened, words, source)
     body, head_VD, fingerprint = _read(opened, spec.mask_id, device, dtype, device_map)
-    if quantize is not None:
-        quantized(body, quantize)
     base = opened.family.base(
         body, head_VD, spec, next_frame=opened.next_frame, tokenizer=words, fingerprint=fingerprint
     )
-    base.quantized = quantize
+    quantize_body(base, quantize)
     return place(base, device_map, device) if device_map is not None else base
 
 

@@ -35,8 +35,8 @@ def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
     require("disk" not in places, "device_map names disk; offloading to disk is not supported")
 
 
-def quantized(body: nn.Module, kind: Quantize) -> None:
-    """Stores the weights of all linear layers in 8 bits, in place; embedding, norms and head keep their dtype.
+def quantize_body(base: TransformerBase, kind: Quantize | None) -> None:
+    """Stores the weights of the body's linear layers in 8 bits, in place; embedding, norms and head keep their dtype.
 
     "int8" and "fp8" save memory and multiply in the base's dtype (torchao). "fp8-dynamic" multiplies in fp8
     (`bases.fp8`), which cards from Ada and Hopper on do at twice the rate of bf16.
@@ -44,14 +44,17 @@ def quantized(body: nn.Module, kind: Quantize) -> None:
     Raises:
         InputError: the device or this torch cannot do it.
     """
+    base.quantized = kind
+    if kind is None:
+        return
     try:
         if kind == "fp8-dynamic":
-            in_fp8_layers(body)
-            return
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+            in_fp8_layers(base.model)
+        else:
+            from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-        plain = {"set_inductor_config": False}  # which would search for kernels for minutes
-        quantize_(body, Int8WeightOnlyConfig(**plain) if kind == "int8" else Float8WeightOnlyConfig(**plain))
+            plain = {"set_inductor_config": False}  # which would search for kernels for minutes
+            quantize_(base.model, Int8WeightOnlyConfig(**plain) if kind == "int8" else Float8WeightOnlyConfig(**plain))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"quantize {kind} does not work here: {' '.join(str(error).split())}") from error
 

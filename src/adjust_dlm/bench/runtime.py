@@ -17,7 +17,7 @@ import torch
 
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.base import pick_device
-from adjust_dlm.bases.placement import check_placement, quantized
+from adjust_dlm.bases.placement import check_placement, quantize_body
 from adjust_dlm.bench.cells import COMPONENTS, FORMS, Cell, Form, card_plan, cpu_plan, grid
 from adjust_dlm.bench.clock import Ceilings, ceilings, limit
 from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell
@@ -233,9 +233,7 @@ def open_bench(config: RuntimeConfig, decoders: list[str]) -> Bench:
         layers = {"num_hidden_layers": config.layers} if config.layers else {}
         base: Any = random_base(config.base, device=device, dtype=dtype, **layers)
         helpers["sampler"] = random_sampler(base)
-        if config.quantize:
-            quantized(base.model, config.quantize)  # type: ignore[arg-type]
-            base.quantized = config.quantize
+        quantize_body(base, config.quantize)  # type: ignore[arg-type]
     else:
         base = load_base(config.base, device=device, quantize=config.quantize)
         if config.sampler is None and default_sampler(config.base) is None:

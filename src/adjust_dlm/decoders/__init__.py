@@ -32,7 +32,7 @@ from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
-from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampler import Sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_whole
 
 __all__ = [
@@ -204,11 +204,7 @@ def make_plan(
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     if entry.needs_sampler and isinstance(sampler, Sampler):
-        require(
-            sampler.base_fingerprint == base.fingerprint,
-            f"the sampler belongs to a base with fingerprint {sampler.base_fingerprint[:16]}; "
-            f"base {base.spec.name!r} has {base.fingerprint[:16]}",
-        )
+        require_same_base("the sampler", sampler.base_fingerprint, base)
         base = sampler.on(base)
 
     def run(canvas: Canvas) -> None:
