@@ -21,7 +21,7 @@ from torch import Tensor
 from adjust_dlm.bases import layers, load_base
 from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders import decode, decode_many, fast, lane, static_pick
+from adjust_dlm.decoders import _groups, decode, decode_many, fast, lane, static_pick
 from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
 from helpers import (
@@ -149,7 +149,7 @@ def test_a_slot_is_given_on_as_soon_as_its_row_is_done() -> None:
 
 def test_rows_that_are_left_move_to_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One long row among seven short ones: its last passes are over a single row."""
-    monkeypatch.setattr(fast, "_COMPACT", 0)
+    monkeypatch.setattr(fast, "COMPACT", 0)
     monkeypatch.setattr(fast, "_PAYS", 1)
     base = tiny_base("dream", end_ids=(23,))
     rows = [[BOS, *[4] * 9]] * 3 + [[BOS, *[MASK] * 9]] + [[BOS, *[4] * 9]] * 4
@@ -357,6 +357,37 @@ def test_many_prompts_come_back_whole_and_as_they_are_alone(eager: bool) -> None
         assert row == row_of(decode(base, [rows[n]], config, sampler=g, rows=[n], eager=True), 0)
 
 
+def test_a_long_prompt_does_not_lengthen_the_canvases_of_all_others() -> None:
+    """Groups hold similar lengths once a pass computes more than it waits."""
+    assert _groups([], 4) == []
+    assert _groups([10, 40, 30, 20], 3) == [[1, 2, 3], [0]]  # small passes: as many as may be
+    assert _groups([200, 4000, 180, 3300, 150, 3100], 8) == [[1, 3], [5], [0, 2, 4]]
+    lengths = [100 + n * n % 613 for n in range(300)]
+    groups = _groups(lengths, 64)
+    assert sorted(n for group in groups for n in group) == list(range(300))
+    for group in groups:
+        sizes = [lengths[n] for n in group]
+        assert len(group) <= 64 and sizes == sorted(sizes, reverse=True)
+        assert min(sizes[-(-fast.COMPACT // sizes[0]) :], default=sizes[0]) >= 0.8 * sizes[0]
+    assert sum(len(group) * max(lengths[n] for n in group) for group in groups) < 1.15 * sum(lengths)
+
+
+@pytest.mark.parametrize("decoder", ["joint", "adjust"])
+def test_groups_of_lengths_change_no_row(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, g = BASES["dream"], SAMPLERS["dream"]
+    monkeypatch.setattr(fast, "COMPACT", 8)
+    config = DecodeConfig(max_new_tokens=4, tokens_per_step=1 if decoder == "joint" else 2, seed=3)
+    rows = [[BOS, *[7] * (n * n % 23)] for n in range(9)]
+    seen: dict[int, Any] = {}
+    for which, result in decode_many(base, rows, config, batch_size=2, decoder=decoder, sampler=g, eager=False):
+        sizes = [len(rows[n]) + 4 for n in which]
+        assert sizes[-1] >= 0.8 * sizes[0]
+        seen |= {n: row_of(result, b) for b, n in enumerate(which)}
+    assert sorted(seen) == list(range(9))
+    for n, row in seen.items():
+        assert row == row_of(decode(base, [rows[n]], config, decoder=decoder, sampler=g, rows=[n], eager=True), 0)
+
+
 def test_slots_and_batch_sizes_are_checked() -> None:
     base = BASES["llada"]
     with pytest.raises(InputError, match="slots is 0"):
@@ -520,7 +551,7 @@ def test_buffers_go_with_the_workspace(monkeypatch: pytest.MonkeyPatch, form: st
 
 @pytest.mark.parametrize("form", ["features", "everything"])
 def test_wide_states_move_to_a_smaller_batch(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    monkeypatch.setattr(fast, "_COMPACT", 0)
+    monkeypatch.setattr(fast, "COMPACT", 0)
     monkeypatch.setattr(fast, "_PAYS", 1)
     base = tiny_base("dream", end_ids=(23,), num_hidden_layers=3)
     rows = [[BOS, *[4] * 9]] * 3 + [[BOS, *[MASK] * 9]] + [[BOS, *[4] * 9]] * 4

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases.attention import fuses
 from adjust_dlm.bases.layers import Linear
+from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.types import require
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
@@ -54,7 +55,7 @@ class Fp8Linear(Linear):
 
     @staticmethod
     def product(h: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-        """W h + b, [..., N]; W h is rounded to bf16."""
+        """W h + b, [..., N], rounded to bf16, as b is."""
         assert scale is not None
         made = in_fp8(h.reshape(-1, h.shape[-1]).contiguous())
         return scaled_product(made, weight, bias, scale).to(h.dtype).unflatten(0, h.shape[:-1])
@@ -72,13 +73,26 @@ class Fp8Linear(Linear):
 def scaled_product(made: tuple[Tensor, Tensor], weight_ND: Tensor, bias: Tensor | None, scale_N1: Tensor) -> Tensor:
     """[R, N] in bf16; off CUDA, where not every torch has the product, in fp32 from the same numbers."""
     q_RD, scale_R1 = made
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    if q_RD.is_cuda and _narrow(q_RD, weight_ND):
+        from adjust_dlm.kernels.product import narrow_product
+
+        return narrow_product(q_RD, scale_R1, weight_ND, scale_N1, bias)
     if q_RD.is_cuda:
-        out_RN = torch._scaled_mm(
-            q_RD, weight_ND.t(), scale_a=scale_R1, scale_b=scale_N1.t(), out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-    else:
-        out_RN = (q_RD.float() @ weight_ND.float().t() * scale_R1 * scale_N1.t()).bfloat16()
-    return out_RN if bias is None else out_RN + bias
+        return torch._scaled_mm(
+            q_RD, weight_ND.t(), bias=bias, scale_a=scale_R1, scale_b=scale_N1.t(), out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+    out_RN = q_RD.float() @ weight_ND.float().t() * scale_R1 * scale_N1.t()
+    return (out_RN if bias is None else out_RN + bias.float()).bfloat16()
+
+
+def _narrow(q_RD: Tensor, weight_ND: Tensor) -> bool:
+    if not HAS_TRITON or torch.compiler.is_compiling():
+        return False
+    from adjust_dlm.kernels.product import is_narrow
+
+    return is_narrow(len(q_RD), len(weight_ND), q_RD.device)
 
 
 def in_fp8_layers(body: nn.Module) -> None:

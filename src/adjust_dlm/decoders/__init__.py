@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
+_NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
 
 
 @dataclass(frozen=True)
@@ -335,12 +336,26 @@ def decode_many(
     require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
     refill = takes_fast(base, config, decoder=decoder, sampler=sampler, eager=eager)
-    group = batch_size * _BATCHES if refill else batch_size
-    order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n])) if refill else list(range(len(prompts)))
-    for at in range(0, len(order), group):
-        mine = order[at : at + group]
+    if refill:
+        groups = _groups([len(prompt) + config.max_new_tokens for prompt in prompts], batch_size * _BATCHES)
+    else:
+        groups = [list(range(len(prompts))[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
+    for mine in groups:
         given = [prompts[n] for n in mine]
         yield mine, decode(base, given, config, rows=[rows[n] for n in mine], slots=batch_size, **how)
+
+
+def _groups(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Which canvases go together, longest first: similar ones, `most` at most, unless a pass over them is small."""
+    groups, longest = list[list[int]](), 0
+    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        last = groups[-1] if groups else []
+        if 0 < len(last) < most and (lengths[n] >= _NEAR * longest or len(last) * longest < fast.COMPACT):
+            last.append(n)
+        else:
+            groups.append([n])
+            longest = lengths[n]
+    return groups
 
 
 def generate(

@@ -34,7 +34,7 @@ from adjust_dlm.types import DecodeConfig
 
 COVERED = ("joint", "parallel", "adjust")
 MOST_LANES = 8
-_COMPACT = 1024  # tokens of a pass from which on fewer rows make it faster
+COMPACT = 1024  # tokens of a pass from which on fewer rows make it faster
 _PAYS = 32  # masks of a row that are worth new graphs
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ def _worth_moving(living: list[_Row | None], lane: Lane) -> bool:
     rows = [row for row in living if row]
     tokens = lane.tokens_BL.numel()
     longest = max(sum(row.left) for row in rows)
-    return tokens >= _COMPACT and 2 * slot_bucket(len(rows)) <= len(living) and longest >= _PAYS
+    return tokens >= COMPACT and 2 * slot_bucket(len(rows)) <= len(living) and longest >= _PAYS
 
 
 class _Mail:

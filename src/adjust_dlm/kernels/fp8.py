@@ -10,7 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS = 4096  # of a gated MLP's row that are looked at together
+
+def split_width(width: int) -> tuple[int, int]:
+    """The largest power of 2 in a width, and the one that covers the rest of it: 0 where there is none."""
+    head = 1 << (width.bit_length() - 1)
+    return head, triton.next_power_of_2(width - head) if width > head else 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -48,26 +52,35 @@ def _gated(gate, up, column, width):  # type: ignore[no-untyped-def]
     y = tl.load(up + column, inside, other=0.0).to(tl.float32)
     z = x.to(tl.float32)
     z = (z / (1.0 + tl.exp(-z))).to(x.dtype).to(tl.float32)
-    return (z * y).to(x.dtype).to(tl.float32)
+    return (z * y).to(x.dtype)
+
+
+@triton.jit
+def _largest(z, smallest):  # type: ignore[no-untyped-def]
+    return tl.maximum(tl.max(tl.abs(z.to(tl.float32)), 0), smallest)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gated_fp8_kernel(  # type: ignore[no-untyped-def]
-    gate, up, out, scales, width, gate_stride, up_stride, smallest, LARGEST: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate, up, out, scales, width, gate_stride, up_stride, smallest,
+    LARGEST: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     gate += row * gate_stride
     up += row * up_stride
-    most = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, width, BLOCK):
-        most = tl.maximum(most, tl.abs(_gated(gate, up, first + tl.arange(0, BLOCK), width)))
-    largest = tl.maximum(tl.max(most, 0), smallest)
-    tl.store(scales + row, largest * (1.0 / LARGEST))
-    inverse = tl.math.div_rn(LARGEST * 1.0, largest)
-    for first in range(0, width, BLOCK):  # again, from the cache
-        column = first + tl.arange(0, BLOCK)
-        scaled = _gated(gate, up, column, width) * inverse
-        tl.store(out + row * width + column, scaled.to(out.dtype.element_ty), column < width)
+    column = tl.arange(0, HEAD)
+    head = _gated(gate, up, column, width)  # a row stays in registers, rounded as it is, so that each exp is taken once
+    most = _largest(head, smallest)
+    if TAIL > 0:
+        behind = HEAD + tl.arange(0, TAIL)
+        tail = _gated(gate, up, behind, width)
+        most = tl.maximum(most, _largest(tail, smallest))
+    tl.store(scales + row, most * (1.0 / LARGEST))
+    inverse = tl.math.div_rn(LARGEST * 1.0, most)
+    tl.store(out + row * width + column, (head.to(tl.float32) * inverse).to(out.dtype.element_ty), column < width)
+    if TAIL > 0:
+        scaled = (tail.to(tl.float32) * inverse).to(out.dtype.element_ty)
+        tl.store(out + row * width + behind, scaled, behind < width)
 
 
 def silu_mul_in_fp8(gate: Tensor, up: Tensor, smallest: float, largest: float) -> tuple[Tensor, Tensor]:
@@ -76,9 +89,10 @@ def silu_mul_in_fp8(gate: Tensor, up: Tensor, smallest: float, largest: float) -
     rows, width = gate_RN.shape
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=gate.device)
     scale_R1 = torch.empty(rows, 1, dtype=torch.float32, device=gate.device)
+    head, tail = split_width(width)
     with torch.cuda.device_of(gate):
         _gated_fp8_kernel[(rows,)](
             gate_RN, up_RN, out, scale_R1, width, gate_RN.stride(0), up_RN.stride(0), smallest, LARGEST=largest,
-            BLOCK=min(_COLUMNS, triton.next_power_of_2(width)), num_warps=8,
+            HEAD=head, TAIL=tail, num_warps=min(max(head // 1024, 4), 16),
         )  # fmt: skip
     return out, scale_R1
