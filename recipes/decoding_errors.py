@@ -1,11 +1,11 @@
-"""How far from exact: states that the prefix cache reuses, and states of g deep in a round.
+"""How far from exact: states that the prefix cache reuses, states of g deep in a round, and quantized bases.
 
-    python recipes/decoding_errors.py [--base smol] [--rows 64] [--device cuda]
+    python recipes/decoding_errors.py [cache] [depth] [quantized] [--base smol] [--rows 64] [--device cuda]
 
-Rows are decoded with K = 1; on the way the same canvases are looked at through caches of several periods, and by g from
+Rows are decoded with K = 1; on the way the same canvases are looked at through caches of several periods, by g from
 round starts that lie 16 commits apart (also a g that begins again from the base's states after every third call, and
-the states of the round's start as they are). Printed is the KL divergence from the exact distribution in nats, mean
-over open positions, as two tables in Markdown.
+the states of the round's start as they are), and by the base with other weights. Printed is the KL divergence from the
+exact distribution in nats, mean over open positions, as a table in Markdown each.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.cache import PrefixCache
 from adjust_dlm.decoders.canvas import Canvas, pick, rows_at_once
+from adjust_dlm.sampler import Sampler
 
 Sums = defaultdict[tuple[str, int], list[float]]
 
@@ -56,8 +57,9 @@ def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]
 
 
 @torch.no_grad()
-def drift(base: Base, sampler: torch.nn.Module, config: DecodeConfig, rows: int, depth: int, restart: int) -> Sums:
+def drift(base: Base, sampler: Sampler, config: DecodeConfig, rows: int, depth: int, restart: int) -> Sums:
     """By number of commits since the base pass."""
+    base = sampler.on(base)
     canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
     out: Sums = defaultdict(list)
     step = 0
@@ -77,6 +79,24 @@ def drift(base: Base, sampler: torch.nn.Module, config: DecodeConfig, rows: int,
     return out
 
 
+@torch.no_grad()
+def quantized(base: Base, others: dict[str, Base], config: DecodeConfig, rows: int, every: int) -> Sums:
+    """By number of commits, of which `every` lie between two looks; only linear layers of the body are quantized."""
+    canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
+    out: Sums = defaultdict(list)
+    step = 0
+    while canvas.open:
+        h_BLD = base.hidden(canvas)
+        for kind, other in others.items() if step % every == 0 else ():
+            kl, same = divergences(base, h_BLD, other.hidden(canvas), canvas.open_BL)
+            out[kind, step] += [kl]
+            out[f"{kind} argmax", step] += [same]
+        canvas.start_round()
+        canvas.commit(pick(base, h_BLD, canvas))
+        step += 1
+    return out
+
+
 def table(sums: Sums, head: str) -> str:
     """A line for each name, a column for each number."""
     names, columns = list(dict.fromkeys(n for n, _ in sums)), sorted({k for _, k in sums})
@@ -88,8 +108,9 @@ def table(sums: Sums, head: str) -> str:
 
 
 def main() -> None:
-    """Both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """The tables that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", choices=["cache", "depth", "quantized"], default=["cache", "depth"])
     parser.add_argument("--base", default="smol")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
@@ -97,14 +118,21 @@ def main() -> None:
     parser.add_argument("--periods", type=int, nargs="+", default=[2, 4, 8, 32])
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--restart", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", default=["int8", "fp8", "fp8-dynamic"], help="of quantized weights")
     parser.add_argument("--device", default="auto")
     flags = parser.parse_args()
     base = load_base(flags.base, device=flags.device)
     config = DecodeConfig(max_new_tokens=flags.new, suppress_eos=True, seed=1)
-    errors = cache_errors(base, config.but(block_length=flags.block_length), flags.rows, flags.periods)
-    sys.stdout.write(table(errors, "period, passes since computed whole") + "\n\n")
-    depths = drift(base, load_sampler(None, base), config, flags.rows, flags.depth, flags.restart)
-    sys.stdout.write(table(depths, "commits since the base pass") + "\n")
+    if "cache" in flags.tables:
+        errors = cache_errors(base, config.but(block_length=flags.block_length), flags.rows, flags.periods)
+        sys.stdout.write(table(errors, "period, passes since computed whole") + "\n\n")
+    if "depth" in flags.tables:
+        depths = drift(base, load_sampler(None, base), config, flags.rows, flags.depth, flags.restart)
+        sys.stdout.write(table(depths, "commits since the base pass") + "\n\n")
+    if "quantized" in flags.tables:
+        others = {kind: load_base(flags.base, device=flags.device, quantize=kind) for kind in flags.kinds}
+        errors = quantized(base, others, config, flags.rows, 16)
+        sys.stdout.write(table(errors, "commits") + "\n")
 
 
 if __name__ == "__main__":

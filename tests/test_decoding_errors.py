@@ -1,0 +1,52 @@
+"""The recipe that measures how far from exact states are, on tiny bases: errors are 0 where nothing is approximated."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from adjust_dlm import DecodeConfig
+from helpers import tiny_base, tiny_sampler
+
+ROOT = Path(__file__).parents[1]
+CONFIG = DecodeConfig(max_new_tokens=6, suppress_eos=True, seed=1)
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("decoding_errors", ROOT / "recipes" / "decoding_errors.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_base_is_as_exact_as_itself(recipe: ModuleType) -> None:
+    base, other = tiny_base("dream"), tiny_base("dream")
+    with torch.no_grad():
+        next(iter(other.model.parameters())).add_(0.5)  # type: ignore[attr-defined]
+    errors = recipe.quantized(base, {"same": base, "other": other}, CONFIG, 3, 2)
+    assert {key for key in errors if key[0] == "same"} == {("same", step) for step in (0, 2, 4)}
+    assert all(errors["same", step] == [0.0] and errors["same argmax", step] == [1.0] for step in (0, 2, 4))
+    assert all(errors["other", step][0] > 1e-3 for step in (0, 2, 4))
+
+
+def test_a_cache_that_is_never_old_is_exact(recipe: ModuleType) -> None:
+    errors = recipe.cache_errors(tiny_base("llada"), CONFIG.but(block_length=3), 2, [1, 3])
+    assert all(kl < 1e-6 for (name, _), kls in errors.items() for kl in kls if name == "1")
+    assert any(age > 0 and max(kls) > 1e-9 for (name, age), kls in errors.items() if name == "3")
+
+
+@pytest.mark.parametrize("features", [(), (1,)])
+def test_drift_is_measured_with_features_and_without(recipe: ModuleType, features: tuple[int, ...]) -> None:
+    base = tiny_base("dream", num_hidden_layers=3)
+    errors = recipe.drift(base, tiny_sampler(base, features=features), CONFIG, 2, 3, 2)
+    assert set(errors) == {(name, k) for name in ("g", "g, restart=2", "stale") for k in (1, 2)}
+    assert all(math.isfinite(kl) and kl > 0 for kls in errors.values() for kl in kls)
+    assert errors["g", 1] == errors["g, restart=2", 1]  # the first call after a base pass is the same
+    assert recipe.table(errors, "commits").splitlines()[0] == "| commits | 1 | 2 |"
