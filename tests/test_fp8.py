@@ -201,10 +201,13 @@ def test_narrow_products_are_those_with_fewer_tiles_than_processors(monkeypatch:
     pytest.importorskip("triton")
     from adjust_dlm.kernels import product
 
-    monkeypatch.setattr(product, "_processors", lambda device: 132)
-    here = torch.device("cpu")
-    for rows, outputs, narrow in [(160, 3584, True), (256, 8448, True), (257, 3584, False), (160, 8512, False)]:
-        assert product.is_narrow(rows, outputs, here) is narrow
+    for memory, cases in {
+        232_448: [(160, 3584, True), (256, 8448, True), (257, 3584, False), (160, 8512, False)],  # an H100
+        101_376: [(64, 3584, True), (128, 3584, False)],  # an Ada card's shared memory
+    }.items():
+        monkeypatch.setattr(product, "_card", lambda card, memory=memory: (132, memory))
+        for rows, outputs, narrow in cases:
+            assert product.is_narrow(rows, outputs, 0) is narrow
     for rows in range(1, 257):
         head, tail = product.split_rows(rows)
         assert rows <= head + tail <= max(16, 2 * rows) and (tail == 0 or rows > head)

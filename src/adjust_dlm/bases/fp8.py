@@ -92,7 +92,7 @@ def _narrow(q_RD: Tensor, weight_ND: Tensor) -> bool:
         return False
     from adjust_dlm.kernels.product import is_narrow
 
-    return is_narrow(len(q_RD), len(weight_ND), q_RD.device)
+    return is_narrow(len(q_RD), len(weight_ND), q_RD.get_device())
 
 
 def in_fp8_layers(body: nn.Module) -> None:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST_ROWS = 256  # of h: beyond, shared memory is too small for a tile
 _OUTPUTS, _COLUMNS, _STAGES, _WARPS = 64, 128, 5, 4  # of a tile of W; the best of those tried on an H200
+_SPARE = 1024  # bytes of shared memory beside the tiles
 _BLOCK = 1024  # outputs that a program of the sum looks at
 
 
@@ -83,13 +83,17 @@ def split_rows(rows: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _card(number: int) -> tuple[int, int]:
+    """Processors, and bytes of shared memory that a program may have."""
+    facts = triton.runtime.driver.active.utils.get_device_properties(number)
+    return facts["multiprocessor_count"], facts["max_shared_mem"]
 
 
-def is_narrow(rows: int, outputs: int, device: torch.device) -> bool:
-    """Whether the product is one of those that a library leaves most of the card idle in."""
-    return rows <= MOST_ROWS and triton.cdiv(outputs, _OUTPUTS) <= _processors(device)
+def is_narrow(rows: int, outputs: int, card: int) -> bool:
+    """Whether libraries leave half of a card or more idle in such a product, and its tiles fit: 256 rows on an H100."""
+    processors, memory = _card(card)
+    tiles = _STAGES * _COLUMNS * (_OUTPUTS + sum(split_rows(rows)))
+    return tiles + _SPARE <= memory and triton.cdiv(outputs, _OUTPUTS) <= processors
 
 
 def narrow_product(
@@ -99,7 +103,7 @@ def narrow_product(
     (rows, width), outputs = x_RD.shape, len(weight_ND)
     head, tail = split_rows(rows)
     tiles = triton.cdiv(outputs, _OUTPUTS)
-    splits = splits or max(1, _processors(x_RD.device) // tiles)
+    splits = splits or max(1, _card(x_RD.get_device())[0] // tiles)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_RD.device)
     parts = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x_RD.device)
     columns = [TensorDescriptor.from_tensor(x_RD, [size, _COLUMNS]) for size in (head, tail or head)]
