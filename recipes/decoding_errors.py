@@ -1,6 +1,6 @@
 """How far from exact: states that the prefix cache reuses, states of g deep in a round, and quantized bases.
 
-    python recipes/decoding_errors.py [cache] [depth] [quantized] [--base smol] [--rows 64] [--device cuda]
+    python recipes/decoding_errors.py [--tables cache depth quantized] [--base smol] [--rows 64] [--device cuda]
 
 Rows are decoded with K = 1; on the way the same canvases are looked at through caches of several periods, by g from
 round starts that lie 16 commits apart (also a g that begins again from the base's states after every third call, and
@@ -23,6 +23,7 @@ from adjust_dlm.decoders.cache import PrefixCache
 from adjust_dlm.decoders.canvas import Canvas, pick, rows_at_once
 from adjust_dlm.sampler import Sampler
 
+TABLES = ["cache", "depth"]
 Sums = defaultdict[tuple[str, int], list[float]]
 
 
@@ -107,10 +108,10 @@ def table(sums: Sums, head: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """The tables that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", choices=["cache", "depth", "quantized"], default=["cache", "depth"])
+    parser.add_argument("--tables", nargs="+", choices=[*TABLES, "quantized"], default=TABLES)
     parser.add_argument("--base", default="smol")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--new", type=int, default=128)
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--restart", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", default=["int8", "fp8", "fp8-dynamic"], help="of quantized weights")
     parser.add_argument("--device", default="auto")
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
     base = load_base(flags.base, device=flags.device)
     config = DecodeConfig(max_new_tokens=flags.new, suppress_eos=True, seed=1)
     if "cache" in flags.tables:

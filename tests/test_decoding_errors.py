@@ -50,3 +50,19 @@ def test_drift_is_measured_with_features_and_without(recipe: ModuleType, feature
     assert all(math.isfinite(kl) and kl > 0 for kls in errors.values() for kl in kls)
     assert errors["g", 1] == errors["g, restart=2", 1]  # the first call after a base pass is the same
     assert recipe.table(errors, "commits").splitlines()[0] == "| commits | 1 | 2 |"
+
+
+def test_its_command_line_prints_the_tables_it_is_asked_for(
+    recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tiny_base("dream")
+    monkeypatch.setattr(recipe, "load_base", lambda name, **how: base)
+    monkeypatch.setattr(recipe, "load_sampler", lambda name, base: tiny_sampler(base))
+    flags = ["--rows=1", "--new=4", "--block-length=2", "--depth=3", "--periods=2"]
+    recipe.main(flags)
+    assert [line.split(" |")[0] for line in capsys.readouterr().out.splitlines() if "|---" not in line] == [
+        "| period, passes since computed whole", "| 2", "| 2 argmax", "",
+        "| commits since the base pass", "| g", "| g, restart=3", "| stale", "",
+    ]  # fmt: skip
+    recipe.main(["--tables=quantized", "--kinds=int8", *flags])
+    assert "| int8 | 0.0000 |" in capsys.readouterr().out

@@ -197,13 +197,20 @@ def test_a_narrow_product_is_the_product(rows: int, outputs: int, width: int, sp
     assert got.dtype == torch.bfloat16 and torch.equal(got.float().cpu(), want)
 
 
-def test_narrow_products_are_those_with_fewer_tiles_than_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_products_have_no_more_tiles_than_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from adjust_dlm.kernels import product
 
     for memory, cases in {
-        232_448: [(160, 3584, True), (256, 8448, True), (257, 3584, False), (160, 8512, False)],  # an H100
-        101_376: [(64, 3584, True), (128, 3584, False)],  # an Ada card's shared memory
+        232_448: [
+            (160, 3584, True),
+            (256, 8448, True),
+            (257, 3584, False),
+            (160, 8512, False),
+            (0, 64, False),
+        ],  # an H100
+        101_376: [(64, 3584, True), (128, 3584, False)],  # a small Blackwell's shared memory
+        0: [(1, 16, False)],  # an Ada card
     }.items():
         monkeypatch.setattr(product, "_card", lambda card, memory=memory: (132, memory))
         for rows, outputs, narrow in cases:
@@ -223,9 +230,10 @@ def test_a_gated_layer_is_that_of_its_parts() -> None:
 
 
 @pytest.mark.gpu
-def test_the_card_gives_what_the_cpu_gives() -> None:
+@pytest.mark.parametrize("rows", [5, 300])  # our own product, and the library's
+def test_the_card_gives_what_the_cpu_gives(rows: int) -> None:
     plain = linear(256, 128)
-    h = states(5, 256, seed=2).bfloat16()
+    h = states(5, 256, seed=2).bfloat16().repeat(rows // 5, 1)
     here = Fp8Linear(plain)(h)
     layer = Fp8Linear(plain).cuda()
     with torch.no_grad():

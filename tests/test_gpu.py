@@ -145,7 +145,7 @@ def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Pat
     assert all(torch.equal(results[0].cpu(), other.cpu()) for other in results[1:])
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8-dynamic"])
 def test_quantized_states_stay_near(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("torchao")
     folder = str(write(tmp_path, "dream"))
@@ -298,7 +298,7 @@ def test_nan_is_found_in_captured_steps() -> None:
         decode(base, PROMPTS, DecodeConfig(max_new_tokens=6), sampler=g)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8-dynamic"])
 def test_quantized_layers_in_the_fast_form(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("torchao")
     base = load_base(str(write(tmp_path, "dream")), device="cuda", quantize=kind)

@@ -71,13 +71,18 @@ class Fp8Linear(Linear):
 
 
 def scaled_product(made: tuple[Tensor, Tensor], weight_ND: Tensor, bias: Tensor | None, scale_N1: Tensor) -> Tensor:
-    """[R, N] in bf16; off CUDA, where not every torch has the product, in fp32 from the same numbers."""
+    """[R, N] in bf16, by our own kernel where that is faster."""
     q_RD, scale_R1 = made
     bias = None if bias is None else bias.to(torch.bfloat16)
     if q_RD.is_cuda and _narrow(q_RD, weight_ND):
         from adjust_dlm.kernels.product import narrow_product
 
         return narrow_product(q_RD, scale_R1, weight_ND, scale_N1, bias)
+    return _product(q_RD, scale_R1, weight_ND, scale_N1, bias)
+
+
+def _product(q_RD: Tensor, scale_R1: Tensor, weight_ND: Tensor, scale_N1: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's; off CUDA, where not every torch has it, in fp32 from the same numbers."""
     if q_RD.is_cuda:
         return torch._scaled_mm(
             q_RD, weight_ND.t(), bias=bias, scale_a=scale_R1, scale_b=scale_N1.t(), out_dtype=torch.bfloat16,
@@ -107,4 +112,5 @@ def in_fp8_layers(body: nn.Module) -> None:
             if type(child) is Linear:
                 setattr(part, name, Fp8Linear(child))
     probe = next(part for part in body.modules() if isinstance(part, Fp8Linear))
-    probe(probe.weight.new_zeros(1, probe.in_features, dtype=torch.bfloat16))
+    one = in_fp8(probe.weight.new_zeros(1, probe.in_features, dtype=torch.bfloat16))
+    _product(*one, probe.weight, probe.scale, None)

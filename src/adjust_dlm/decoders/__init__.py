@@ -309,9 +309,9 @@ def decode_many(
 ) -> Iterator[tuple[list[int], DecodeResult]]:
     """Decodes any number of prompts; each row is as it would be alone.
 
-    In the fast form prompts of similar length go together, longest first, and a row's place is given to the next as
-    soon as it is done: answers of different lengths waste nothing but the end of a group. The reference takes one batch
-    after another.
+    In the fast form prompts of similar length go together, up to eight batches of them, longest first, and a row's
+    place is given to the next as soon as it is done: answers of different lengths waste nothing but the end of a group.
+    The reference takes one batch after another.
 
     Args:
         base: the frozen model.
@@ -337,7 +337,7 @@ def decode_many(
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
     refill = takes_fast(base, config, decoder=decoder, sampler=sampler, eager=eager)
     if refill:
-        groups = _groups([len(prompt) + config.max_new_tokens for prompt in prompts], batch_size * _BATCHES)
+        groups = _groups([len(prompt) + config.max_new_tokens for prompt in prompts], batch_size)
     else:
         groups = [list(range(len(prompts))[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
     for mine in groups:
@@ -345,16 +345,23 @@ def decode_many(
         yield mine, decode(base, given, config, rows=[rows[n] for n in mine], slots=batch_size, **how)
 
 
-def _groups(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Which canvases go together, longest first: similar ones, `most` at most, unless a pass over them is small."""
+def _groups(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Which canvases go together, longest first.
+
+    All of a group are padded to its longest. One that is much shorter begins a new group, where the passes of the one
+    before are large enough to compute more than they wait, and where all that are left would be padded by as much.
+    """
     groups, longest = list[list[int]](), 0
-    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
+    for left, n in zip(range(len(order), 0, -1), order, strict=True):
         last = groups[-1] if groups else []
-        if 0 < len(last) < most and (lengths[n] >= _NEAR * longest or len(last) * longest < fast.COMPACT):
-            last.append(n)
-        else:
+        large = min(len(last), batch_size) * longest >= fast.COMPACT
+        shorter = lengths[n] < _NEAR * longest and left * (longest - lengths[n]) >= fast.COMPACT
+        if not last or len(last) == batch_size * _BATCHES or (large and shorter):
             groups.append([n])
             longest = lengths[n]
+        else:
+            last.append(n)
     return groups
 
 

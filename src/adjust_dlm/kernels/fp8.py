@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_WIDE = 24_576  # numbers of a row that 16 warps have registers for
+
 
 def split_width(width: int) -> tuple[int, int]:
     """The largest power of 2 in a width, and the one that covers the rest of it: 0 where there is none."""
@@ -93,6 +95,6 @@ def silu_mul_in_fp8(gate: Tensor, up: Tensor, smallest: float, largest: float) -
     with torch.cuda.device_of(gate):
         _gated_fp8_kernel[(rows,)](
             gate_RN, up_RN, out, scale_R1, width, gate_RN.stride(0), up_RN.stride(0), smallest, LARGEST=largest,
-            HEAD=head, TAIL=tail, num_warps=min(max(head // 1024, 4), 16),
+            HEAD=head, TAIL=tail, num_warps=32 if head + tail > _WIDE else min(max(head // 1024, 4), 16),
         )  # fmt: skip
     return out, scale_R1

@@ -84,16 +84,18 @@ def split_rows(rows: int) -> tuple[int, int]:
 
 @functools.cache
 def _card(number: int) -> tuple[int, int]:
-    """Processors, and bytes of shared memory that a program may have."""
+    """Processors, and bytes of shared memory for tiles: none before Hopper, where no unit loads them."""
     facts = triton.runtime.driver.active.utils.get_device_properties(number)
-    return facts["multiprocessor_count"], facts["max_shared_mem"]
+    hopper = torch.cuda.get_device_capability(number) >= (9, 0)
+    return facts["multiprocessor_count"], facts["max_shared_mem"] if hopper else 0
 
 
 def is_narrow(rows: int, outputs: int, card: int) -> bool:
     """Whether libraries leave half of a card or more idle in such a product, and its tiles fit: 256 rows on an H100."""
     processors, memory = _card(card)
-    tiles = _STAGES * _COLUMNS * (_OUTPUTS + sum(split_rows(rows)))
-    return tiles + _SPARE <= memory and triton.cdiv(outputs, _OUTPUTS) <= processors
+    if rows < 1 or triton.cdiv(outputs, _OUTPUTS) > processors:
+        return False
+    return _STAGES * _COLUMNS * (_OUTPUTS + sum(split_rows(rows))) + _SPARE <= memory
 
 
 def narrow_product(
@@ -103,7 +105,7 @@ def narrow_product(
     (rows, width), outputs = x_RD.shape, len(weight_ND)
     head, tail = split_rows(rows)
     tiles = triton.cdiv(outputs, _OUTPUTS)
-    splits = splits or max(1, _card(x_RD.get_device())[0] // tiles)
+    splits = splits or max(1, min(_card(x_RD.get_device())[0] // tiles, triton.cdiv(width, _COLUMNS)))
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_RD.device)
     parts = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x_RD.device)
     columns = [TensorDescriptor.from_tensor(x_RD, [size, _COLUMNS]) for size in (head, tail or head)]
