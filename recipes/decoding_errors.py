@@ -27,15 +27,16 @@ TABLES = ["cache", "depth"]
 Sums = defaultdict[tuple[str, int], list[float]]
 
 
-def divergences(base: Base, exact_BLD: Tensor, other_BLD: Tensor, at_BL: Tensor) -> tuple[float, float]:
-    """Mean KL(exact || other) over positions, and the share of equal argmax."""
-    kl, same, count = 0.0, 0, 0
+def divergences(base: Base, exact_BLD: Tensor, other_BLD: Tensor, at_BL: Tensor) -> tuple[float, float, float]:
+    """Means over positions: KL(exact || other), equal argmax, and how much higher the entropy of the other is."""
+    kl, same, wider, count = 0.0, 0, 0.0, 0
     for part in at_BL.nonzero().split(rows_at_once(base) // 4):
         p, q = (base.logits(h[part[:, 0], part[:, 1]]).log_softmax(-1) for h in (exact_BLD, other_BLD))
         kl += float(torch.where(p.isneginf(), 0, p.exp() * (p - q)).sum())
+        wider += float(torch.where(p.isneginf(), 0, p.exp() * p - q.exp() * q).sum())
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         count += len(part)
-    return kl / count, same / count
+    return kl / count, same / count, wider / count
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]
         for period, cache in caches.items():
             reused_BLD = cache(canvas)
             age = int(cache._age_B[0]) - 1
-            kl, same = divergences(base, h_BLD, reused_BLD, canvas.open_BL)
+            kl, same, _ = divergences(base, h_BLD, reused_BLD, canvas.open_BL)
             out[f"{period}", age] += [kl]
             out[f"{period} argmax", age] += [same]
         canvas.start_round()
@@ -89,9 +90,10 @@ def quantized(base: Base, others: dict[str, Base], config: DecodeConfig, rows: i
     while canvas.open:
         h_BLD = base.hidden(canvas)
         for kind, other in others.items() if step % every == 0 else ():
-            kl, same = divergences(base, h_BLD, other.hidden(canvas), canvas.open_BL)
+            kl, same, wider = divergences(base, h_BLD, other.hidden(canvas), canvas.open_BL)
             out[kind, step] += [kl]
             out[f"{kind} argmax", step] += [same]
+            out[f"{kind} entropy", step] += [wider]
         canvas.start_round()
         canvas.commit(pick(base, h_BLD, canvas))
         step += 1

@@ -32,8 +32,19 @@ def test_a_base_is_as_exact_as_itself(recipe: ModuleType) -> None:
         next(iter(other.model.parameters())).add_(0.5)  # type: ignore[attr-defined]
     errors = recipe.quantized(base, {"same": base, "other": other}, CONFIG, 3, 2)
     assert {key for key in errors if key[0] == "same"} == {("same", step) for step in (0, 2, 4)}
-    assert all(errors["same", step] == [0.0] and errors["same argmax", step] == [1.0] for step in (0, 2, 4))
+    assert all(errors["same", step] == errors["same entropy", step] == [0.0] for step in (0, 2, 4))
+    assert all(errors["same argmax", step] == [1.0] for step in (0, 2, 4))
     assert all(errors["other", step][0] > 1e-3 for step in (0, 2, 4))
+
+
+def test_entropy_is_that_of_the_other_distribution(recipe: ModuleType) -> None:
+    base = tiny_base("dream")
+    h_BLD = torch.randn(2, 3, base.width, generator=torch.Generator().manual_seed(0))
+    at_BL = torch.tensor([[True, False, True], [False, True, True]])
+    kl, _, wider = recipe.divergences(base, h_BLD, h_BLD / 2, at_BL)
+    p, q = (torch.distributions.Categorical(logits=base.logits(h[at_BL])) for h in (h_BLD, h_BLD / 2))
+    assert wider == pytest.approx(float((q.entropy() - p.entropy()).mean()), rel=1e-4) and wider > 0.1
+    assert kl == pytest.approx(float(torch.distributions.kl_divergence(p, q).mean()), rel=1e-4)
 
 
 def test_a_cache_that_is_never_old_is_exact(recipe: ModuleType) -> None:
