@@ -529,6 +529,29 @@ def test_resume_never_starts_anew(exact: ExactBase, folder: Path, tmp_path: Path
     assert all(torch.equal(whole[k], value) for k, value in weights(tmp_path / "other").items())
 
 
+def test_a_run_begun_anew_is_not_gone_on_with_from_the_one_before(
+    exact: ExactBase, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before it has a checkpoint of its own; the one before is kept under another name, and a dry run leaves it."""
+    train(settings(folder, tmp_path, steps=2), exact)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    train(settings(folder, tmp_path, steps=2, resume="never", dry_run=True), exact)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("adjust_dlm.train.trainer._loop", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(folder, tmp_path, steps=2, seed=7, resume="never"), exact)
+    assert not (tmp_path / "checkpoint.pt").exists()
+    assert (tmp_path / "checkpoint.old.pt").read_bytes() == before
+    train(settings(folder, tmp_path, steps=2, seed=7), exact)
+    train(settings(folder, tmp_path / "other", steps=2, seed=7), exact)
+    assert all(torch.equal(weights(tmp_path)[k], value) for k, value in weights(tmp_path / "other").items())
+
+
 def test_metrics_hold_every_depth(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
     train(settings(folder, tmp_path), exact)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -517,6 +517,9 @@ def test_activations_by_formula_bound_what_autograd_keeps(dream_run: trainer.Run
     # 2 x (6 - 2) = 8 unrolled states a slice are less than 3 x (6 - 3) = 9, and 1 x (6 - 1) = 5 are less still.
     drawn = dataclasses.replace(run, config=dataclasses.replace(config, rollout=1, rollouts=(2, 3)))
     assert preflight.activation_bytes(drawn) == preflight.activation_bytes(run)
+    per_state = run.world * config.accumulate * config.slices
+    assert preflight.windows_of(run, 10) == 10 * per_state * (config.slice_states - config.rollout)
+    assert preflight.windows_of(drawn, 10) == 5 * per_state * (config.slice_states - 2 + config.slice_states - 3)
 
 
 # --- several processes ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_co
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.canvas_batches import CanvasBatches
-from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.masked_ce import draw_masks, masked_batch
 from adjust_dlm.types import require, require_kinds
 
@@ -250,6 +250,8 @@ class AdaptTrainer:
         self.losses: list[Tensor] = []
         if config.resume == "auto":
             self._restore()
+        elif self.rank == 0:
+            set_aside(config.output)
         self.metrics = MetricsLog(config.output, resume_step=self.step, enabled=self.rank == 0)
 
     def run(self) -> dict[str, Any]:

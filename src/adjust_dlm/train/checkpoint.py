@@ -99,6 +99,13 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     return payload
 
 
+def set_aside(folder: Path) -> None:
+    """Renames the checkpoint of a run that is begun anew, which a stop before the first one of its own would go on from."""
+    path = folder / NAME
+    if path.is_file():
+        path.replace(path.with_suffix(".old.pt"))
+
+
 class MetricsLog:
     """`metrics.jsonl`: one object a line; lines past a resumed step are dropped."""
 

@@ -59,7 +59,7 @@ def preflight(
     """
     config, memory, disk = run.config, memory_bytes(run), disk_bytes(run, folder)
     left = config.steps - run.step
-    windows = left * windows_per_step(run)
+    windows = windows_of(run, left)
     problems = [] if disk["needed"] <= disk["free"] else [_lacks_room(folder, disk)]
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -102,10 +102,11 @@ def _lacks_room(folder: Path, disk: dict[str, int]) -> str:
     )
 
 
-def windows_per_step(run: Run) -> int:
-    """Of all ranks."""
-    config = run.config
-    return run.world * config.accumulate * config.slices * (config.slice_states - config.rollout)
+def windows_of(run: Run, steps: int) -> int:
+    """Of that many steps on all ranks; where several rollouts are drawn, as many as there are on average."""
+    config, rollouts = run.config, _rollouts(run)
+    each = config.slice_states - sum(rollouts) / len(rollouts)
+    return round(steps * run.world * config.accumulate * config.slices * each)
 
 
 def _timed(call: Callable[[], Any], clock: Callable[[], float], *, times: int = TIMED, warmup: int = WARMUP) -> float:

@@ -25,14 +25,14 @@ from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import random_slices, to_device
 from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
-from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import FREE, TrainConfig
 from adjust_dlm.train.ema import follow
 from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.objective import batch_loss, drawn_rollout
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
-from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_per_step
+from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_of
 from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.trackers import Tracking
 from adjust_dlm.train.unroll import Frames, Slices, Step
@@ -126,6 +126,8 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     if rank == 0:
         if _unfinished(run):
             check_disk(run, folder)
+        if config.resume == "never":
+            set_aside(folder)
         tracking = Tracking(config.track, folder, run.settings(), resume_step=run.step)
     metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, tracking=tracking)
     try:
@@ -138,7 +140,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
         save_sampler(run, folder / LAST, heldout=last)
     distributed.barrier()
     return {
-        "finished": not _unfinished(run), "steps": run.step, "windows": run.step * windows_per_step(run),
+        "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
         "seconds": run.elapsed, "sampler": str(folder / LAST), "heldout": last,
         "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
     }  # fmt: skip
