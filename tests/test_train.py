@@ -532,7 +532,7 @@ def test_resume_never_starts_anew(exact: ExactBase, folder: Path, tmp_path: Path
 def test_a_run_begun_anew_is_not_gone_on_with_from_the_one_before(
     exact: ExactBase, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped before it has a checkpoint of its own; the one before is kept under another name, and a dry run leaves it."""
+    """Stopped before a checkpoint of its own; the one before is kept under another name, and a dry run leaves it."""
     train(settings(folder, tmp_path, steps=2), exact)
     before = (tmp_path / "checkpoint.pt").read_bytes()
     train(settings(folder, tmp_path, steps=2, resume="never", dry_run=True), exact)
