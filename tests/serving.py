@@ -82,7 +82,7 @@ class Typist(Base):
         line = torch.tensor([*self.ids, *[IM_END] * length])
         target_BL = line[index_BL.clamp(0, len(line) - 1)]
         h_BLD = torch.zeros(rows, length, self.width)
-        h_BLD.scatter_(2, target_BL[..., None], (20.0 + index_BL * 0.01)[..., None])
+        h_BLD.scatter_(2, target_BL[..., None], (30.0 + index_BL * 0.01)[..., None])
         h_BLD[(state.tokens_BL == self.poison).any(-1)] = torch.nan
         return h_BLD
 
