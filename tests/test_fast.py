@@ -224,9 +224,9 @@ def test_graphs_are_few_whatever_the_prompts_and_seeds() -> None:
 def test_lanes_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     base = tiny_base("llada")
     with caplog.at_level(logging.INFO):
-        for rows in range(1, 40, 3):
-            decode(base, [[BOS]] * rows, DecodeConfig(max_new_tokens=1), decoder="joint", eager=False)
-    assert "8 shapes are kept at most" in caplog.text
+        for rows, length in itertools.product(range(1, 40, 3), (1, 9)):
+            decode(base, [[BOS] * length] * rows, DecodeConfig(max_new_tokens=1), decoder="joint", eager=False)
+    assert "16 shapes are kept at most" in caplog.text and len(base.workspace._lanes) == fast.MOST_LANES
 
 
 def test_another_sampler_is_not_mixed_up_with_the_one_before() -> None:

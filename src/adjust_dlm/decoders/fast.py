@@ -33,7 +33,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 
 COVERED = ("joint", "parallel", "adjust")
-MOST_LANES = 8
+MOST_LANES = 16  # as prompts of very different lengths have, with those that their last rows move to
 COMPACT = 1024  # tokens of a pass from which on fewer rows make it faster
 _PAYS = 32  # masks of a row that are worth new graphs
 logger = logging.getLogger(__name__)
