@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What docs/results/ says about speed, training cost and tasks on a card, stage by stage; each stage ends within ten minutes.
 #
-#   recipes/card.sh OUTPUT STAGE...        DATA=folder of gsm8k/, math/, mbpp/ and humaneval/
+#   recipes/card.sh OUTPUT STAGE...        DATA=folder of gsm8k/, math/, mbpp/ and humaneval/; CHATS=file of prompts
 #
 # check      the GPU tests, and the fast decoders against the reference
 # runtime    tokens/s and components at Dream-7B's shape: eager, graphs, and the public loop's way of working
@@ -11,7 +11,8 @@
 # cost       training at LLaDA-8B's shape (Dream-7B's: recipes/training_cost.py dream)
 # scaling    windows/s of one process and of one a card, on the default model; needs OUTPUT/text (adjust trajectories)
 # small      memory and time at the settings that docs/training.md has for a card of 24 GB
-# tasks      MATH, MBPP and HumanEval with the default model (runs what the model writes, in the sandbox)
+# tasks      GSM8K, MATH, HumanEval, MBPP and ParallelBench with the default model (runs what the model writes, in the sandbox)
+# ablations  some knobs of g's training on an equal budget, on a few trajectories made here: ONLY="shipped ema" picks them
 # rivals     EDLM and APD beside ADJUST, n = 1,024
 set -uo pipefail
 failed=0
@@ -47,9 +48,21 @@ for stage in "$@"; do
         --steps 100000 --eval-every 100000 --checkpoint-every 100000; done ;;
     small) python3 recipes/training_cost.py dream --slices 1 --states 7 --batch 64 --forms sliced --seconds 60 --output "$out/small.json" ;;
     tasks)
-        task math --data "$DATA/math/math_test_5000.jsonl" --per-subject 150
+        run eval parallelbench --tasks all --n 100 --tokens-per-step 1 2 4 8 --decoders parallel adjust --batch-size 256 --output "$out/parallelbench"
+        task gsm8k --data "$DATA/gsm8k/test.jsonl"
+        task math --data "$DATA/math/math_test_5000.jsonl" --per-subject 50
         task humaneval --data "$DATA/humaneval/HumanEval.jsonl.gz" --allow-code-execution
         task mbpp --data "$DATA/mbpp/mbpp.jsonl" --allow-code-execution ;;
+    ablations)
+        rows() { run trajectories --batch-size 256 --shard-rows 256 --output "$out/$1" --num "$2" "${@:3}"; }
+        rows text 2048 --suppress-eos
+        rows text-t06 256 --temperature 0.6 --suppress-eos --seed 1
+        rows chat 256 --prompts "$CHATS" --chat --max-new-tokens 64 --seed 2
+        rows lists 128 --prompts lists --max-new-tokens 48 --seed 3
+        for ((card = 0; card < gpus; card++)); do CUDA_VISIBLE_DEVICES=$card python3 recipes/ablations.py --trajectories "$out"/{text,text-t06,chat,lists} \
+            --output "$out/ablations" --share "$card/$gpus" --seconds 30 --slices 32 --ks 4 --n 1024 --heldout 256 --stop-after 440 \
+            --only ${ONLY:-shipped ema text-alone all-rows slices-8} & done
+        wait ;;
     rivals) many eval table --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
         apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,candidates=16,sparse=true" --output "$out/rivals" ;;
     *) echo "$stage is no stage; see the head of $0" >&2 && exit 2 ;;
