@@ -64,6 +64,7 @@ CHANGES: dict[str, Line] = {
     "last-depth": {"loss": "last"},
     "adamw": {"optimizer": "adamw", "lr": 1e-3},
     "text-alone": {"trajectories": ["text"]},
+    "no-ends": {"trajectories": ["text", "text-t06"]},  # chats and lists have the only end tokens
     "anchor": {"anchor": True, "mlp": 0.8},
     "token-pairing": {"pairing": "token"},
     "ema": {"ema": 0.99},
