@@ -145,15 +145,15 @@ def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Pat
     assert all(torch.equal(results[0].cpu(), other.cpu()) for other in results[1:])
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8-dynamic"])
-def test_quantized_states_stay_near(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("fp8", 0.1), ("fp8-dynamic", 0.15)])
+def test_quantized_states_stay_near(tmp_path: Path, kind: str, most: float) -> None:
     pytest.importorskip("torchao")
     folder = str(write(tmp_path, "dream"))
     plain, small = (load_base(folder, device="cuda", quantize=q) for q in (None, kind))
     state = left_pad([[2, 5, 36, 36]], mask_id=36, pad_id=34)
     state = State(state.tokens_BL.cuda(), state.real_BL.cuda(), state.masked_BL.cuda())
     exact, got = (base.hidden(state).float() for base in (plain, small))
-    assert (got - exact).norm() < 0.1 * exact.norm()
+    assert (got - exact).norm() < most * exact.norm()
 
 
 def test_a_compiled_base_is_compiled_once_for_one_shape(tmp_path: Path) -> None:
