@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeResult, OrderOn, OrderRule, State
 
+ROOT = Path(__file__).parents[1]
 FAMILIES = ("dream", "llada")
 RULES: tuple[OrderRule, ...] = ("entropy", "confidence", "margin", "random", "left_to_right")
 CORE = ("joint", "parallel", "adjust")  # decoders that need no more than a base and a sampler
@@ -55,6 +59,16 @@ def tiny_base(family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), 
     return build(
         config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model, head_weight=head_weight
     )
+
+
+def load_recipe(name: str) -> ModuleType:
+    """`recipes/NAME.py` as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_recipe", ROOT / "recipes" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def tiny_sampler(base: Base, seed: int = 0, **config: Any) -> Sampler:

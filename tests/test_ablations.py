@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,20 +19,14 @@ from adjust_dlm.eval import table
 from adjust_dlm.eval.nll import nll_gap_closed, score_nll
 from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import BOS, END, VOCAB, tiny_base, words
+from helpers import BOS, END, VOCAB, load_recipe, tiny_base, words
 
-ROOT = Path(__file__).parents[1]
 N, NEW = 16, 10
 
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ablations_recipe", ROOT / "recipes" / "ablations.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe("ablations")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A base of a foreign family on a tiny wheel of the published layout: equality with plain BERT, bias, damage, laws."""
 
 import hashlib
-import importlib.util
 import io
 import json
 import subprocess
@@ -31,6 +30,7 @@ from helpers import (
     assert_law,
     exact_base,
     left_pad,
+    load_recipe,
     oracle,
     parallel_law,
     pointer_base,
@@ -39,7 +39,6 @@ from helpers import (
     tiny_sampler,
 )
 
-ROOT = Path(__file__).parents[1]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ACDEFGHIKLMNPQRSTVWY"]
 PAD, CLS, SEP, BLANK = 0, 2, 3, 4
 SHAPE = {
@@ -104,11 +103,7 @@ def base(release: tuple[Path, Source]) -> BertBase:
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("antiberty_recipe", ROOT / "recipes" / "antiberty.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe("antiberty")
 
 
 def plain_logits(row: list[int]) -> Tensor:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from adjust_dlm import DecodeConfig
-from helpers import tiny_base, tiny_sampler
+from helpers import load_recipe, tiny_base, tiny_sampler
 
-ROOT = Path(__file__).parents[1]
 CONFIG = DecodeConfig(max_new_tokens=6, suppress_eos=True, seed=1)
 
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("decoding_errors", ROOT / "recipes" / "decoding_errors.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe("decoding_errors")
 
 
 def test_a_base_is_as_exact_as_itself(recipe: ModuleType) -> None:

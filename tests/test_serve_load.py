@@ -8,25 +8,11 @@ from collections import Counter
 
 import pytest
 
-from helpers import tiny_sampler
+from helpers import load_recipe, tiny_sampler
 from serving import serving
-from test_ablations import ROOT
 from tiny_ar import chat_base
 
-RECIPE = ROOT / "recipes" / "serve_load.py"
-
-
-def load() -> object:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("serve_load_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recipe = load()
+recipe = load_recipe("serve_load")
 
 
 def test_ten_seconds_of_load_and_mixed_traffic(capsys: pytest.CaptureFixture[str]) -> None:

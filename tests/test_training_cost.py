@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,20 +13,15 @@ import pytest
 import torch
 
 from adjust_dlm.bases.layers import BidirectionalLayer, Body
+from helpers import load_recipe
 
-ROOT = Path(__file__).parents[1]
 SIZES = {"states": 5, "slices": 2, "rollout": 2, "new-tokens": 8, "rows": 3, "runs": 2}
 FLAGS = [f"--{name}={value}" for name, value in SIZES.items()]
 
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("training_cost", ROOT / "recipes" / "training_cost.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe("training_cost")
 
 
 def run(recipe: ModuleType, output: Path, *flags: str) -> dict[str, Any]:
