@@ -383,6 +383,23 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
         adapt(run_config(tmp_path, "parts", corpus=config.corpus, eval_every=3, lr=0.02))
 
 
+def test_a_run_begun_anew_sets_the_checkpoint_of_the_one_before_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, steps=1)
+    adapt(config)
+    before = (config.output / "checkpoint.pt").read_bytes()
+
+    def stopped(_: AdaptTrainer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AdaptTrainer, "_train_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        adapt(run_config(tmp_path, steps=1, resume="never"))
+    assert not (config.output / "checkpoint.pt").exists()
+    assert (config.output / "checkpoint.old.pt").read_bytes() == before
+
+
 def test_a_finished_base_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(tmp_path, steps=1)
     adapt(config)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.fp8 import LARGEST, SMALLEST, Fp8Linear, in_fp8, in_fp8_layers
 from adjust_dlm.bases.layers import Linear, join_projections
-from adjust_dlm.kernels import HAS_TRITON
+from adjust_dlm.kernels import HAS_TRITON, two_powers
 from adjust_dlm.types import InputError
 from helpers import left_pad
 from test_checkpoint import END, MASK, ROWS, write
@@ -215,9 +215,18 @@ def test_narrow_products_have_no_more_tiles_than_processors(monkeypatch: pytest.
         monkeypatch.setattr(product, "_card", lambda card, memory=memory: (132, memory))
         for rows, outputs, narrow in cases:
             assert product.is_narrow(rows, outputs, 0) is narrow
-    for rows in range(1, 257):
-        head, tail = product.split_rows(rows)
-        assert rows <= head + tail <= max(16, 2 * rows) and (tail == 0 or rows > head)
+
+
+def test_two_powers_cover_a_count() -> None:
+    assert [two_powers(n) for n in (1, 2, 3, 16, 100, 18_944)] == [
+        (1, 0), (2, 0), (2, 1), (16, 0), (64, 64), (16_384, 4096),
+    ]  # fmt: skip
+    assert [two_powers(n, least=16, most=128) for n in (1, 17, 128, 136, 160, 256, 300)] == [
+        (16, 0), (16, 16), (128, 0), (128, 16), (128, 32), (128, 128), (128, 256),
+    ]  # fmt: skip
+    for count in range(1, 500):
+        head, tail = two_powers(count)
+        assert count <= head + tail < 2 * count + 1 and (count > head or tail == 0)
 
 
 @pytest.mark.gpu

@@ -10,13 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from adjust_dlm.kernels import two_powers
+
 _WIDE = 24_576  # numbers of a row that 16 warps have registers for
-
-
-def split_width(width: int) -> tuple[int, int]:
-    """The largest power of 2 in a width, and the one that covers the rest of it: 0 where there is none."""
-    head = 1 << (width.bit_length() - 1)
-    return head, triton.next_power_of_2(width - head) if width > head else 0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,7 +87,7 @@ def silu_mul_in_fp8(gate: Tensor, up: Tensor, smallest: float, largest: float) -
     rows, width = gate_RN.shape
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=gate.device)
     scale_R1 = torch.empty(rows, 1, dtype=torch.float32, device=gate.device)
-    head, tail = split_width(width)
+    head, tail = two_powers(width)
     with torch.cuda.device_of(gate):
         _gated_fp8_kernel[(rows,)](
             gate_RN, up_RN, out, scale_R1, width, gate_RN.stride(0), up_RN.stride(0), smallest, LARGEST=largest,

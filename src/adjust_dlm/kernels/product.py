@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from adjust_dlm.kernels import two_powers
+
 _OUTPUTS, _COLUMNS, _STAGES, _WARPS = 64, 128, 5, 4  # of a tile of W; the best of those tried on an H200
 _SPARE = 1024  # bytes of shared memory beside the tiles
 _BLOCK = 1024  # outputs that a program of the sum looks at
@@ -76,10 +78,9 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * outputs + n, total.to(out.dtype.element_ty), n < outputs)
 
 
-def split_rows(rows: int) -> tuple[int, int]:
-    """Sizes of a tile's two parts, powers of 2 from 16 on that cover the rows; 0 for none."""
-    head = min(128, max(16, 1 << (rows.bit_length() - 1)))
-    return head, 0 if rows <= head else max(16, triton.next_power_of_2(rows - head))
+def _heights(rows: int) -> tuple[int, int]:
+    """Rows of h in the two parts of a tile."""
+    return two_powers(rows, least=16, most=128)
 
 
 @functools.cache
@@ -95,7 +96,7 @@ def is_narrow(rows: int, outputs: int, card: int) -> bool:
     processors, memory = _card(card)
     if rows < 1 or triton.cdiv(outputs, _OUTPUTS) > processors:
         return False
-    return _STAGES * _COLUMNS * (_OUTPUTS + sum(split_rows(rows))) + _SPARE <= memory
+    return _STAGES * _COLUMNS * (_OUTPUTS + sum(_heights(rows))) + _SPARE <= memory
 
 
 def narrow_product(
@@ -103,7 +104,7 @@ def narrow_product(
 ) -> Tensor:
     """As `bases.fp8.scaled_product`: [R, N] in bf16; W is cut into `splits`, 0 for as many as fill the card."""
     (rows, width), outputs = x_RD.shape, len(weight_ND)
-    head, tail = split_rows(rows)
+    head, tail = _heights(rows)
     tiles = triton.cdiv(outputs, _OUTPUTS)
     splits = splits or max(1, min(_card(x_RD.get_device())[0] // tiles, triton.cdiv(width, _COLUMNS)))
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=x_RD.device)

@@ -100,7 +100,7 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def set_aside(folder: Path) -> None:
-    """Renames the checkpoint of a run that is begun anew, or stopped before its own it would go on from that."""
+    """Renames the checkpoint of the run before: a new run, stopped before one of its own, would go on from it."""
     path = folder / NAME
     if path.is_file():
         path.replace(path.with_suffix(".old.pt"))
