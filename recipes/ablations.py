@@ -71,6 +71,8 @@ CHANGES: dict[str, Line] = {
     "all-rows": {"rows": None},
     "deep-weights": {"depth_weights": [1, 1.5, 2]},
     "late-features": {"features": [24, 28]},
+    "seed-1": {"seed": 1},  # how far apart equal settings end up
+    "seed-2": {"seed": 2},
 }
 VARIANTS: dict[str, Line] = {name: {**SHIPPED, **changes} for name, changes in CHANGES.items()}
 

@@ -61,7 +61,7 @@ for stage in "$@"; do
         rows lists 128 --prompts lists --max-new-tokens 48 --seed 3
         for ((card = 0; card < gpus; card++)); do CUDA_VISIBLE_DEVICES=$card python3 recipes/ablations.py --trajectories "$out"/{text,text-t06,chat,lists} \
             --output "$out/ablations" --share "$card/$gpus" --seconds 30 --slices 32 --ks 4 --n 1024 --heldout 256 --stop-after 440 \
-            --only ${ONLY:-shipped ema text-alone no-ends all-rows slices-8} & done
+            --only ${ONLY:-shipped seed-1 seed-2 ema text-alone no-ends all-rows slices-8} & done
         wait ;;
     rivals) many eval table --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
         apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,candidates=16,sparse=true" --output "$out/rivals" ;;

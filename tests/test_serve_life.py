@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,19 @@ def test_half_a_request_hurts_nobody(slow: tuple[Typist, Served]) -> None:
         with socket.create_connection((host, int(port)), timeout=5) as half:
             half.sendall(raw)
     assert served.client.post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_a_connection_outlives_the_patience_of_clients(slow: tuple[Typist, Served]) -> None:
+    """Many keep an idle connection for five seconds: one that the server closed as soon lost requests on their way."""
+    _, served = slow
+    connection = HTTPConnection(httpx.URL(served.url).netloc.decode(), timeout=5)
+    connection.connect()
+    connection.auto_open = False  # no second connection behind our back
+    for pause in (0.0, 5.5):
+        time.sleep(pause)
+        connection.request("GET", "/health")
+        assert json.loads(connection.getresponse().read())["status"] == "ok"
+    connection.close()
 
 
 # The schema ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from adjust_dlm.serve.engine import Engine
 logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 1 << 20  # the first two of malloc.h
 _LAST_BYTES_SECONDS = 5  # for answers that are written while the server stops
+# Clients drop an idle connection after 5 to 60 s. One that the server drops first may have a request on its way.
+_KEEP_ALIVE_SECONDS = 75
 
 
 def return_freed_memory() -> None:
@@ -46,7 +48,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app, log_config=None, access_log=False, server_header=False, proxy_headers=False,
-                timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+                timeout_graceful_shutdown=_LAST_BYTES_SECONDS, timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             )
         )  # fmt: skip
         self.engine, self.drain_seconds = engine, drain_seconds
