@@ -15,6 +15,11 @@ from adjust_dlm.kernels.draw import draw_rows, row_stats
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def fine() -> Tensor:
+    """A flag that nothing is wrong."""
+    return torch.zeros((), dtype=torch.bool, device=DEVICE)
+
+
 def rows(width: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """(`Base.plain_logits`, what is forbidden, `Base.logits`), with ties and a forbidden favourite."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +60,7 @@ def test_draws_are_those_of_the_plain_form(dtype: torch.dtype, width: int, tempe
     row_N = torch.arange(6, device=DEVICE).repeat_interleave(len(u_N))
     u_N = u_N.repeat(6)
     stats = row_stats(raw_RV, temperature)
-    got_N = draw_rows(raw_RV, row_N, stats, u_N, temperature)
+    got_N = draw_rows(raw_RV, row_N, stats, u_N, fine(), temperature)
     processed_RV = process(seen_RV, DecodeConfig(temperature=temperature))
     assert torch.equal(got_N, draw(processed_RV[row_N], u_N, temperature))
 
@@ -67,7 +72,7 @@ def test_draws_follow_the_distribution() -> None:
     u_N = (torch.arange(cells, dtype=torch.float64, device=DEVICE) + 0.5) / cells
     row_N = torch.full((cells,), 4, device=DEVICE)
     stats = row_stats(raw_RV, 1.0)
-    got_N = draw_rows(raw_RV, row_N, stats, u_N, 1.0)
+    got_N = draw_rows(raw_RV, row_N, stats, u_N, fine(), 1.0)
     share_V = torch.bincount(got_N, minlength=40) / cells
     assert float((share_V - seen_RV[4].softmax(-1)).abs().max()) <= 1.01 / cells
     assert int(got_N.bincount(minlength=40)[forbidden_V.bool()].sum()) == 0
@@ -84,7 +89,12 @@ def test_nan_is_seen() -> None:
 def test_rows_without_a_softmax_are_seen() -> None:
     raw_RV, _, _ = rows(40, torch.float32)
     raw_RV[3, 7], raw_RV[4] = torch.inf, -torch.inf
-    assert (row_stats(raw_RV, 1.0).total > 0).tolist() == [True, True, True, False, False, True]
+    stats = row_stats(raw_RV, 1.0)
+    assert (stats.total > 0).tolist() == [True, True, True, False, False, True]
+    for chosen, wrong in (([0, 1, 2, 5], False), ([0, 3], True), ([4], True)):
+        bad, row_N = fine(), torch.tensor(chosen, device=DEVICE)
+        draw_rows(raw_RV, row_N, stats, torch.full(row_N.shape, 0.5, dtype=torch.float64, device=DEVICE), bad, 1.0)
+        assert bool(bad) == wrong
 
 
 FILTERS = [(0.9, 0), (0.3, 0), (0.999, 5), (1.0, 1), (1.0, 7), (0.5, 30), (1e-6, 0), (1e-50, 0)]
@@ -106,7 +116,7 @@ def test_filters_are_those_of_the_plain_form(dtype: torch.dtype, top_p: float, t
     u_N = torch.tensor([0.0, 0.1, 0.25, 0.51, 0.87, 0.999], dtype=torch.float64, device=DEVICE)
     row_N = torch.arange(6, device=DEVICE).repeat_interleave(len(u_N))
     u_N = u_N.repeat(6)
-    got_N = draw_rows(raw_RV, row_N, stats, u_N, temperature, top_p=top_p, top_k=top_k)
+    got_N = draw_rows(raw_RV, row_N, stats, u_N, fine(), temperature, top_p=top_p, top_k=top_k)
     assert torch.equal(got_N, draw(processed_RV[row_N], u_N, temperature))
 
 
@@ -117,5 +127,5 @@ def test_filters_over_several_blocks() -> None:
     torch.testing.assert_close(stats.entropy, negative_entropy(processed_RV), rtol=2e-6, atol=2e-6)
     row_N = torch.arange(6, device=DEVICE)
     u_N = torch.full((6,), 0.77, dtype=torch.float64, device=DEVICE)
-    got_N = draw_rows(raw_RV, row_N, stats, u_N, 1.0, top_p=0.8)
+    got_N = draw_rows(raw_RV, row_N, stats, u_N, fine(), 1.0, top_p=0.8)
     assert torch.equal(got_N, draw(processed_RV, u_N, 1.0))

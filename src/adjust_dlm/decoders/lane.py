@@ -7,6 +7,7 @@ on a count that only the device knows. Rows are loaded into slots and stored bac
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig, State
+
+if TYPE_CHECKING:
+    from adjust_dlm.kernels.commit import Draws
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
 _COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
@@ -36,6 +40,7 @@ class Lane(Canvas):
             the base gives or g wants them.
         shape: slots, columns, whether padded, features and whether with h_0: lanes of one shape do the same work.
         keys: keys and values of g's layers, where a decoder keeps some.
+        slot_B: 0 to B - 1.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
         bad: whether a NaN or a row of logits without a softmax was seen.
@@ -59,7 +64,7 @@ class Lane(Canvas):
         self._candidate_BL = torch.ones_like(self.real_BL)
         self._certain_BL = torch.zeros_like(self.real_BL)
         self.follows = True
-        self._column_L = torch.arange(length, device=device)
+        self._column_L, self.slot_B = torch.arange(length, device=device), torch.arange(slots, device=device)
         for name in _COUNTS:
             setattr(self, name, torch.zeros(slots, dtype=torch.long, device=device))
         self._before_B, self._round_B = torch.zeros_like(self.rows_B), torch.zeros_like(self.rows_B)
@@ -173,10 +178,18 @@ class Lane(Canvas):
 
     def begin_round(self) -> None:
         """As `Canvas.start_round`, from the schedule in the buffers."""
+        assert self._candidate_BL is not None
+        if self.kernels:
+            from adjust_dlm.kernels.commit import begin
+
+            begin(
+                self.masked_BL, self._block_BL, self._candidate_BL, self.schedule_BL, self._round_B, self.commits_B,
+                self._before_B, self.quota_B, self.base_calls_B, self.rounds_B,
+            )  # fmt: skip
+            return
         open_B = self.open_B
         self.base_calls_B += open_B
         self.rounds_B += open_B
-        assert self._candidate_BL is not None
         self._candidate_BL.fill_(True)
         self._before_B.copy_(self.commits_B)
         at_B = self._round_B.clamp_max(self.schedule_BL.shape[1] - 1)
@@ -229,15 +242,45 @@ class Lane(Canvas):
             return first_columns(marked_BL, count)
         return columns_of(marked_BL, count)
 
+    def open_columns(self, count: int) -> tuple[Tensor, Tensor]:
+        """`columns_of` what may be committed now, in rows with commits left."""
+        if self.kernels:
+            from adjust_dlm.kernels.commit import first_columns
+
+            return first_columns(self._block_BL, count, also_BL=self._candidate_BL, quota_B=self.quota_B)
+        return columns_of(self.open_BL & self.busy_B[:, None], count)
+
+    def choose(
+        self, score_BN: Tensor, column_BN: Tensor, open_BN: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The `count` best open columns of each row, best first, the first of equals; notes a NaN.
+
+        Returns:
+            Columns, their indices among all scores, uniforms for their draws, and which of them are open, all [B, C].
+        """
+        if self.kernels:
+            from adjust_dlm.kernels.commit import choose
+
+            return choose(score_BN, open_BN, column_BN, count, self._draws(DRAW), self.bad)
+        score_BN = torch.where(open_BN, score_BN, -torch.inf)
+        self.bad |= score_BN.isnan().any()
+        best_BC = score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        position_BC, row_BC = column_BN.gather(1, best_BC), self.slot_B[:, None].expand_as(best_BC)
+        u_BC, valid_BC = self.uniforms(position_BC, row_BC), score_BN.gather(1, best_BC) > -torch.inf
+        return position_BC, row_BC * score_BN.shape[1] + best_BC, u_BC, valid_BC
+
     def uniforms(self, position: Tensor, row: Tensor, stream: int = DRAW) -> Tensor:
         """See `Canvas.uniforms`."""
         if self.kernels:
             from adjust_dlm.kernels.commit import uniforms
 
-            offset = self._offsets[stream]
-            flat = uniforms(self.seeds_B, offset, self.rows_B, self.commits_B, self._first_B, row, position)
-            return flat.view(position.shape)
+            return uniforms(self._draws(stream), row, position).view(position.shape)
         return super().uniforms(position, row, stream)
+
+    def _draws(self, stream: int) -> Draws:
+        from adjust_dlm.kernels.commit import Draws
+
+        return Draws(self.seeds_B, self._offsets[stream], self.rows_B, self.commits_B, self._first_B)
 
     def _keys(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - self._first_B[row]

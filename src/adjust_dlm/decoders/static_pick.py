@@ -26,8 +26,8 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
         count: commits of a row at most.
         first: narrow the round to its candidates.
     """
-    column_BN, open_BN = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
-    row_BN = torch.arange(len(column_BN), device=column_BN.device)[:, None].expand_as(column_BN)
+    column_BN, open_BN = lane.open_columns(width)
+    row_BN = lane.slot_B[:, None].expand_as(column_BN)
     rule = lane.config.order or base.spec.order
     rows = Fused(base, lane, rule) if fused(base, lane) else Plain(base, lane, rule)
     if rule == "left_to_right":
@@ -36,20 +36,12 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
         score_BN = lane.uniforms(column_BN, row_BN, ORDER).float()
     else:
         score_BN = rows.scores(row_BN.flatten(), column_BN.flatten()).view_as(column_BN)
-    score_BN = torch.where(open_BN, score_BN, -torch.inf)
     if first:
         nothing_BL = torch.full(lane.tokens_BL.shape, -torch.inf, device=score_BN.device)
-        lane.narrow(nothing_BL.scatter(1, column_BN, score_BN))
-    if count == 1:
-        best_BC = score_BN.argmax(-1, keepdim=True)  # the first of equals
-    else:
-        best_BC = score_BN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    position_BC, row_BC = column_BN.gather(1, best_BC), row_BN[:, : best_BC.shape[1]]
-    index_R = (row_BC * column_BN.shape[1] + best_BC).flatten()
-    u_R = lane.uniforms(position_BC, row_BC).flatten()
-    token_R, bad = rows.draw(row_BC.flatten(), position_BC.flatten(), index_R, u_R)
-    lane.bad |= score_BN.isnan().any() | bad
-    valid_BC = score_BN.gather(1, best_BC) > -torch.inf
+        lane.narrow(nothing_BL.scatter(1, column_BN, torch.where(open_BN, score_BN, -torch.inf)))
+    position_BC, index_BC, u_BC, valid_BC = lane.choose(score_BN, column_BN, open_BN, count)
+    row_R = row_BN[:, : position_BC.shape[1]].flatten()
+    token_R = rows.draw(row_R, position_BC.flatten(), index_BC.flatten(), u_BC.flatten())
     if lane.noting:
         old_BC = lane.chance_BL.gather(1, position_BC)
         lane.chance_BL.scatter_(1, position_BC, torch.where(valid_BC, rows.chance_R.view_as(old_BC), old_BC))
@@ -83,14 +75,15 @@ class Plain:
         self._kept_RV = logits_RV if len(parts) == 1 else None
         return torch.cat(parts)
 
-    def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of chosen rows, `index_R` among those that were scored; and whether some row has no softmax."""
+    def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> Tensor:
+        """Tokens of chosen rows, `index_R` among those that were scored; notes a row without a softmax."""
         logits_RV = self._logits(row_R, column_R) if self._kept_RV is None else self._kept_RV[index_R]
         processed_RV = process(logits_RV, self.config)
         token_R = draw(processed_RV, u_R, self.config.temperature)
         if self.lane.noting:
             self.chance_R = confidence(processed_RV, token_R)
-        return token_R, no_softmax(processed_RV)
+        self.lane.bad |= no_softmax(processed_RV)
+        return token_R
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         return self.base.logits(self._states(row_R, column_R), suppress_eos=self.config.suppress_eos)
@@ -117,7 +110,7 @@ class Fused(Plain):
         self._stats = stats
         return {"entropy": stats.entropy, "margin": stats.margin, "confidence": stats.confidence}[self.rule]
 
-    def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> Tensor:
         """See `Plain.draw`."""
         from adjust_dlm.kernels.draw import draw_rows, row_stats
 
@@ -128,10 +121,10 @@ class Fused(Plain):
         else:
             logits_RV = self._logits(row_R, column_R) if logits_RV is None else logits_RV[index_R]
             stats, index_R = row_stats(logits_RV, **processing), torch.arange(len(row_R), device=row_R.device)
-        bad = ~(stats.total[index_R] > 0).all()  # NaN of an infinite logit, 0 of nothing but -inf
         if self.config.temperature == 0:
-            return stats.token[index_R], bad
-        return draw_rows(logits_RV, index_R, stats, u_R, **processing), bad
+            self.lane.bad |= ~(stats.total[index_R] > 0).all()  # NaN of an infinite logit, 0 of nothing but -inf
+            return stats.token[index_R]
+        return draw_rows(logits_RV, index_R, stats, u_R, self.lane.bad, **processing)
 
     def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         return self.base.plain_logits(self._states(row_R, column_R), suppress_eos=self.config.suppress_eos)

@@ -91,7 +91,7 @@ class Work:
 
     def _last(self, width: int, again: bool) -> None:
         sampler, lane = self._begin_step(again), self.lane
-        column_BN, _ = lane.columns_of(lane.open_BL & lane.busy_B[:, None], width)
+        column_BN, _ = lane.open_columns(width)
         new_BND = sampler(lane.h_BLD, lane, column_BN)
         lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
 

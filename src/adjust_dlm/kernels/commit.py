@@ -1,9 +1,12 @@
-"""The bookkeeping of a commit: a dozen numbers for each row, which as plain tensor code take a hundred small kernels.
+"""The bookkeeping of a round: a dozen numbers for each row, which as plain tensor code take a hundred small kernels.
 
-The plain forms are `decoders.columns.columns_of`, `sampling.uniform` and `decoders.lane.Lane.commit`.
+The plain forms are those of `decoders.lane.Lane` (`begin_round`, `open_columns`, `choose`, `commit`), of
+`decoders.columns.columns_of` and of `sampling.uniform`. One program has one row.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,12 +19,64 @@ _THIRD = tl.constexpr(-0x6B2FB644ECCEEE15)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _columns_kernel(marked, column, valid, length, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _begin_kernel(  # type: ignore[no-untyped-def]
+    masked, marked, candidate, schedule, rounds_in, commits, before, quota, base_calls, rounds, length, steps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    here = tl.load(marked + row * length + lane, lane < length, other=0) != 0
     inside = lane < length
-    yes = (here & inside).to(tl.int32)
+    at = row * length + lane
+    open_ = tl.max((tl.load(masked + at, inside, other=0) != 0).to(tl.int64), 0)
+    left = tl.sum((tl.load(marked + at, inside, other=0) != 0).to(tl.int64), 0)
+    number = tl.load(rounds_in + row)
+    wanted = tl.load(schedule + row * steps + tl.minimum(number, steps - 1))
+    tl.store(candidate + at, inside, inside)
+    tl.store(before + row, tl.load(commits + row))
+    tl.store(quota + row, tl.minimum(wanted, left))
+    tl.store(base_calls + row, tl.load(base_calls + row) + open_)
+    tl.store(rounds + row, tl.load(rounds + row) + open_)
+    tl.store(rounds_in + row, number + 1)
+
+
+def begin(
+    masked_BL: Tensor, marked_BL: Tensor, candidate_BL: Tensor, schedule_BL: Tensor, round_B: Tensor,
+    commits_B: Tensor, before_B: Tensor, quota_B: Tensor, base_calls_B: Tensor, rounds_B: Tensor,
+) -> None:  # fmt: skip
+    """Books a base pass and sets quotas: see `Lane.begin_round`. All but the first two are buffers of the lane.
+
+    Args:
+        masked_BL: of the canvases.
+        marked_BL: those of each row's block.
+        candidate_BL: out: all True.
+        schedule_BL: commits of each row's rounds; the last one goes on.
+        round_B: number of the round, and out: of the next.
+        commits_B: so far.
+        before_B: out: the same.
+        quota_B: out: commits of this round.
+        base_calls_B: one more for open rows.
+        rounds_B: one more for open rows.
+    """
+    rows, length = masked_BL.shape
+    _begin_kernel[(rows,)](
+        masked_BL, marked_BL.contiguous(), candidate_BL, schedule_BL, round_B, commits_B, before_B, quota_B,
+        base_calls_B, rounds_B, length, schedule_BL.shape[1], BLOCK=triton.next_power_of_2(length),
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _columns_kernel(  # type: ignore[no-untyped-def]
+    marked, also, quota, column, valid, length, width, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < length
+    here = (tl.load(marked + row * length + lane, inside, other=0) != 0) & inside
+    if also is not None:
+        here = here & (tl.load(also + row * length + lane, inside, other=0) != 0)
+    if quota is not None:
+        here = here & (tl.load(quota + row) > 0)
+    yes = here.to(tl.int32)
     no = ((here == 0) & inside).to(tl.int32)
     total = tl.sum(yes, 0)
     rank = tl.where(here, tl.cumsum(yes, 0) - 1, total + tl.cumsum(no, 0) - 1)
@@ -30,13 +85,23 @@ def _columns_kernel(marked, column, valid, length, width, BLOCK: tl.constexpr): 
     tl.store(valid + row * width + rank, rank < total, wanted)
 
 
-def first_columns(marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `columns_of`: the first `count` <= L marked columns of each row, and which of them are marked at all."""
+def first_columns(
+    marked_BL: Tensor, count: int, *, also_BL: Tensor | None = None, quota_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `columns_of`: the first `count` <= L marked columns of each row, and which of them are marked at all.
+
+    Args:
+        marked_BL: what to look for.
+        count: N.
+        also_BL: columns have to be marked here, too.
+        quota_B: rows without any left have no marked column.
+    """
     rows, length = marked_BL.shape
     column_BN = torch.empty(rows, count, dtype=torch.long, device=marked_BL.device)
     valid_BN = torch.empty(rows, count, dtype=torch.bool, device=marked_BL.device)
     block = triton.next_power_of_2(length)
-    _columns_kernel[(rows,)](marked_BL.contiguous(), column_BN, valid_BN, length, count, BLOCK=block)
+    marked_BL = marked_BL.contiguous()
+    _columns_kernel[(rows,)](marked_BL, also_BL, quota_B, column_BN, valid_BN, length, count, BLOCK=block)
     return column_BN, valid_BN
 
 
@@ -47,6 +112,15 @@ def _mix(x):  # type: ignore[no-untyped-def]
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+@triton.jit
+def _uniform(seeds, offset, rows, commits, firsts, row, place, inside):  # type: ignore[no-untyped-def]
+    state = _mix(tl.load(seeds + row, inside, other=0) + tl.load(offset))
+    state = _mix(state ^ (tl.load(rows + row, inside, other=0) * _FIRST))
+    state = _mix(state ^ (tl.load(commits + row, inside, other=0) * _FIRST))
+    state = _mix(state ^ ((place - tl.load(firsts + row, inside, other=0)) * _FIRST))
+    return ((state >> 32) & 0xFFFFFFFF).to(tl.float64) * 2.3283064365386963e-10
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _uniform_kernel(  # type: ignore[no-untyped-def]
     seeds, offset, rows, commits, firsts, row_of, position, out, count, BLOCK: tl.constexpr
@@ -54,41 +128,92 @@ def _uniform_kernel(  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(row_of + at, inside, other=0)
-    place = tl.load(position + at, inside, other=0) - tl.load(firsts + row, inside, other=0)
-    state = _mix(tl.load(seeds + row, inside, other=0) + tl.load(offset))
-    state = _mix(state ^ (tl.load(rows + row, inside, other=0) * _FIRST))
-    state = _mix(state ^ (tl.load(commits + row, inside, other=0) * _FIRST))
-    state = _mix(state ^ (place * _FIRST))
-    tl.store(out + at, ((state >> 32) & 0xFFFFFFFF).to(tl.float64) * 2.3283064365386963e-10, inside)
+    place = tl.load(position + at, inside, other=0)
+    tl.store(out + at, _uniform(seeds, offset, rows, commits, firsts, row, place, inside), inside)
 
 
-def uniforms(
-    seeds_B: Tensor,
-    offset: Tensor,
-    rows_B: Tensor,
-    commits_B: Tensor,
-    first_B: Tensor,
-    row_N: Tensor,
-    position_N: Tensor,
-) -> Tensor:
-    """`sampling.uniform` of the next commit at (row index, position index): float64 [N].
+class Draws(NamedTuple):
+    """What the uniforms of a lane depend on, see `sampling.uniform`.
 
-    Args:
+    Attributes:
         seeds_B: int64, wrapped.
         offset: int64, the stream's.
         rows_B: row ids.
         commits_B: commit numbers.
         first_B: each row's first real column.
+    """
+
+    seeds_B: Tensor
+    offset: Tensor
+    rows_B: Tensor
+    commits_B: Tensor
+    first_B: Tensor
+
+
+def uniforms(draws: Draws, row_N: Tensor, position_N: Tensor) -> Tensor:
+    """`sampling.uniform` of the next commit at (row index, position index): float64 [N].
+
+    Args:
+        draws: of the lane.
         row_N: which row, int64.
         position_N: which column, int64.
     """
-    out_N = torch.empty(row_N.numel(), dtype=torch.float64, device=seeds_B.device)
+    out_N = torch.empty(row_N.numel(), dtype=torch.float64, device=row_N.device)
     grid = (triton.cdiv(len(out_N), 256),)
-    _uniform_kernel[grid](
-        seeds_B, offset, rows_B, commits_B, first_B, row_N.contiguous(), position_N.contiguous(), out_N, len(out_N),
-        BLOCK=256,
-    )  # fmt: skip
+    _uniform_kernel[grid](*draws, row_N.contiguous(), position_N.contiguous(), out_N, len(out_N), BLOCK=256)
     return out_N
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose_kernel(  # type: ignore[no-untyped-def]
+    score, valid, column, seeds, offset, rows, commits, firsts, bad, position, index, uniform, good, width, count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    left = lane < width
+    at = row * width + lane
+    open_ = (tl.load(valid + at, left, other=0) != 0) & left
+    x = tl.where(open_, tl.load(score + at, left, other=0.0), float("-inf"))
+    nan = x != x
+    tl.store(bad, True, tl.max(nan.to(tl.int32), 0) != 0)
+    x = tl.where(nan, float("inf"), x)
+    for n in range(count):
+        top = tl.max(tl.where(left, x, float("-inf")), 0)
+        best = tl.min(tl.where(left & (x == top), lane, BLOCK), 0)  # the first of equals
+        left = left & (lane != best)
+        place = tl.load(column + row * width + best)
+        out = row * count + n
+        tl.store(position + out, place)
+        tl.store(index + out, (row * width + best).to(tl.int64))
+        tl.store(uniform + out, _uniform(seeds, offset, rows, commits, firsts, row, place, place >= 0))
+        tl.store(good + out, top > float("-inf"))
+
+
+def choose(
+    score_BN: Tensor, open_BN: Tensor, column_BN: Tensor, count: int, draws: Draws, bad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The `count` <= N best open columns of each row: see `Lane.choose`.
+
+    Args:
+        score_BN: fp32.
+        open_BN: what may be chosen; the rest comes behind it, in order.
+        column_BN: where the scores stand.
+        count: C.
+        draws: of the lane.
+        bad: becomes True if the score of an open column is NaN.
+
+    Returns:
+        Columns, their indices into all scores, uniforms for their draws, and whether they are open, all [B, C].
+    """
+    (rows, width), device = score_BN.shape, score_BN.device
+    kinds = (torch.long, torch.long, torch.float64, torch.bool)
+    out = [torch.empty(rows, count, dtype=kind, device=device) for kind in kinds]
+    _choose_kernel[(rows,)](
+        score_BN.contiguous(), open_BN, column_BN, *draws, bad, *out, width, count, BLOCK=triton.next_power_of_2(width)
+    )
+    position_BC, index_BC, u_BC, good_BC = out
+    return position_BC, index_BC, u_BC, good_BC
 
 
 @triton.jit  # type: ignore[untyped-decorator]

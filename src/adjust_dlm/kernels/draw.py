@@ -190,13 +190,15 @@ def row_stats(logits_RV: Tensor, temperature: float, *, top_p: float = 1.0, top_
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw_kernel(  # type: ignore[no-untyped-def]
-    logits, row_of, top, total, cut, ties, uniform, token, width, stride, inverse, FILTERED: tl.constexpr,
+    logits, row_of, top, total, cut, ties, uniform, token, bad, width, stride, inverse, FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = tl.load(row_of + program)
     best = tl.load(top + row)
-    goal = tl.load(uniform + program) * tl.load(total + row)
+    whole = tl.load(total + row)
+    tl.store(bad, True, (whole > 0) == 0)  # NaN of an infinite logit, 0 of nothing but -inf
+    goal = tl.load(uniform + program) * whole
     if FILTERED:
         edge = tl.load(cut + row)
         kept = tl.load(ties + row)
@@ -225,8 +227,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
 
 def draw_rows(
-    logits_RV: Tensor, row_N: Tensor, stats: Stats, u_N: Tensor, temperature: float, *, top_p: float = 1.0,
-    top_k: int = 0,
+    logits_RV: Tensor, row_N: Tensor, stats: Stats, u_N: Tensor, bad: Tensor, temperature: float, *,
+    top_p: float = 1.0, top_k: int = 0,
 ) -> Tensor:  # fmt: skip
     """Inverse CDF at u for some rows: int64 [N].
 
@@ -235,13 +237,14 @@ def draw_rows(
         row_N: which rows, int64.
         stats: of all rows, with the same settings.
         u_N: float64 uniforms in [0, 1).
+        bad: becomes True where one of these rows has no softmax.
         temperature: as for `row_stats`.
         top_p: as for `row_stats`.
         top_k: as for `row_stats`.
     """
     token_N, width = torch.empty_like(row_N), logits_RV.shape[1]
     _draw_kernel[(len(row_N),)](
-        logits_RV, row_N, stats.top, stats.total, stats.cut, stats.ties, u_N, token_N, width, logits_RV.stride(0),
+        logits_RV, row_N, stats.top, stats.total, stats.cut, stats.ties, u_N, token_N, bad, width, logits_RV.stride(0),
         _inverse(temperature), FILTERED=_filters(width, top_p, top_k), **_shape(width, _BLOCK),
     )  # fmt: skip
     return token_N
