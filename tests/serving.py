@@ -97,11 +97,12 @@ def typing_engine(base: Base, **limits: Any) -> Engine:
 
 def work_of(
     *rows: list[int], decoder: str = "joint", new: int = 8, seed: int = 3, stops: tuple[str, ...] = (),
-    options: dict[str, Any] | None = None, **settings: Any,
+    options: dict[str, Any] | None = None, quiet: bool = False, **settings: Any,
 ) -> Work:  # fmt: skip
     """A request for rows 0, 1, ... of a seed."""
     specs = tuple(RowSpec(ids=ids, new=new, seed=seed, row=n) for n, ids in enumerate(rows))
-    return Work(rows=specs, decoder=decoder, config=DecodeConfig(**settings), options=options or {}, stops=stops)
+    config = DecodeConfig(**settings)
+    return Work(rows=specs, decoder=decoder, config=config, options=options or {}, stops=stops, quiet=quiet)
 
 
 class Log:
@@ -151,7 +152,7 @@ def told(engine: Engine, works: list[Work], turns: int = 2) -> list[list[Any]]:
     play(engine)
     return [
         [
-            [(end.ids, vars(end.cost)) for _, end in sorted(log.finished.items())],
+            [(end.ids, end.cost) for _, end in sorted(log.finished.items())],
             [(e.index, c.position, c.token, c.order) for e in log.events if isinstance(e, Progress) for c in e.commits],
         ]
         for log in logs

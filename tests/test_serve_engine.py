@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from adjust_dlm.decoders import decode, fast
 from adjust_dlm.decoders.fast_rounds import Held
+from adjust_dlm.decoders.rows import join
+from adjust_dlm.serve import lane
 from adjust_dlm.serve.engine import Engine, Limits
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.work import Finished, Progress, RowSpec, Work
@@ -71,7 +74,7 @@ def test_rows_come_out_as_if_alone_whoever_comes_and_goes(*, rows: int, eager: b
             )
             assert all(end.ids[c.position] == c.token for c in commits)
             cost = [alone.rounds_B, alone.base_calls_B, alone.sampler_calls_B, alone.partner_calls_B]
-            assert list(vars(end.cost).values()) == [int(calls_B[0]) for calls_B in cost]
+            assert list(end.cost) == [int(calls_B[0]) for calls_B in cost]
 
 
 def test_rows_of_one_kind_share_passes() -> None:
@@ -80,6 +83,30 @@ def test_rows_of_one_kind_share_passes() -> None:
     play(engine)
     assert base.passes == engine.counters.base_passes == engine.counters.rounds == 8
     assert [log.finished[0].text for log in logs] == ["hell", "hello", "hello ", "hello w", "hello wo"]
+
+
+@pytest.mark.parametrize("stops", [(), ("lo",)])
+def test_quiet_rows_end_alike_and_say_nothing_before(stops: tuple[str, ...]) -> None:
+    """In one lane with others."""
+    _, engine, ids = typed()
+    _, loud = submit(engine, work_of(ids, ids, new=8, stops=stops))
+    _, quiet = submit(engine, work_of(ids, ids, new=8, stops=stops, quiet=True))
+    play(engine)
+    assert loud.rounds and not quiet.rounds
+    for b in (0, 1):
+        one, other = (replace(log.finished[b], seconds=0, queued=0) for log in (loud, quiet))
+        assert one == other and one.text == ("hel" if stops else "hello wo")
+
+
+def test_rows_that_come_together_join_the_canvas_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    monkeypatch.setattr(lane, "join", lambda parts: joined.append(len(parts)) or join(parts))
+    _, engine, ids = typed()
+    logs = [submit(engine, work_of(ids, new=4 + n, seed=n))[1] for n in range(3)]
+    engine.turn()
+    logs += [submit(engine, work_of([*ids, 9], new=6, seed=n))[1] for n in range(3)]
+    play(engine)
+    assert joined == [3, 4] and all(log.finished for log in logs)
 
 
 def test_lanes_take_turns_and_none_starves() -> None:
@@ -196,7 +223,7 @@ def test_a_row_that_gives_nan_fails_alone_in_the_fast_form_too(*, eager: bool) -
     poisoned = submit(engine, work_of([BOS, 101, 10], new=9, decoder="adjust", tokens_per_step=2))[1]
     assert told(engine, works[1:])[0] == want[1]
     assert isinstance(poisoned.error, FloatingPointError)
-    assert [(end.ids, vars(end.cost)) for end in first.finished.values()] == want[0][0]
+    assert [(end.ids, end.cost) for end in first.finished.values()] == want[0][0]
     assert engine.held.shapes == (0 if eager else 4)  # 1, 2, 4 and 8 slots
 
 

@@ -35,6 +35,38 @@ def pieces(ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()) -> tupl
     return shown, writer
 
 
+@given(
+    text=st.text("abé\U0001f600 ", max_size=12), end=st.booleans(),
+    stops=st.sets(st.text("ab ", min_size=1, max_size=2), max_size=2), data=st.data(),
+)  # fmt: skip
+def test_a_quiet_writer_says_at_the_end_what_the_other_said_all_along(
+    text: str, end: bool, stops: set[str], data: st.DataObject
+) -> None:
+    ids = [*encode(text), *([IM_END, *encode("b")] if end else [])]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
+    shown, loud = pieces(ids, cuts, tuple(stops))
+    quiet = Writer(decode, (IM_END,), tuple(stops), quiet=True)
+    said = [quiet.feed(ids[:cut], done=False) for cut in cuts] + [quiet.feed(ids, done=True)]
+    assert (quiet.text, quiet.reason, quiet.tokens) == (loud.text, loud.reason, loud.tokens)
+    assert "".join(said) == "".join(shown) == loud.text
+    assert len([piece for piece in said if piece]) <= 1 or stops
+
+
+def test_text_is_decoded_only_where_something_is_new() -> None:
+    """It takes longer than anything else a server does for a row's round."""
+    calls: list[int] = []
+
+    def counted(ids: list[int]) -> str:
+        calls.append(len(ids))
+        return decode(ids)
+
+    for quiet, want in ((False, [2, 4, 5]), (True, [5])):
+        calls.clear()
+        writer, ids = Writer(counted, (IM_END,), (), quiet=quiet), encode("hello")
+        shown = "".join(writer.feed(ids[:n], done=n == 5) for n in (0, 0, 2, 2, 4, 4, 5))
+        assert calls == want and shown == "hello"
+
+
 @pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 8], [5], [3, 6, 9]])
 def test_a_stop_string_never_leaks(cuts: list[int]) -> None:
     shown, writer = pieces(encode("hello world foo"), cuts, ("lo wo",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from adjust_dlm.decoders.graphs import Graphs
 from adjust_dlm.decoders.lane import Lane
 from adjust_dlm.decoders.static_pick import pick
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import DecodeConfig
 
 
 class Work:
@@ -24,7 +26,7 @@ class Work:
         self.graphs, self.base, self.sampler, self.lane = graphs, base, sampler, lane
         self.decoder, self.options, config = decoder, options, lane.config
         self._blocks = config.block_length, config.candidates  # all that passes and steps heed
-        self._settings = config.but(seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=1)
+        self._settings = heeded(config)
         lane.follows = not options.sparse
         if options.sparse and sampler is not None:
             lane.need_keys(sampler)
@@ -102,6 +104,12 @@ class Work:
             for kept, new in zip(itertools.chain(*lane.keys), itertools.chain(*made), strict=True):
                 kept.copy_(new)
         lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
+
+
+@functools.lru_cache(64)
+def heeded(config: DecodeConfig) -> DecodeConfig:
+    """What picks heed: the rest of the settings is each row's own."""
+    return config.but(seed=0, tokens_per_step=1, schedule="exact", max_new_tokens=1)
 
 
 def slot_bucket(rows: int) -> int:

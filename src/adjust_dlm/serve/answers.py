@@ -6,7 +6,6 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from adjust_dlm.serve.asks import Prompt
@@ -138,7 +137,7 @@ class CanvasEvents:
              "certainty": c.chance}
             for c in event.commits
         ]  # fmt: skip
-        return {"type": "round", "row": event.index, **asdict(event.cost), "text": event.text, "commits": commits}
+        return {"type": "round", "row": event.index, **event.cost._asdict(), "text": event.text, "commits": commits}
 
     def row(self, event: Finished) -> Body:
         """A row is over."""
@@ -146,7 +145,7 @@ class CanvasEvents:
         reason = "length" if self.prompt.spans else event.reason
         return {
             "type": "row", "row": event.index, "text": text, "finish_reason": reason,
-            "completion_tokens": self.tokens(event), **asdict(event.cost), "seconds": round(event.seconds, 6),
+            "completion_tokens": self.tokens(event), **event.cost._asdict(), "seconds": round(event.seconds, 6),
         }  # fmt: skip
 
     def tokens(self, event: Finished) -> int:

@@ -187,6 +187,7 @@ def _work(engine: Engine, defaults: Defaults, ask: Sampling, prompts: list[Promp
     work = Work(
         rows=tuple(specs), decoder=decoder, config=defaults.config.but(**changes), options=options,
         stops=(stop,) if isinstance(stop, str) else tuple(stop or ()), chance=isinstance(ask, CanvasAsk),
+        quiet=isinstance(ask, InfillAsk) or (isinstance(ask, CompletionAsk | ChatAsk) and not ask.stream),
     )  # fmt: skip
     _check_plan(engine, work)
     return work

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,7 +31,6 @@ from adjust_dlm.types import DecodeConfig, InputError, require
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ class Engine:
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._lanes: dict[Key, Lane] = {}
+        self._lanes: dict[Hashable, Lane] = {}
         self._turns = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -138,9 +137,9 @@ class Engine:
             ApiError: the queue is full, or the server is shutting down.
         """
         self.plan(work)
-        ticket, ends = Ticket(work, sink, self.limits.seconds), self.base.spec.end_ids
+        ticket, ends, key = Ticket(work, sink, self.limits.seconds), self.base.spec.end_ids, _key(work)
         rows = [
-            Row(ticket, spec, index, Writer(self.words.decode, ends, work.stops))
+            Row(ticket, spec, index, key, Writer(self.words.decode, ends, work.stops, quiet=work.quiet))
             for index, spec in enumerate(work.rows)
         ]
         with self._wake:
@@ -232,6 +231,8 @@ class Engine:
         self._do_calls()
         self._drop()
         self._admit()
+        for lane in self._lanes.values():
+            lane.settle()
         if self._lanes:
             key, lane = min(self._lanes.items(), key=lambda item: item[1].turn)
             lane.turn = next(self._turns)
@@ -242,7 +243,7 @@ class Engine:
             self.counters.partner_passes += cost.partner_calls
             self._forget_empty(key)
 
-    def _forget_empty(self, *keys: Key) -> None:
+    def _forget_empty(self, *keys: Hashable) -> None:
         for key in keys:
             if not self._lanes[key].rows:
                 with self._wake:
@@ -275,13 +276,12 @@ class Engine:
                 if not self._waiting:
                     return
                 row = self._waiting[0]
-                key = _key(row.ticket.work)
-                lane = self._lanes.get(key)
+                lane = self._lanes.get(row.key)
                 if lane is not None and not lane.fits(row, self.limits.tokens):
                     return
             try:
                 if lane is None:
-                    self._lanes[key] = self._lane(row)
+                    self._lanes[row.key] = self._lane(row)
                 else:
                     lane.add(row)
             except Exception as error:
@@ -308,7 +308,7 @@ class Engine:
         return Lane(plan, row, next(self._turns), chance=work.chance, play=play)
 
 
-def _key(work: Work) -> Key:
+def _key(work: Work) -> Hashable:
     """What rows must have in common to share a pass: everything but seed and length."""
     settings = work.config.but(seed=0, max_new_tokens=1)
     return work.decoder, settings, repr(sorted(work.options.items())), work.chance

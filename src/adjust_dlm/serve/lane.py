@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from adjust_dlm.decoders import Plan
@@ -15,7 +19,8 @@ from adjust_dlm.serve.work import Commit, Cost, Failed, Finished, Progress, Row
 from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
-_CALLS = ("rounds_B", "base_calls_B", "sampler_calls_B", "partner_calls_B")
+Ints = npt.NDArray[np.int64]
+_COUNTS = ("commits_B", "rounds_B", "base_calls_B", "sampler_calls_B", "partner_calls_B")
 
 
 class Lane:
@@ -23,7 +28,7 @@ class Lane:
 
     Attributes:
         rows: in the order of the canvas; never empty.
-        canvas: theirs.
+        canvas: theirs, but for those that came since `settle`.
         turn: when it was last served; the engine serves the smallest.
     """
 
@@ -37,13 +42,15 @@ class Lane:
             row: which gives the lane its kind.
             turn: see above.
             chance: note with what probability tokens are drawn.
-            play: plays one round as the plan's decoder does; by default that decoder itself.
+            play: plays one round as the plan's decoder does, and leaves the canvas as it was if it fails; by default
+                that decoder itself.
 
         Raises:
             InputError: the row does not fit the base.
         """
         self.plan, self.turn, self._chance, self._play = plan, turn, chance, play
         self.rows, self.canvas = [row], self._canvas(row)
+        self._coming: list[RoundCanvas] = []
 
     def _canvas(self, row: Row) -> RoundCanvas:
         spec = row.spec
@@ -56,13 +63,19 @@ class Lane:
 
     def fits(self, row: Row, most_tokens: int) -> bool:
         """Whether the padded batch stays within bounds with one more row."""
-        longest = max(row.length, self.canvas.tokens_BL.shape[1])
+        longest = max(one.length for one in (row, *self.rows))
         return (len(self.rows) + 1) * longest <= most_tokens
 
     def add(self, row: Row) -> None:
-        """One more row, between rounds. Raises InputError if it does not fit the base."""
-        self.canvas = join([self.canvas, self._canvas(row)])
+        """One more row, between rounds; `settle` comes next. Raises InputError if it does not fit the base."""
+        self._coming.append(self._canvas(row))
         self.rows.append(row)
+
+    def settle(self) -> None:
+        """Rows that were added join the canvas."""
+        if self._coming:
+            self.canvas = join([self.canvas, *self._coming])
+            self._coming = []
 
     def drop_over(self) -> None:
         """Rows that nobody waits for leave."""
@@ -82,16 +95,13 @@ class Lane:
         now = time.monotonic()
         for row in self.rows:
             row.first_round = row.first_round or now
-        before = take(self.canvas, range(len(self.rows)))
+        everyone = range(len(self.rows))
+        before = take(self.canvas, everyone) if self._play is None else copy.copy(self.canvas)
         try:
             self._round(self.canvas)
         except Exception as error:
-            before = self._one_by_one(before, error)
-        if not self.rows:
-            return Cost(0, 0, 0, 0)
-        old, new = _calls(before), _calls(self.canvas)
-        self._report(before.commits_B.tolist())
-        return Cost(*(max(b - a for a, b in zip(*pair, strict=True)) for pair in zip(old, new, strict=True)))
+            self._one_by_one(before, error)
+        return self._report() if self.rows else Cost()
 
     @torch.no_grad()
     def _round(self, canvas: RoundCanvas) -> None:
@@ -100,8 +110,8 @@ class Lane:
         else:
             self._play(canvas)
 
-    def _one_by_one(self, before: RoundCanvas, error: Exception) -> RoundCanvas:
-        """Plays the round for each row alone; returns the canvas of the surviving rows before it."""
+    def _one_by_one(self, before: RoundCanvas, error: Exception) -> None:
+        """Plays the round for each row alone; those that fail leave."""
         if len(self.rows) > 1:
             logger.warning("a batch of %d rows failed (%s); each is tried alone", len(self.rows), error)
         kept, parts = [], []
@@ -121,47 +131,56 @@ class Lane:
         self.rows = [self.rows[b] for b in kept]
         if parts:
             self.canvas = join(parts)
-        return take(before, kept)
 
-    def _report(self, commits_before: list[int]) -> None:
-        """Tells every row's client what is new; rows that are over leave."""
-        canvas = self.canvas
-        tokens, order, masked = (part.tolist() for part in (canvas.tokens_BL, canvas.order_BL, canvas.masked_BL))
-        chance = None if canvas.chance_BL is None else canvas.chance_BL.tolist()
-        costs = [Cost(*calls) for calls in zip(*_calls(canvas), strict=True)]
-        for b, row in enumerate(self.rows):
-            first = len(tokens[b]) - row.length
-            fresh = sorted((n, i) for i, n in enumerate(order[b]) if n >= commits_before[b])
-            commits = tuple(
-                Commit(i - first, tokens[b][i], n, None if chance is None else _number(chance[b][i])) for n, i in fresh
-            )
+    def _report(self) -> Cost:
+        """Tells every row's client what is new; rows that are over leave. Returns the passes of the batch."""
+        canvas, length = self.canvas, self.canvas.tokens_BL.shape[1]
+        counts = [getattr(canvas, name)[:, None] for name in _COUNTS]
+        facts_BX = torch.cat([canvas.tokens_BL, canvas.order_BL, canvas.masked_BL, *counts], 1).cpu()  # one wait
+        columns = facts_BX[:, : 3 * length].unflatten(1, (3, length)).numpy()
+        chance = None if canvas.chance_BL is None else canvas.chance_BL.cpu().numpy()
+        spent = []
+        for b, (row, (commits, *calls)) in enumerate(zip(self.rows, facts_BX[:, 3 * length :].tolist(), strict=True)):
+            own = slice(length - row.length, length)
+            tokens, order, masked = columns[b, :, own]
+            before, row.cost = row.cost, Cost(*calls)
+            spent.append([new - old for new, old in zip(row.cost, before, strict=True)])
+            fresh = () if row.quiet else _fresh(tokens, order, row.commits, None if chance is None else chance[b, own])
+            row.commits = commits
             try:
-                _tell(row, tokens[b][first:], masked[b][first:], commits, costs[b])
+                _tell(row, tokens, masked, fresh)
             except Exception as error:  # text that cannot be decoded
                 logger.exception("a request failed")
                 row.ticket.tell(Failed(error))
         self._keep([b for b, row in enumerate(self.rows) if row.writer.reason is None and not row.ticket.over])
+        return Cost(*map(max, zip(*spent, strict=True)))
 
 
-def _calls(canvas: RoundCanvas) -> list[list[int]]:
-    return [getattr(canvas, name).tolist() for name in _CALLS]
+def _fresh(tokens: Ints, order: Ints, before: int, chance: Any) -> tuple[Commit, ...]:
+    """Commits of the round, in order; `before` were there already."""
+    at = np.flatnonzero(order >= before)
+    at = at[order[at].argsort()]
+    chances = [None] * len(at) if chance is None else map(_number, chance[at].tolist())
+    return tuple(map(Commit, at.tolist(), tokens[at].tolist(), order[at].tolist(), chances))
 
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _tell(row: Row, ids: list[int], masked: list[bool], commits: tuple[Commit, ...], cost: Cost) -> None:
-    new = len(row.spec.ids)
-    done = not any(masked)
-    left = next((i for i in range(new, len(ids)) if masked[i]), len(ids))
-    text = row.writer.feed(ids[new:left], done=done)
-    row.ticket.tell(Progress(index=row.index, text=text, commits=commits, cost=cost))
+def _tell(row: Row, tokens: Ints, masked: Ints, commits: tuple[Commit, ...]) -> None:
+    new, open_ = len(row.spec.ids), np.flatnonzero(masked)
+    done = not len(open_)
+    left = next((i for i in open_.tolist() if i >= new), len(tokens))
+    text = row.writer.feed(tokens[new:left].tolist(), done=done)
+    if not row.quiet:
+        row.ticket.tell(Progress(index=row.index, text=text, commits=commits, cost=row.cost))
     if row.writer.reason is not None:
         started = row.ticket.started
         row.ticket.tell(
             Finished(
-                index=row.index, text=row.writer.text, reason=row.writer.reason, tokens=row.writer.tokens, ids=ids,
-                cost=cost, seconds=time.monotonic() - started, queued=(row.first_round or started) - started,
+                index=row.index, text=row.writer.text, reason=row.writer.reason, tokens=row.writer.tokens,
+                ids=tokens.tolist(), cost=row.cost, seconds=time.monotonic() - started,
+                queued=(row.first_round or started) - started,
             )
         )  # fmt: skip

@@ -107,10 +107,12 @@ class Writer:
         tokens: of `text`, once it is over: up to the end token, or up to the last one that a cut text needs.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], end_ids: Collection[int], stops: Sequence[str]) -> None:
-        """Nothing is written yet."""
-        self._decode, self._end_ids, self._stops = decode, end_ids, stops
-        self.text, self.tokens = "", 0
+    def __init__(
+        self, decode: Callable[[list[int]], str], end_ids: Collection[int], stops: Sequence[str], *, quiet: bool = False
+    ) -> None:
+        """Nothing is written yet. `quiet`: nothing is shown before the row is over."""
+        self._decode, self._end_ids, self._stops, self._quiet = decode, end_ids, stops, quiet
+        self._seen, self.text, self.tokens = 0, "", 0
         self.reason: FinishReason | None = None
 
     def feed(self, ids: Sequence[int], *, done: bool) -> str:
@@ -120,10 +122,13 @@ class Writer:
             ids: all new tokens left of the row's first mask, old ones too.
             done: nothing is masked any more.
         """
-        if self.reason is not None:
+        if self.reason is not None or (len(ids) == self._seen and not done):
             return ""
+        self._seen = len(ids)
         words = cut_at_end(ids, self._end_ids)
         ended = len(words) < len(ids)
+        if self._quiet and not (ended or done or self._stops):
+            return ""
         full = self._decode(words)
         if not (ended or done):
             full = full.rstrip(HALF)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from adjust_dlm.serve.text import FinishReason, Writer
 from adjust_dlm.types import DecodeConfig
@@ -39,6 +39,7 @@ class Work:
         options: settings that only this decoder has.
         stops: stop strings; a row is over once its finished text holds one.
         chance: report with what probability each token was drawn.
+        quiet: nobody looks at what happens before a row's end: no `Progress` is told.
     """
 
     rows: tuple[RowSpec, ...]
@@ -47,6 +48,7 @@ class Work:
     options: Mapping[str, Any] = field(default_factory=dict)
     stops: tuple[str, ...] = ()
     chance: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,13 @@ class Commit:
     chance: float | None
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What a row has cost so far; see `DecodeResult`."""
 
-    rounds: int
-    base_calls: int
-    sampler_calls: int
-    partner_calls: int
+    rounds: int = 0
+    base_calls: int = 0
+    sampler_calls: int = 0
+    partner_calls: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +166,32 @@ class Ticket:
 
 @dataclass
 class Row:
-    """A row in the queue or in a lane."""
+    """A row in the queue or in a lane.
+
+    Attributes:
+        ticket, spec, index: where it belongs.
+        key: what rows of a lane have in common.
+        writer: of its text.
+        first_round: when that began.
+        cost: of all rounds.
+        commits: so far.
+    """
 
     ticket: Ticket
     spec: RowSpec
     index: int
+    key: Hashable
     writer: Writer
     first_round: float | None = None
+    cost: Cost = field(default_factory=Cost)
+    commits: int = 0
 
     @property
     def length(self) -> int:
         """Tokens of its canvas."""
         return len(self.spec.ids) + self.spec.new
+
+    @property
+    def quiet(self) -> bool:
+        """See `Work`."""
+        return self.ticket.work.quiet
