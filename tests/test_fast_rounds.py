@@ -22,7 +22,7 @@ from helpers import BOS, CORE, FAMILIES, LIMIT, MASK, left_pad, tiny_base, tiny_
 from test_fast import ALL, BASES, DEEP, FORMS, SAMPLERS, Replayed
 from test_properties import configs, heeded
 
-CELLS = 1 << 20
+TOKENS = 1 << 20
 # Prompt, new tokens, seed, row id: all differ; a gap with nothing behind it, and a row with nothing to fill.
 ROWS = [
     ([BOS, 5, 6], 7, 1, 0), ([BOS, 9, 7, 4, 11, 8], 12, -9, 4), ([BOS], 3, 2**63, 2),
@@ -52,7 +52,7 @@ def lockstep(
     together: int = 3, rounds: Rounds | None = None, **options: Any,
 ) -> Rounds:  # fmt: skip
     """A row joins in every round, finished ones leave: the fast canvas is compared with the reference's each time."""
-    rounds = rounds or Rounds(base, sampler, most_cells=CELLS)
+    rounds = rounds or Rounds(base, sampler, tokens=TOKENS)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, **options)
     waiting, canvas = rows_of(plan.base, plan.config, rows, chance=chance), None
     while waiting or canvas is not None:
@@ -119,7 +119,7 @@ def test_a_row_that_spoils_a_pass_leaves_nothing_behind() -> None:
         base.model.embed_tokens.weight[LIMIT] = torch.nan
     config = DecodeConfig(tokens_per_step=2, temperature=0.0)
     good, bad, other = rows_of(base, config, [([BOS, 5], 6, 1, 0), ([BOS, LIMIT], 6, 2, 0), ([BOS, 7, 7], 6, 3, 0)])
-    rounds = Rounds(base, g, most_cells=CELLS)
+    rounds = Rounds(base, g, tokens=TOKENS)
     for parts in ([good, *[other] * 6, bad], [good, bad]):
         canvas = join(parts)
         before = take(canvas, range(len(parts)))
@@ -132,7 +132,7 @@ def test_a_row_that_spoils_a_pass_leaves_nothing_behind() -> None:
 def test_shapes_are_few_and_so_are_captures() -> None:
     """Canvases of 4 to 40 columns, one at a time: those of 32 and of 64 columns; other seeds and T = 0.5 add picks."""
     base = tiny_base("llada", end_ids=(23,))
-    rounds, seen = Rounds(base, None, most_cells=CELLS), []
+    rounds, seen = Rounds(base, None, tokens=TOKENS), []
     for temperature, seed in ((1.0, 0), (1.0, 1), (0.5, 0)):
         config = DecodeConfig(temperature=temperature)
         for length in range(1, 38):
@@ -147,7 +147,7 @@ def test_shapes_are_few_and_so_are_captures() -> None:
 
 def test_what_is_held_is_bounded_and_told(caplog: pytest.LogCaptureFixture) -> None:
     base = tiny_base("dream", end_ids=(23,))  # 64 columns at most
-    config, rounds = DecodeConfig(), Rounds(base, None, most_cells=7 * 64)
+    config, rounds = DecodeConfig(), Rounds(base, None, tokens=75)
     with caplog.at_level(logging.INFO):
         for rows in (1, 2, 4):
             rounds.play(join(rows_of(base, config, [([BOS] * 40, 3, n, 0) for n in range(rows)])), decoder="joint")
@@ -157,7 +157,7 @@ def test_what_is_held_is_bounded_and_told(caplog: pytest.LogCaptureFixture) -> N
         rounds.play(join(rows_of(base, config, [([BOS] * 40, 3, n, 0) for n in range(8)])), decoder="joint")
     assert [shape.shape[:2] for shape in rounds._engine.lanes] == [(8, 64)]  # larger than allowed, but needed
     assert rounds.held.shapes == 1 and rounds.held.functions == 2 and rounds.held.captures == 8
-    assert "dropped buffers and graphs of 1 x 64: 24 shapes of 448 positions are kept at most" in caplog.text
+    assert "dropped buffers and graphs of 1 x 64: 24 shapes of 450 positions are kept at most" in caplog.text
     assert "3 shapes of batches: " in caplog.text
 
 
@@ -167,7 +167,7 @@ def test_whole_decodes_in_between_do_not_disturb() -> None:
     g, other = tiny_sampler(base), tiny_sampler(base, seed=5)
     config, rounds = (
         DecodeConfig(tokens_per_step=3, max_new_tokens=8, temperature=0.0),
-        Rounds(base, g, most_cells=CELLS),
+        Rounds(base, g, tokens=TOKENS),
     )
     given_ = [[BOS], [BOS, 4]]
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_sparse_steps_without_candidates_are_refused() -> None:
     base = tiny_base("dream")
     (canvas,) = rows_of(base, DecodeConfig(), ROWS[:1])
     with pytest.raises(InputError, match="set candidates too"):
-        Rounds(base, tiny_sampler(base), most_cells=CELLS).play(
+        Rounds(base, tiny_sampler(base), tokens=TOKENS).play(
             canvas, decoder="adjust", options=AdjustOptions(sparse=True)
         )
 
@@ -192,7 +192,7 @@ def test_sparse_steps_without_candidates_are_refused() -> None:
 def test_passes_on_buffers_are_those_of_the_models(form: str) -> None:
     """States of every width, rows and columns that change, pads or none, and what a NaN left in the buffers."""
     base, g = DEEP["dream"], ALL["dream", form]
-    rounds, seen = Rounds(base, g, most_cells=CELLS), g.on(base)
+    rounds, seen = Rounds(base, g, tokens=TOKENS), g.on(base)
     twin, step = rounds.passes(seen)
     batches = [[BOS, 5, MASK, 7]], [[BOS], [BOS, 5, MASK, 9, 4]], [[BOS, 4, MASK]] * 3, [[BOS, *[7] * 40], [BOS]]
     for rows in batches * 2:
@@ -213,11 +213,11 @@ def test_passes_on_buffers_are_those_of_the_models(form: str) -> None:
 def test_passes_over_many_canvases_are_not_captured() -> None:
     base = tiny_base("dream")
     g = tiny_sampler(base)
-    rounds = Rounds(base, g, most_cells=2 * 3 * 6)
+    rounds = Rounds(base, g, tokens=3 * 6)
     twin, step = rounds.passes(base)
     for rows, shapes in ((4, 0), (3, 1)):
         state = left_pad([[BOS, 5, 6, 7, MASK, 8]] * rows)
         with torch.no_grad():
             torch.testing.assert_close(step(twin.hidden(state), state), g(base.hidden(state), state))
         assert rounds.held.shapes == shapes
-    assert Rounds(base, None, most_cells=1).passes(base)[1] is None
+    assert Rounds(base, None, tokens=1).passes(base)[1] is None

@@ -44,7 +44,7 @@ def test_rows_come_and_go_and_none_notices(
     config = DecodeConfig(tokens_per_step=2, order=ORDERS.get(decoder), **changes)  # type: ignore[arg-type]
     plan = make_plan(base, config, decoder=decoder, **helpers, **options)
     if captured:  # base passes and steps of g, in buffers of few shapes
-        rounds = Rounds(base, helpers["sampler"], most_cells=8 * 64)
+        rounds = Rounds(base, helpers["sampler"], tokens=8 * 16)
         twin, g = rounds.passes(plan.base)
         plan = make_plan(twin, config, decoder=decoder, sampler=g, partner=helpers["partner"], **options)
     fresh = [

@@ -23,6 +23,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, State
 
 MOST_SHAPES = 24  # kept; each has some ten to thirty functions, of `graphs.MOST_GRAPHS`
+KEPT = 6  # 64 rows come in 15 numbers of slots, 358 together, which is 5.6 times 64: all of them stay
 _ANY = DecodeConfig()  # passes heed no settings
 logger = logging.getLogger(__name__)
 
@@ -57,18 +58,19 @@ class Rounds:
         held: buffers and captured functions after the latest round; may be read from any thread.
     """
 
-    def __init__(self, base: Base, sampler: Sampler | None, *, most_cells: int) -> None:
+    def __init__(self, base: Base, sampler: Sampler | None, *, tokens: int) -> None:
         """Captures nothing yet.
 
         Args:
             base: the model, without the features that a sampler may want.
             sampler: of `adjust`.
-            most_cells: slots times columns of all shapes kept, at most; a single one may be larger.
+            tokens: of a batch, at most. Shapes of `KEPT` times as many positions are kept; passes over more than that
+                batch, as some decoders make them, are not captured.
         """
         self.sampler, self.held = sampler, Held()
         self._engine = engine_of(base, sampler)
-        self._engine.most_lanes, self._engine.most_cells = MOST_SHAPES, most_cells
-        self._device, self._compiled, self._most = base.device, base.compiled, most_cells
+        self._engine.most_lanes, self._engine.most_cells = MOST_SHAPES, KEPT * tokens
+        self._device, self._compiled, self._tokens = base.device, base.compiled, tokens
 
     @torch.no_grad()
     def play(self, canvas: Canvas, *, decoder: str, options: AdjustOptions | None = None) -> None:
@@ -140,7 +142,7 @@ class Rounds:
 
     def _large(self, state: State) -> bool:
         """Whether this is a pass over many canvases, as some decoders make: long enough without a capture."""
-        return 2 * state.tokens_BL.numel() > self._most
+        return state.tokens_BL.numel() > self._tokens
 
     def _run(self, lane: Lane, state: State, name: str, function: Callable[[Lane], Tensor]) -> Tensor:
         """What the function makes of a lane, for the rows of a state: a copy."""

@@ -109,7 +109,7 @@ class Engine:
             fast.log_fallback(reason)
             return None
         sampler = self.sampler if isinstance(self.sampler, Sampler) else None
-        return Rounds(self.base, sampler, most_cells=2 * self.limits.tokens)
+        return Rounds(self.base, sampler, tokens=self.limits.tokens)
 
     # Any thread ------------------------------------------------------------------------------------------------
 
