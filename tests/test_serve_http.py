@@ -633,10 +633,10 @@ def test_a_full_queue_is_429_and_defaults_are_the_servers() -> None:
 
 def test_a_short_context_shortens_the_default_and_a_timeout_is_504() -> None:
     base = Typist(HELLO, context=20)
-    with serving(typing_engine(base, seconds=0.1)) as served:
+    with serving(typing_engine(base, seconds=0.8)) as served:
         answer = post(served, "/v1/completions", {"prompt": "write:"})
         assert answer["choices"][0]["text"] == HELLO[:13]
-        base.sleep = 0.06
+        base.sleep = 0.2
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/canvas"):
             slow = body_for(path if path != "/v1/canvas" else ANSWERS[0], "a:", max_tokens=8, decoder="joint")
             answer_ = served.client.post(path, json=slow)

@@ -205,6 +205,8 @@ def test_lost_and_damaged_shards_are_made_again_and_nothing_else(dream: Base, tm
     (folder / "shard-00008-00016.parquet").unlink()
     damaged = folder / "shard-00024-00032.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-9])
+    for rows in ("00008-00016", "00032-00040"):  # what a killed writer leaves
+        (folder / f".shard-{rows}.parquet.0123.part").write_bytes(b"PAR1")
     kept = folder / "shard-00000-00008.parquet"
     stamp = kept.stat().st_mtime_ns
     again = make_trajectories(settings(folder, num=40, batch_size=8), dream)

@@ -64,6 +64,13 @@ def write_atomic(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
+def clean(folder: Path) -> None:
+    """Removes what `write_atomic` left of shards whose writer was killed, once somebody else has written them."""
+    for part in folder.glob(".shard-*.part"):
+        if (folder / part.name[1:].rsplit(".", 2)[0]).exists():
+            part.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Columns:
     """Trajectories as compact arrays: N rows, and all of their positions one after another.

@@ -199,6 +199,7 @@ def _report(config: TrajectoriesConfig, made: dict[str, int], seconds: float) ->
         "tokens_per_second": made["tokens"] / seconds if made["shards_made"] else math.nan,
     }  # fmt: skip
     if not left:
+        store.clean(folder)
         result["lengths"] = store.length_stats(store.TrajectoryStore(folder).columns)
         store.write_manifest(folder, {**store.read_manifest(folder), "lengths": result["lengths"]})
     return result
