@@ -495,6 +495,19 @@ def test_weights_that_moved_are_captured_anew() -> None:
         assert base.workspace.weights != fast._weights(base)
 
 
+def test_steps_of_a_g_whose_weights_moved_are_captured_anew() -> None:
+    base = tiny_base("dream")
+    g, config = tiny_sampler(base), DecodeConfig(max_new_tokens=5, tokens_per_step=3)
+    both(base, PROMPTS, config, "adjust", sampler=g)
+    before = fast.captures(base)
+    both(base, PROMPTS, config, "adjust", sampler=g)
+    assert fast.captures(base) == before
+    for parameter in g.parameters():
+        parameter.data = parameter.data.clone()
+    both(base, PROMPTS, config, "adjust", sampler=g)
+    assert fast.captures(base) > before
+
+
 def test_quantized_layers_have_a_fast_form(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     base = load_base(str(write(tmp_path, "dream")), quantize="int8")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders import decode, fast, lane, make_plan
@@ -143,6 +144,28 @@ def test_shapes_are_few_and_so_are_captures() -> None:
     assert rounds.held.functions == 6
     assert [column_bucket(n, 2048) for n in (1, 32, 33, 257, 1000, 1025, 2047)] == [32, 32, 64, 320, 1024, 1152, 2048]
     assert column_bucket(50, 60) == 60
+
+
+def test_a_round_whose_results_do_not_fit_leaves_the_canvas_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny_base("dream")
+    canvas = join(rows_of(base, DecodeConfig(tokens_per_step=2), [([BOS, 4], 6, 0, 0)]))
+    before = dict(vars(canvas))
+    rounds, give, clone, calls = Rounds(base, None, tokens=TOKENS), lane.Lane.give, Tensor.clone, itertools.count()
+
+    def full(part: Tensor) -> Tensor:
+        if next(calls) == 5:
+            raise torch.OutOfMemoryError
+        return clone(part)
+
+    def failing(buffers: lane.Lane, canvas: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "clone", full)
+            give(buffers, canvas)
+
+    monkeypatch.setattr(lane.Lane, "give", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        rounds.play(canvas, decoder="parallel")
+    assert all(vars(canvas)[name] is value for name, value in before.items())
 
 
 def test_what_is_held_is_bounded_and_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -87,15 +87,17 @@ def test_rows_of_one_kind_share_passes() -> None:
 
 @pytest.mark.parametrize("stops", [(), ("lo",)])
 def test_quiet_rows_end_alike_and_say_nothing_before(stops: tuple[str, ...]) -> None:
-    """In one lane with others."""
+    """In one lane with others; a stop string ends them as soon as it is there."""
     _, engine, ids = typed()
-    _, loud = submit(engine, work_of(ids, ids, new=8, stops=stops))
-    _, quiet = submit(engine, work_of(ids, ids, new=8, stops=stops, quiet=True))
+    settings: dict[str, Any] = {"new": 8, "stops": stops, "order": "left_to_right"}
+    _, loud = submit(engine, work_of(ids, ids, **settings))
+    _, quiet = submit(engine, work_of(ids, ids, quiet=True, **settings))
     play(engine)
     assert loud.rounds and not quiet.rounds
     for b in (0, 1):
         one, other = (replace(log.finished[b], seconds=0, queued=0) for log in (loud, quiet))
         assert one == other and one.text == ("hel" if stops else "hello wo")
+        assert one.cost.rounds == (5 if stops else 8)
 
 
 def test_rows_that_come_together_join_the_canvas_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +109,20 @@ def test_rows_that_come_together_join_the_canvas_once(monkeypatch: pytest.Monkey
     logs += [submit(engine, work_of([*ids, 9], new=6, seed=n))[1] for n in range(3)]
     play(engine)
     assert joined == [3, 4] and all(log.finished for log in logs)
+
+
+def test_rows_that_cannot_come_in_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine, ids = typed()
+    (_, first), (_, other) = (submit(engine, work_of(ids, new=4, temperature=t)) for t in (1.0, 0.5))
+    engine.turn()
+    lost = [submit(engine, work_of(ids, new=4, seed=n))[1] for n in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "join", lambda parts: (_ for _ in ()).throw(MemoryError("full")))
+        engine.turn()
+    _, late = submit(engine, work_of(ids, new=4, seed=5))
+    play(engine)
+    assert [log.finished[0].text for log in (first, other, late)] == ["hell"] * 3
+    assert all(isinstance(log.error, MemoryError) for log in lost)
 
 
 def test_lanes_take_turns_and_none_starves() -> None:

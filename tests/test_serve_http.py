@@ -631,6 +631,21 @@ def test_a_full_queue_is_429_and_defaults_are_the_servers() -> None:
         assert all(len(a.json()["choices"]) == 4 for a in answers if a.status_code == 200)
 
 
+def test_only_who_watches_is_told_of_rounds(random_texts: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet: list[bool] = []
+    submit = random_texts.engine.submit
+    monkeypatch.setattr(
+        random_texts.engine, "submit", lambda work, sink: quiet.append(work.quiet) or submit(work, sink)
+    )
+    for path in ANSWERS:
+        for stream in (False, True):
+            assert random_texts.client.post(path, json=body_for(path, max_tokens=2, stream=stream)).status_code == 200
+    gaps = {"parts": ["a", "b"], "gaps": [2]}
+    assert random_texts.client.post("/v1/infill", json=gaps).status_code == 200
+    assert random_texts.client.post("/v1/canvas", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    assert quiet == [True, False, True, False, True, False]
+
+
 def test_a_short_context_shortens_the_default_and_a_timeout_is_504() -> None:
     base = Typist(HELLO, context=20)
     with serving(typing_engine(base, seconds=0.8)) as served:

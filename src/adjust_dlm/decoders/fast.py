@@ -202,14 +202,16 @@ class Engine:
 
     def meet(self, sampler: Sampler | None, *, compiled: bool) -> None:
         """Forgets the graphs of another sampler than this one; beside a compiled base, g is compiled too."""
-        if sampler is None or (self._sampler[0]() is sampler and self._sampler[1] == _places(sampler)):
+        if sampler is None:
             return
         if sampler.mix.weight.is_cuda:
             join_projections(sampler)
-        self._sampler = weakref.ref(sampler), _places(sampler)
-        self.graphs.drop(lambda key: key[1][0] == "step")
-        for layer in sampler.layers:
-            layer.compiled = compiled
+        where = _places(sampler)
+        if self._sampler[0]() is not sampler or self._sampler[1] != where:
+            self._sampler = weakref.ref(sampler), where
+            self.graphs.drop(lambda key: key[1][0] == "step")
+            for layer in sampler.layers:
+                layer.compiled = compiled
 
     def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig, anchor: bool) -> Lane:
         """Buffers of a shape."""

@@ -23,7 +23,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, State
 
 MOST_SHAPES = 24  # kept; each has some ten to thirty functions, of `graphs.MOST_GRAPHS`
-KEPT = 6  # 64 rows come in 15 numbers of slots, 358 together, which is 5.6 times 64: all of them stay
+KEPT = 6  # 64 rows come in 15 numbers of slots, 358 together: all of them stay for canvases of about one length
 _ANY = DecodeConfig()  # passes heed no settings
 logger = logging.getLogger(__name__)
 

@@ -138,10 +138,10 @@ class Lane(Canvas):
     def give(self, canvas: Canvas) -> None:
         """Copies the first slots back into all rows of the canvas that they were loaded from."""
         count, length = canvas.tokens_BL.shape
-        for name in (*_COLUMNS, *(("chance_BL",) if self.noting else ())):
-            setattr(canvas, name, getattr(self, name)[:count, -length:].clone())
-        for name in _COUNTS:
-            setattr(canvas, name, getattr(self, name)[:count].clone())
+        columns = (*_COLUMNS, *(("chance_BL",) if self.noting else ()))
+        new = {name: getattr(self, name)[:count, -length:].clone() for name in columns}
+        new |= {name: getattr(self, name)[:count].clone() for name in _COUNTS}
+        vars(canvas).update(new)  # all or, for want of memory, nothing
 
     def refuse_nan(self) -> None:
         """Raises FloatingPointError once a NaN was seen (waits for the device)."""
@@ -183,7 +183,7 @@ class Lane(Canvas):
             from adjust_dlm.kernels.commit import begin
 
             begin(
-                self.masked_BL, self._block_BL, self._candidate_BL, self.schedule_BL, self._round_B, self.commits_B,
+                self._block_BL, self._candidate_BL, self.schedule_BL, self._round_B, self.commits_B,
                 self._before_B, self.quota_B, self.base_calls_B, self.rounds_B,
             )  # fmt: skip
             return
@@ -234,20 +234,13 @@ class Lane(Canvas):
         self._close_finished()
         self.report_N.copy_(torch.cat([self.open_B, self.bad[None]]))
 
-    def columns_of(self, marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `columns.columns_of`."""
-        if self.kernels:
-            from adjust_dlm.kernels.commit import first_columns
-
-            return first_columns(marked_BL, count)
-        return columns_of(marked_BL, count)
-
     def open_columns(self, count: int) -> tuple[Tensor, Tensor]:
         """`columns_of` what may be committed now, in rows with commits left."""
         if self.kernels:
-            from adjust_dlm.kernels.commit import first_columns
+            from adjust_dlm.kernels.commit import open_columns
 
-            return first_columns(self._block_BL, count, also_BL=self._candidate_BL, quota_B=self.quota_B)
+            assert self._candidate_BL is not None
+            return open_columns(self._block_BL, self._candidate_BL, self.quota_B, count)
         return columns_of(self.open_BL & self.busy_B[:, None], count)
 
     def choose(

@@ -1,7 +1,7 @@
 """The bookkeeping of a round: a dozen numbers for each row, which as plain tensor code take a hundred small kernels.
 
 The plain forms are those of `decoders.lane.Lane` (`begin_round`, `open_columns`, `choose`, `commit`), of
-`decoders.columns.columns_of` and of `sampling.uniform`. One program has one row.
+`decoders.columns.columns_of` and of `sampling.uniform`. One program has one row, but for the uniforms.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _THIRD = tl.constexpr(-0x6B2FB644ECCEEE15)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _begin_kernel(  # type: ignore[no-untyped-def]
-    masked, marked, candidate, schedule, rounds_in, commits, before, quota, base_calls, rounds, length, steps,
+    marked, candidate, schedule, rounds_in, commits, before, quota, base_calls, rounds, length, steps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     inside = lane < length
     at = row * length + lane
-    open_ = tl.max((tl.load(masked + at, inside, other=0) != 0).to(tl.int64), 0)
     left = tl.sum((tl.load(marked + at, inside, other=0) != 0).to(tl.int64), 0)
+    open_ = (left > 0).to(tl.int64)  # the block of a row has its first mask
     number = tl.load(rounds_in + row)
     wanted = tl.load(schedule + row * steps + tl.minimum(number, steps - 1))
     tl.store(candidate + at, inside, inside)
@@ -40,14 +40,13 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 
 
 def begin(
-    masked_BL: Tensor, marked_BL: Tensor, candidate_BL: Tensor, schedule_BL: Tensor, round_B: Tensor,
+    marked_BL: Tensor, candidate_BL: Tensor, schedule_BL: Tensor, round_B: Tensor,
     commits_B: Tensor, before_B: Tensor, quota_B: Tensor, base_calls_B: Tensor, rounds_B: Tensor,
 ) -> None:  # fmt: skip
-    """Books a base pass and sets quotas: see `Lane.begin_round`. All but the first two are buffers of the lane.
+    """Books a base pass and sets quotas: see `Lane.begin_round`. All but the first are buffers of the lane.
 
     Args:
-        masked_BL: of the canvases.
-        marked_BL: those of each row's block.
+        marked_BL: the masks of each row's block.
         candidate_BL: out: all True.
         schedule_BL: commits of each row's rounds; the last one goes on.
         round_B: number of the round, and out: of the next.
@@ -57,25 +56,22 @@ def begin(
         base_calls_B: one more for open rows.
         rounds_B: one more for open rows.
     """
-    rows, length = masked_BL.shape
+    rows, length = marked_BL.shape
     _begin_kernel[(rows,)](
-        masked_BL, marked_BL.contiguous(), candidate_BL, schedule_BL, round_B, commits_B, before_B, quota_B,
+        marked_BL.contiguous(), candidate_BL, schedule_BL, round_B, commits_B, before_B, quota_B,
         base_calls_B, rounds_B, length, schedule_BL.shape[1], BLOCK=triton.next_power_of_2(length),
     )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _columns_kernel(  # type: ignore[no-untyped-def]
-    marked, also, quota, column, valid, length, width, BLOCK: tl.constexpr
+    marked, candidate, quota, column, valid, length, width, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     inside = lane < length
     here = (tl.load(marked + row * length + lane, inside, other=0) != 0) & inside
-    if also is not None:
-        here = here & (tl.load(also + row * length + lane, inside, other=0) != 0)
-    if quota is not None:
-        here = here & (tl.load(quota + row) > 0)
+    here = here & (tl.load(candidate + row * length + lane, inside, other=0) != 0) & (tl.load(quota + row) > 0)
     yes = here.to(tl.int32)
     no = ((here == 0) & inside).to(tl.int32)
     total = tl.sum(yes, 0)
@@ -85,23 +81,21 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
     tl.store(valid + row * width + rank, rank < total, wanted)
 
 
-def first_columns(
-    marked_BL: Tensor, count: int, *, also_BL: Tensor | None = None, quota_B: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `columns_of`: the first `count` <= L marked columns of each row, and which of them are marked at all.
+def open_columns(marked_BL: Tensor, candidate_BL: Tensor, quota_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `Lane.open_columns` and `columns_of`.
 
     Args:
-        marked_BL: what to look for.
-        count: N.
-        also_BL: columns have to be marked here, too.
-        quota_B: rows without any left have no marked column.
+        marked_BL: the masks of each row's block.
+        candidate_BL: what else a column has to be.
+        quota_B: rows without any left have no open column.
+        count: N <= L.
     """
     rows, length = marked_BL.shape
     column_BN = torch.empty(rows, count, dtype=torch.long, device=marked_BL.device)
     valid_BN = torch.empty(rows, count, dtype=torch.bool, device=marked_BL.device)
     block = triton.next_power_of_2(length)
     marked_BL = marked_BL.contiguous()
-    _columns_kernel[(rows,)](marked_BL, also_BL, quota_B, column_BN, valid_BN, length, count, BLOCK=block)
+    _columns_kernel[(rows,)](marked_BL, candidate_BL, quota_B, column_BN, valid_BN, length, count, BLOCK=block)
     return column_BN, valid_BN
 
 
@@ -113,11 +107,11 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _uniform(seeds, offset, rows, commits, firsts, row, place, inside):  # type: ignore[no-untyped-def]
-    state = _mix(tl.load(seeds + row, inside, other=0) + tl.load(offset))
-    state = _mix(state ^ (tl.load(rows + row, inside, other=0) * _FIRST))
-    state = _mix(state ^ (tl.load(commits + row, inside, other=0) * _FIRST))
-    state = _mix(state ^ ((place - tl.load(firsts + row, inside, other=0)) * _FIRST))
+def _uniform(seeds, offset, rows, commits, firsts, row, place):  # type: ignore[no-untyped-def]
+    state = _mix(tl.load(seeds + row) + tl.load(offset))
+    state = _mix(state ^ (tl.load(rows + row) * _FIRST))
+    state = _mix(state ^ (tl.load(commits + row) * _FIRST))
+    state = _mix(state ^ ((place - tl.load(firsts + row)) * _FIRST))
     return ((state >> 32) & 0xFFFFFFFF).to(tl.float64) * 2.3283064365386963e-10
 
 
@@ -129,7 +123,7 @@ def _uniform_kernel(  # type: ignore[no-untyped-def]
     inside = at < count
     row = tl.load(row_of + at, inside, other=0)
     place = tl.load(position + at, inside, other=0)
-    tl.store(out + at, _uniform(seeds, offset, rows, commits, firsts, row, place, inside), inside)
+    tl.store(out + at, _uniform(seeds, offset, rows, commits, firsts, row, place), inside)
 
 
 class Draws(NamedTuple):
@@ -186,7 +180,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         out = row * count + n
         tl.store(position + out, place)
         tl.store(index + out, (row * width + best).to(tl.int64))
-        tl.store(uniform + out, _uniform(seeds, offset, rows, commits, firsts, row, place, place >= 0))
+        tl.store(uniform + out, _uniform(seeds, offset, rows, commits, firsts, row, place))
         tl.store(good + out, top > float("-inf"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
@@ -72,10 +71,17 @@ class Lane:
         self.rows.append(row)
 
     def settle(self) -> None:
-        """Rows that were added join the canvas."""
-        if self._coming:
-            self.canvas = join([self.canvas, *self._coming])
-            self._coming = []
+        """Rows that were added join the canvas; if that fails, for want of memory, they fail, and the others go on."""
+        coming, self._coming = self._coming, []
+        if not coming:
+            return
+        try:
+            self.canvas = join([self.canvas, *coming])
+        except Exception as error:
+            logger.exception("%d rows could not come in", len(coming))
+            for row in self.rows[-len(coming) :]:
+                row.ticket.tell(Failed(error))
+            del self.rows[-len(coming) :]
 
     def drop_over(self) -> None:
         """Rows that nobody waits for leave."""
@@ -95,8 +101,7 @@ class Lane:
         now = time.monotonic()
         for row in self.rows:
             row.first_round = row.first_round or now
-        everyone = range(len(self.rows))
-        before = take(self.canvas, everyone) if self._play is None else copy.copy(self.canvas)
+        before = self.canvas if self._play else take(self.canvas, range(len(self.rows)))
         try:
             self._round(self.canvas)
         except Exception as error:
@@ -136,7 +141,7 @@ class Lane:
         """Tells every row's client what is new; rows that are over leave. Returns the passes of the batch."""
         canvas, length = self.canvas, self.canvas.tokens_BL.shape[1]
         counts = [getattr(canvas, name)[:, None] for name in _COUNTS]
-        facts_BX = torch.cat([canvas.tokens_BL, canvas.order_BL, canvas.masked_BL, *counts], 1).cpu()  # one wait
+        facts_BX = torch.cat([canvas.tokens_BL, canvas.order_BL, canvas.masked_BL, *counts], 1).cpu()
         columns = facts_BX[:, : 3 * length].unflatten(1, (3, length)).numpy()
         chance = None if canvas.chance_BL is None else canvas.chance_BL.cpu().numpy()
         spent = []

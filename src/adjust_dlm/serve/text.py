@@ -110,8 +110,8 @@ class Writer:
     def __init__(
         self, decode: Callable[[list[int]], str], end_ids: Collection[int], stops: Sequence[str], *, quiet: bool = False
     ) -> None:
-        """Nothing is written yet. `quiet`: nothing is shown before the row is over."""
-        self._decode, self._end_ids, self._stops, self._quiet = decode, end_ids, stops, quiet
+        """Nothing is written yet. `quiet`: without stop strings nothing is shown before the row is over."""
+        self._decode, self._end_ids, self._stops, self._quiet = decode, end_ids, stops, quiet and not stops
         self._seen, self.text, self.tokens = 0, "", 0
         self.reason: FinishReason | None = None
 
@@ -127,7 +127,7 @@ class Writer:
         self._seen = len(ids)
         words = cut_at_end(ids, self._end_ids)
         ended = len(words) < len(ids)
-        if self._quiet and not (ended or done or self._stops):
+        if self._quiet and not (ended or done):
             return ""
         full = self._decode(words)
         if not (ended or done):
