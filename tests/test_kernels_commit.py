@@ -69,7 +69,7 @@ def test_open_columns_are_those_of_the_plain_form(length: int, block: int | None
 @pytest.mark.parametrize("width", [1, 6, 16, 21])
 def test_choices_are_those_of_the_plain_form(width: int) -> None:
     """Scores with many ties, infinite ones, and rows with fewer open columns than are asked for."""
-    for seed in range(4):
+    for seed in range(2):
         plain, fast = two_lanes(40, seed)
         column_BN, open_BN = plain.open_columns(width)
         score_BN = torch.randint(4, (SLOTS, width), generator=torch.Generator().manual_seed(seed)).float().to(DEVICE)
