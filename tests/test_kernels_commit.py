@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,19 +15,20 @@ from helpers import build
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 5
+LANES = pytest.mark.parametrize(("length", "block"), [*itertools.product((1, 7, 16, 33), (None, 4))])
 
 
-def two_lanes(length: int, seed: int, config: DecodeConfig | None = None) -> tuple[Lane, Lane]:
+def two_lanes(length: int, seed: int, block: int | None = None) -> tuple[Lane, Lane]:
     """The same random lane twice: for the plain form, for the kernels. Slot 0 is done, slot 1 has no quota left."""
     base, _ = build(DEVICE)
-    both = []
+    config, both = DecodeConfig(max_new_tokens=length, block_length=block), []
     for kernels in (False, True):
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(high: int, *shape: int, generator: torch.Generator = generator) -> Tensor:
             return torch.randint(high, shape, generator=generator).to(DEVICE)
 
-        lane = Lane(base, SLOTS, length, padded=True, config=config or DecodeConfig(max_new_tokens=length))
+        lane = Lane(base, SLOTS, length, padded=True, config=config)
         lane.kernels = kernels
         lane.masked_BL.copy_(drawn(2, SLOTS, length))
         lane.masked_BL[0] = False
@@ -41,12 +44,10 @@ def two_lanes(length: int, seed: int, config: DecodeConfig | None = None) -> tup
     return both[0], both[1]
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 33])
-@pytest.mark.parametrize("block", [None, 4])
+@LANES
 def test_a_round_begins_as_in_the_plain_form(length: int, block: int | None) -> None:
-    config = DecodeConfig(max_new_tokens=length, block_length=block)
     for seed in range(4):
-        plain, fast = two_lanes(length, seed, config)
+        plain, fast = two_lanes(length, seed, block)
         for lane in (plain, fast):
             lane.begin_round()
             lane.begin_round()
@@ -54,12 +55,10 @@ def test_a_round_begins_as_in_the_plain_form(length: int, block: int | None) -> 
             assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 33])
-@pytest.mark.parametrize("block", [None, 4])
+@LANES
 def test_open_columns_are_those_of_the_plain_form(length: int, block: int | None) -> None:
-    config = DecodeConfig(max_new_tokens=length, block_length=block)
     for seed in range(4):
-        plain, fast = two_lanes(length, seed, config)
+        plain, fast = two_lanes(length, seed, block)
         for count in {1, (length + 1) // 2, length}:
             (columns, valid), (got, got_valid) = plain.open_columns(count), fast.open_columns(count)
             assert torch.equal(valid, got_valid) and torch.equal(columns, got)

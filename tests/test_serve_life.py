@@ -105,7 +105,7 @@ def test_half_a_request_hurts_nobody(slow: tuple[Typist, Served]) -> None:
 
 
 def test_a_connection_outlives_the_patience_of_clients(slow: tuple[Typist, Served]) -> None:
-    """Many keep an idle connection for five seconds: one that the server closed as soon lost requests on their way."""
+    """Many keep an idle connection for five seconds: one that the server closes as soon may lose a request."""
     _, served = slow
     connection = HTTPConnection(httpx.URL(served.url).netloc.decode(), timeout=5)
     connection.connect()

@@ -201,13 +201,13 @@ def choose(
         Columns, their indices into all scores, uniforms for their draws, and whether they are open, all [B, C].
     """
     (rows, width), device = score_BN.shape, score_BN.device
-    kinds = (torch.long, torch.long, torch.float64, torch.bool)
-    out = [torch.empty(rows, count, dtype=kind, device=device) for kind in kinds]
+    position_BC = torch.empty(rows, count, dtype=torch.long, device=device)
+    index_BC, good_BC = torch.empty_like(position_BC), torch.empty_like(position_BC, dtype=torch.bool)
+    out = position_BC, index_BC, torch.empty_like(position_BC, dtype=torch.float64), good_BC
     _choose_kernel[(rows,)](
         score_BN.contiguous(), open_BN, column_BN, *draws, bad, *out, width, count, BLOCK=triton.next_power_of_2(width)
     )
-    position_BC, index_BC, u_BC, good_BC = out
-    return position_BC, index_BC, u_BC, good_BC
+    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]

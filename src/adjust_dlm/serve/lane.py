@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 _COUNTS = ("commits_B", "rounds_B", "base_calls_B", "sampler_calls_B", "partner_calls_B")
 
 
@@ -161,7 +161,7 @@ class Lane:
         return Cost(*map(max, zip(*spent, strict=True)))
 
 
-def _fresh(tokens: Ints, order: Ints, before: int, chance: Any) -> tuple[Commit, ...]:
+def _fresh(tokens: Ints, order: Ints, before: int, chance: Floats | None) -> tuple[Commit, ...]:
     """Commits of the round, in order; `before` were there already."""
     at = np.flatnonzero(order >= before)
     at = at[order[at].argsort()]
