@@ -49,6 +49,10 @@ COMMANDS: dict[str, Command] = {
         "Turn an autoregressive model into a masked diffusion base.",
         "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
     ),
+    "eval divergence": Command(
+        "How far every decoder's text is from the base's joint law: KL both ways.",
+        "adjust_dlm.eval.divergence", "DivergenceConfig",
+    ),
     "eval paired": Command(
         "Two decoders on the same problems: difference, interval, McNemar's test.",
         "adjust_dlm.eval.paired", "PairedConfig", "run",

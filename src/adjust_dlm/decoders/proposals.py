@@ -67,6 +67,11 @@ def probability(logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R:
     return confidence(logits_RV, token_R)
 
 
+def largest_probability(logits_RV: Tensor, _token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
+    """That of the likeliest token, before temperature and filters: a function of the canvas, whatever is drawn."""
+    return logits_RV.softmax(-1).amax(-1)
+
+
 def fill_by_rule(base: Base, canvas: Canvas, score: Score, allowed: Allowed) -> None:
     """Fills the canvas: pass after pass, the longest allowed prefix of each row's ranking; the first of it always."""
     while canvas.open:

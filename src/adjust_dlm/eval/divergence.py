@@ -1,0 +1,206 @@
+"""`adjust eval divergence`: how far the text of a decoder is from the base's joint law, in nats a token."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from adjust_dlm.bases import Base, load_base
+from adjust_dlm.data.prompts import open_prompts
+from adjust_dlm.data.store import write_atomic
+from adjust_dlm.decoders import DECODERS, build_options, read_variant
+from adjust_dlm.decoders.divergence import MEASURES, Observation, Source, observe, why_not
+from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.train import distributed
+from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
+
+log = logging.getLogger(__name__)
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceConfig:
+    """Settings of `adjust eval divergence`.
+
+    q_i is what a decoder drew token i from, p_i the base looked at anew on the same canvas. The sum of KL(q_i || p_i)
+    over the decoder's own tokens is the KL between the laws of whole texts, exact in expectation.
+
+    Attributes:
+        base: name or folder of the base, whose law is measured against.
+        sampler: folder or Hub id of g; the base's own by default.
+        output: where `divergence.md` and the results go.
+        decoders: names or variants ("adjust:candidates=16", "threshold:tau=0.3,score=likeliest"). Those that take K and
+            name none come once for each of `tokens_per_step`.
+        tokens_per_step: K.
+        n: texts of each row and source of tokens.
+        max_new_tokens: masked positions behind each prompt.
+        temperatures: of the law. A decoder has the same unless its variant says another: "parallel:temperature=0.8".
+        sources: "own": KL(q || p) on the decoder's own tokens; "base": KL(p || q) on tokens drawn from the base at the
+            decoder's positions.
+        prompts: unconditional, lists, corpus:DIR, or a .jsonl or .txt file.
+        chat: put each prompt of a file into the chat template.
+        order: which position is next; the base's own rule by default.
+        batch_size: rows decoded at once.
+        seed: of every row.
+        suppress_eos: never end a text.
+        dtype: of base and g; bf16 on a GPU and fp32 on the CPU unless given.
+        device: auto, cpu, cuda or cuda:N.
+        quantize: int8, fp8 or fp8-dynamic; the law is that of the quantized base.
+    """
+
+    base: str = "smol"
+    sampler: str | None = None
+    output: str = "runs/divergence"
+    decoders: tuple[str, ...] = ("joint", "parallel", "adjust")
+    tokens_per_step: tuple[int, ...] = (2, 4, 8)
+    n: int = 256
+    max_new_tokens: int = 128
+    temperatures: tuple[float, ...] = (1.0,)
+    sources: tuple[Source, ...] = ("own", "base")
+    prompts: str = "unconditional"
+    chat: bool = False
+    order: OrderRule | None = None
+    batch_size: int = 256
+    seed: int = 1
+    suppress_eos: bool = True
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"
+    quantize: str | None = None
+
+    partner = None  # no decoder that asks one can be measured
+
+    def __post_init__(self) -> None:
+        """Checks what decoding would otherwise find out late."""
+        require_kinds(self)
+        require(self.n >= 2, f"n is {self.n}; an interval needs at least 2 texts")
+        require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
+        require(
+            all(k >= 1 for k in self.tokens_per_step), f"tokens_per_step is {self.tokens_per_step}; all must be >= 1"
+        )
+        good = self.temperatures and all(math.isfinite(t) and t > 0 for t in self.temperatures)
+        require(bool(good), f"temperatures are {self.temperatures}; give some above 0 (at 0 a law is one text)")
+        require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(Source))}")
+        require(bool(self.decoders), "decoders is empty; name at least one")
+        for variant in self.decoders:
+            read_variant(variant)
+
+    def cells(self) -> list[tuple[float, str]]:
+        """Temperature and full variant of each line."""
+        found = []
+        for temperature in self.temperatures:
+            for variant in self.decoders:
+                name, settings, _ = read_variant(variant)
+                each = DECODERS[name].takes_k and "tokens_per_step" not in settings
+                mark = "," if ":" in variant else ":"
+                found += [
+                    (temperature, f"{variant}{mark}tokens_per_step={k}" if each else variant)
+                    for k in (self.tokens_per_step if each else (0,))
+                ]
+        return list(dict.fromkeys(found))
+
+
+def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None) -> dict[str, Any]:
+    """Measures every decoder; writes `divergence.md`.
+
+    Raises:
+        InputError: a decoder whose law cannot be read off its commits; the reason is named.
+    """
+    rank, world, _ = distributed.start()
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    base = base or load_base(config.base, device=config.device, dtype=dtype, quantize=config.quantize)
+    cells = config.cells()
+    for temperature, variant in cells:
+        name, _, options = read_variant(variant)
+        own = build_options(name, options)
+        reason = why_not(base, name, _settings(config, temperature, variant), own[0] if own else None, config.sources)
+        require(reason is None, f"decoder {variant!r} cannot be measured: {reason}")
+    helpers = open_helpers(config, base, [variant for _, variant in cells], sampler=sampler)
+    mine = [line_of(config, base, helpers, *cell) for cell in cells[rank::world]]
+    lines = distributed.from_all_ranks(mine)
+    lines.sort(key=lambda line: cells.index((line["temperature"], line["decoder"])))
+    compare_with_parallel(lines)
+    if rank == 0:
+        folder = Path(config.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "divergence.md", render(lines).encode())
+    distributed.barrier()
+    return {"config": asdict(config), "rows": lines}
+
+
+def _settings(config: DivergenceConfig, temperature: float, variant: str) -> DecodeConfig:
+    shared = DecodeConfig(
+        max_new_tokens=config.max_new_tokens, temperature=temperature, order=config.order, seed=config.seed,
+        suppress_eos=config.suppress_eos,
+    )  # fmt: skip
+    return shared.but(**read_variant(variant).settings)
+
+
+def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: float, variant: str) -> Line:
+    """One decoder: a summary for each source of tokens, the exact one of each on top."""
+    name, _, options = read_variant(variant)
+    settings = _settings(config, temperature, variant)
+    prompts = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
+    prompts.check_fits(base, settings.max_new_tokens)
+    needed = {key: value for key, value in helpers.items() if DECODERS[name].needs_sampler}
+    line: Line = {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step}
+    for source in config.sources:
+        parts = []
+        for first in range(0, config.n, config.batch_size):
+            rows = list(range(first, min(first + config.batch_size, config.n)))
+            given = [prompts.ids(row) for row in rows]
+            how: Line = {"decoder": name, "temperature": temperature, "source": source, **needed, **options}
+            parts.append(observe(base, given, settings, rows=rows, **how))
+        line[source] = Observation.cat(parts).summary()
+        kl = {"own": "kl_qp", "base": "kl_pq"}[source]
+        line |= {kl: line[source][kl], f"{kl}_ci95": line[source][f"{kl}_ci95"]}
+        log.info("T=%g %s, tokens of %s: %s %.4f", temperature, variant, source, kl, line[kl])
+    return line
+
+
+def compare_with_parallel(lines: list[Line]) -> None:
+    """How much less than parallel decoding's at the same T and K: a share, with the interval of a ratio of means."""
+    parallel = {
+        (line["temperature"], line["tokens_per_step"]): line for line in lines
+        if line["decoder"] == f"parallel:tokens_per_step={line['tokens_per_step']}"
+    }  # fmt: skip
+    for line in lines:
+        other = parallel.get((line["temperature"], line["tokens_per_step"]))
+        if other is None or other is line or line["decoder"].startswith("parallel"):
+            continue
+        for kl in ("kl_qp", "kl_pq"):
+            if line.get(kl) and other.get(kl):
+                ratio = line[kl] / other[kl]
+                half = ratio * math.hypot(line[f"{kl}_ci95"] / line[kl], other[f"{kl}_ci95"] / other[kl])
+                line |= {f"{kl}_below_parallel": 1 - ratio, f"{kl}_below_parallel_ci95": half}
+
+
+def render(lines: list[Line]) -> str:
+    """Markdown: KL both ways first, then entropies and NLL on the decoder's own tokens, then KL by place in a round."""
+    head = ["T", "decoder", "texts", "tokens/pass", "KL(q\\|\\|p)", "below parallel", "KL(p\\|\\|q)", "below parallel",
+            "H(q)", "H(p)", "-log p"]  # fmt: skip
+    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for line in lines:
+        about = line.get("own") or line["base"]
+        cells = [f"{line['temperature']:g}", f"`{line['decoder']}`", about["texts"], f"{about['tokens_per_pass']:.2f}"]
+        for kl in ("kl_qp", "kl_pq"):
+            cells += [_cell(line, kl), _cell(line, f"{kl}_below_parallel", percent=True)]
+        cells += [f"{about[name]:.3f}" for name in MEASURES[2:]]
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    rows += ["", "KL(q||p) by place in the round:" if "own" in lines[0] else "KL(p||q) by place in the round:", ""]
+    for line in lines:
+        about, kl = (line["own"], "kl_qp") if "own" in line else (line["base"], "kl_pq")
+        places = ", ".join(f"{place[kl]:.3f}" for place in about["by_commit"])
+        rows.append(f"- T = {line['temperature']:g}, `{line['decoder']}`: {places}")
+    return "\n".join(rows) + "\n"
+
+
+def _cell(line: Line, name: str, *, percent: bool = False) -> str:
+    if name not in line:
+        return ""
+    scale, digits, unit = (100, 1, " %") if percent else (1, 4, "")
+    return f"{scale * line[name]:.{digits}f} +- {scale * line[f'{name}_ci95']:.{digits}f}{unit}"
