@@ -488,15 +488,6 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
     }  # fmt: skip
     assert (config.next_decay, config.next_share, config.on_policy, config.ema, config.rollouts) == (3.0, 0.9, 0, 0, ())
     assert (config.init, config.match_states, config.reverse) == ("fresh", 0.0, 0.0)
-    assert TrainConfig(preset="paper").sampler_config() == SamplerConfig.paper()
-    for name, other, paper in (
-        ("layers", 2, "1"),
-        ("reverse", 0.9, "0.0"),
-        ("ema", 0.99, "0.0"),
-        ("init", "base", "'fresh'"),
-    ):
-        with pytest.raises(InputError, match=f"preset paper sets {name} to {paper}; {other!r} was asked for"):
-            TrainConfig(preset="paper", **{name: other})
 
 
 # Features --------------------------------------------------------------------------------------------------------

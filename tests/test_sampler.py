@@ -28,9 +28,11 @@ def rms(x: Tensor) -> Tensor:
     return x.double().square().mean(-1).sqrt()
 
 
-def by_hand(base: TransformerBase, family: str, sampler: Sampler, h_LD: Tensor, row: list[int]) -> Tensor:
+def by_hand(
+    base: TransformerBase, family: str, sampler: Sampler, h_LD: Tensor, row: list[int], form: Any = None
+) -> Tensor:
     """g on one unpadded row, from its tensors and a layer of the plain class under an all-visible mask."""
-    weights, config = sampler.state_dict(), sampler.config
+    weights, config = sampler.state_dict(), form or sampler.config
     e_LD = base.model.embed_tokens.weight[row]
     if family == "dream" and config.pairing == "state":
         e_LD = torch.cat([e_LD[:1], e_LD[:-1]])  # x_{i-1} beside the state that stands at i-1 and scores x_i
@@ -59,7 +61,8 @@ def by_hand(base: TransformerBase, family: str, sampler: Sampler, h_LD: Tensor, 
 VARIANTS = {
     "default": SamplerConfig(),
     "token": SamplerConfig(pairing="token"),
-    "paper": SamplerConfig.paper(),
+    "printed": SamplerConfig.printed(),
+    "released": SamplerConfig.released(),
     "no residual": SamplerConfig(residual=False),
 }
 
@@ -126,7 +129,7 @@ def test_a_new_g_with_a_tiny_output_norm_decodes_like_parallel(family: str) -> N
 
 def test_the_form_in_the_paper_has_no_norms_and_no_residual() -> None:
     base = tiny_base("dream")
-    paper = Sampler(base, SamplerConfig.paper())
+    paper = Sampler(base, SamplerConfig.printed())
     assert {k.split(".")[0] for k in paper.state_dict()} == {"mix", "layer"}
     state = left_pad(ROWS[:1])
     h_BLD = base.hidden(state)

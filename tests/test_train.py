@@ -665,14 +665,6 @@ def test_full_disk_keeps_the_old_checkpoint(
     assert not list(tmp_path.glob(".*part"))
 
 
-def test_paper_preset_is_the_papers() -> None:
-    config = TrainConfig(preset="paper")
-    assert (config.optimizer, config.lr, config.warmup, config.weights) == ("adamw", 5e-5, 250, "uniform")
-    assert config.slices * (config.slice_states - config.rollout) == 32
-    with pytest.raises(InputError, match=r"preset paper sets lr to 5e-05; 0\.0001 was asked for"):
-        TrainConfig(preset="paper", lr=1e-4)
-
-
 def test_held_out_rows_are_spread_and_never_trained_on(exact: ExactBase, tmp_path: Path) -> None:
     """Ten trajectories, two held out: the middles of the halves, whatever folder they come from."""
     run = Run(TrainConfig(heldout=2), exact, Sampler(exact), list(range(10)), 0, 1, CPU)  # type: ignore[arg-type]

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from adjust_dlm.bases.layers import BidirectionalLayer, Body
 from helpers import load_recipe
 
+ROOT = Path(__file__).parents[1]
 SIZES = {"states": 5, "slices": 2, "rollout": 2, "new-tokens": 8, "rows": 3, "runs": 2}
 FLAGS = [f"--{name}={value}" for name, value in SIZES.items()]
 
@@ -57,7 +59,10 @@ def test_arithmetic_and_hours_of_every_form(recipe: ModuleType, tmp_path: Path) 
         assert back > 0
         if rows is not None:
             assert back <= 2 * rows
-        assert form["hours_100k_x_128"] == pytest.approx(100_000 * 128 / form["windows_per_second"] / 3600)
+        alone, everything = form["windows_per_second_without_data"], form["windows_per_second"]
+        epoch, again = (12_700_000 / rate / 3600 for rate in (everything, everything if name == "one-pass" else alone))
+        assert form["hours_one_epoch"] == pytest.approx(epoch)
+        assert form["hours_two_epochs"] == pytest.approx(epoch + again)
         training = form["micro_batch_seconds"] / 6 + form["update_seconds"] / 256  # 2 slices of 3 windows
         assert form["windows_per_second_without_data"] == pytest.approx(1 / training)
         data = form["decode_ms_per_state"] / 1000 * 8 / 7  # 8 states begin 7 windows
@@ -67,6 +72,33 @@ def test_arithmetic_and_hours_of_every_form(recipe: ModuleType, tmp_path: Path) 
         assert form["share_of_ceiling"] == pytest.approx(whole / result["gemm_tflops"])
     few, all_rows = seen["one-pass", 3, "auto"], seen["one-pass", None, "auto"]
     assert few["head_rows_per_window"] < all_rows["head_rows_per_window"]
+
+
+def test_the_papers_windows_are_those_of_its_files(recipe: ModuleType) -> None:
+    """A text of T tokens has T - 1 windows; two epochs of all texts, in batches of 32."""
+    for base, texts, length in (
+        ("dream-base", 100_000, 128), ("llada-base", 100_000, 128), ("dream-instruct", 20_000, 256),
+        ("dream-coder", 20_000, 256),
+    ):  # fmt: skip
+        folder = ROOT / "paper" / base
+        made, trained = (yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in ("trajectories", "train"))
+        assert (made["num"], made["max_new_tokens"]) == (texts, length)
+        assert trained["steps"] * 32 == 2 * texts * (length - 1)
+        if length == 128:
+            assert trained["steps"] * 32 == recipe.EPOCHS * recipe.WINDOWS
+
+
+def test_the_hours_of_the_document_follow_from_its_rates() -> None:
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "docs" / "results" / "training-cost.md").read_text().splitlines()
+        if line.startswith(("| plain", "| sliced", "| one-pass"))
+    ]
+    assert len(rows) == 18
+    for form, _, _, _, training, everything, *_, one, two in rows:
+        epoch = 100_000 * 127 / int(everything) / 3600
+        again = epoch if form == "one-pass" else 100_000 * 127 / int(training) / 3600
+        assert (float(one), float(two)) == pytest.approx((epoch, epoch + again), abs=0.051), (form, everything)
 
 
 def test_compiled_forms_share_two_shapes(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,14 +45,14 @@ def import_released(path: Path | str, base: Base) -> Sampler:
         base: the frozen model below; its dtype and device become the sampler's.
 
     Returns:
-        The sampler, frozen, with `SamplerConfig(pairing="token")`.
+        The sampler, frozen, with `SamplerConfig.released()`.
 
     Raises:
         InputError: unreadable, another variant (unshared heads, other layers), a missing or misshapen tensor, by name.
     """
     path = Path(path)
     theirs = _read(path)
-    sampler = Sampler(base, SamplerConfig(norms=True, residual=True, output_norm_init=1.0, pairing="token"))
+    sampler = Sampler(base, SamplerConfig.released())
     renamed = {_our_name(name): name for name in theirs}
     wanted = sampler.state_dict()
     _check_names(path, renamed, wanted.keys())

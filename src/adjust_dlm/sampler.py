@@ -76,9 +76,14 @@ class SamplerConfig:
         return replace(base, intermediate_size=max(1, round(self.mlp * base.intermediate_size)))
 
     @classmethod
-    def paper(cls) -> SamplerConfig:
+    def printed(cls) -> SamplerConfig:
         """The form printed in the paper: no norms, no residual."""
         return cls(norms=False, residual=False, output_norm_init=1.0, pairing="token")
+
+    @classmethod
+    def released(cls) -> SamplerConfig:
+        """The form of the authors' code: all norms start at 1, h' = h + z."""
+        return cls(output_norm_init=1.0, pairing="token")
 
 
 class Sampler(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, KernelName, RowWeights
@@ -15,17 +15,20 @@ from adjust_dlm.types import require, require_kinds
 
 # Settings that a resumed run may change.
 FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
-PAPER: dict[str, Any] = {
-    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "weights": "uniform", "rollout": 3,
-    "slice_states": 4, "slices": 32, "pairing": "token", "layers": 1, "mlp": 1.0, "anchor": False, "features": (),
-    "rollouts": (), "detach_every": 0, "depth_weights": (), "match_states": 0.0, "reverse": 0.0, "on_policy": 0.0,
-    "ema": 0.0, "init": "fresh",
+_RECIPE: dict[str, Any] = {  # what both forms share: the paper's, and the released code's
+    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "weights": "uniform", "rollout": 3,
+    "slice_states": 4, "slices": 32, "rollouts": (), "detach_every": 0, "depth_weights": (), "match_states": 0.0,
+    "reverse": 0.0, "on_policy": 0.0, "ema": 0.0, "init": "fresh",
 }  # fmt: skip
+PRESETS: dict[str, dict[str, Any]] = {
+    "printed": {**_RECIPE, **asdict(SamplerConfig.printed()), "loss": "sum"},
+    "released": {**_RECIPE, **asdict(SamplerConfig.released()), "loss": "released"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of `adjust train`; the defaults are the measured recipe, `--preset paper` is the paper's.
+    """Settings of `adjust train`; the defaults are the measured recipe.
 
     Attributes:
         base: name or folder of the frozen base.
@@ -33,11 +36,12 @@ class TrainConfig:
         one_pass: decode the trajectories while training on them (see `pool`).
         pool: what `one_pass` decodes.
         output: folder for the sampler, checkpoints and metrics.
-        preset: "default", or "paper": AdamW 5e-5 constant after 250 warm-up steps, uniform rows, batch 32.
+        preset: "default", "printed" (g and loss as printed in the paper) or "released" (as in the authors' code). The
+            latter two share AdamW at 5e-5, constant after 250 warm-up steps, uniform rows, rollout 3 and batch 32.
         rollout: unrolled g steps (K - 1 of training).
         rollouts: lengths of which each micro-batch draws one, in place of `rollout` (which metrics keep).
         detach_every: g steps through which a gradient flows back; 0 is all.
-        loss: "sum" over depths, "last" depth alone, or "released": the last step of a random unroll.
+        loss: "sum" over depths, "last" depth alone, or "released": one depth, drawn for each micro-batch.
         depth_weights: of "sum": share of each depth, scaled to their sum; none is equal shares.
         match_states: weight of the relative squared distance |h^_k - h_k|^2 / |h_k|^2 on masked rows beside the KL.
         reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the former spreads g over all that the base
@@ -62,7 +66,7 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
-        pairing, layers, mlp, anchor, features: see `SamplerConfig`.
+        norms, residual, output_norm_init, pairing, layers, mlp, anchor, features: see `SamplerConfig`.
         init: what g starts from: "fresh" weights, "base" (its layers are copies of the base's last ones), or the folder
             of a sampler of the same base and form.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
@@ -81,7 +85,7 @@ class TrainConfig:
     one_pass: bool = False
     pool: PoolConfig = field(default_factory=PoolConfig)
     output: str = "runs/sampler"
-    preset: Literal["default", "paper"] = "default"
+    preset: Literal["default", "printed", "released"] = "default"
     rollout: int = 3
     rollouts: tuple[int, ...] = ()
     detach_every: int = 0
@@ -109,6 +113,9 @@ class TrainConfig:
     checkpoint_every: int = 500
     seed: int = 0
     suppress_eos: bool = False
+    norms: bool = True
+    residual: bool = True
+    output_norm_init: float = 0.1
     pairing: Literal["state", "token"] = "state"
     layers: int = 1
     mlp: float = 1.0
@@ -126,16 +133,15 @@ class TrainConfig:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Checks values, and fills in the paper's preset."""
+        """Checks values, and fills in the preset."""
         require_kinds(self)
-        if self.preset == "paper":
-            for name, value in PAPER.items():
-                given, default = getattr(self, name), self.__dataclass_fields__[name].default
-                require(
-                    given in (default, value),
-                    f"preset paper sets {name} to {value!r}; {given!r} was asked for: drop one of the two",
-                )
-                object.__setattr__(self, name, value)
+        for name, value in PRESETS.get(self.preset, {}).items():
+            given, default = getattr(self, name), self.__dataclass_fields__[name].default
+            require(
+                given in (default, value),
+                f"preset {self.preset} sets {name} to {value!r}; {given!r} was asked for: drop one of the two",
+            )
+            object.__setattr__(self, name, value)
         for name in ("rollout", "steps", "slices", "accumulate", "eval_every", "checkpoint_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup", "heldout", "seed", "untimed"):
@@ -153,7 +159,4 @@ class TrainConfig:
 
     def sampler_config(self) -> SamplerConfig:
         """What g is built from."""
-        if self.preset == "paper":
-            return SamplerConfig.paper()
-        names = ("pairing", "layers", "mlp", "anchor", "features")
-        return SamplerConfig(**{name: getattr(self, name) for name in names})
+        return SamplerConfig(**{form.name: getattr(self, form.name) for form in fields(SamplerConfig)})
