@@ -8,6 +8,7 @@ the architecture). g owns no embedding and no head: both are the frozen base's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -292,6 +293,11 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     sampler = Sampler(base, SamplerConfig(**facts["config"]))
     _load_weights(sampler, folder / WEIGHTS)
     return sampler.to(base.device, base.dtype).eval().requires_grad_(False)
+
+
+def weights_digest(folder: Path | str) -> str:
+    """Of a sampler's weights file: says which g made something."""
+    return hashlib.sha256(Path(folder, WEIGHTS).read_bytes()).hexdigest()
 
 
 def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:

@@ -1,4 +1,4 @@
-"""Training data for g: K=1 decodes of the frozen base, kept as tokens and order (DESIGN: "Trajectories").
+"""Training data for g: decodes of the base, one token a pass or by ADJUST, as tokens and order (DESIGN: "Trajectories").
 
 Work is cut into shards of global rows. A row's randomness comes from (seed, row) alone, a shard's batches are composed
 from that shard alone, and rank r makes shards r, r + world, ...: so neither the world size nor an interruption shows
@@ -29,6 +29,7 @@ from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.ray_engine import make_with_ray
 from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.sampler import load_sampler, weights_digest
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -45,6 +46,9 @@ class TrajectoriesConfig:
         base: name of a base, or the folder of an adapted one.
         prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
         num: how many trajectories.
+        sampler: folder of a g that then decodes by ADJUST, so that it can go on training on canvases and positions of
+            its own; none decodes jointly, by the base alone.
+        tokens_per_step: K of ADJUST, with a sampler.
         max_new_tokens: masked positions after each prompt.
         temperature: one or more; with several, prompts and temperatures are crossed, row by row.
         top_p: nucleus mass in (0, 1].
@@ -69,6 +73,8 @@ class TrajectoriesConfig:
     base: str = "smol"
     prompts: str = "unconditional"
     num: int = 1024
+    sampler: str | None = None
+    tokens_per_step: int = 1
     max_new_tokens: int = 128
     temperature: tuple[float, ...] = (1.0,)
     top_p: float = 1.0
@@ -94,6 +100,12 @@ class TrajectoriesConfig:
         require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
         require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
+        alone = self.sampler is None
+        require(
+            (self.tokens_per_step == 1) == alone,
+            f"tokens_per_step is {self.tokens_per_step} {'without' if alone else 'with'} a sampler; "
+            + ("the base decodes one token a pass: name a sampler" if alone else "ADJUST wants at least 2"),
+        )
         require(bool(self.temperature), "temperature is empty; give at least one")
         require(
             self.batch_size >= 1 and self.shard_rows >= 1 and self.shard_rows % self.batch_size == 0,
@@ -111,9 +123,10 @@ class TrajectoriesConfig:
         )
 
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
-        """One K=1 configuration per temperature, with the base's own order filled in."""
+        """One configuration per temperature, with the base's own order filled in."""
         return [
             DecodeConfig(
+                tokens_per_step=self.tokens_per_step,
                 max_new_tokens=self.max_new_tokens,
                 temperature=temperature,
                 top_p=self.top_p,
@@ -227,6 +240,7 @@ def manifest_of(config: TrajectoriesConfig, base: Base, source: PromptSource) ->
         "seed": config.seed,
         "temperatures": list(config.temperature),
         "decode": asdict(config.decode_configs(base)[0]),
+        "sampler": None if config.sampler is None else weights_digest(config.sampler),
         "prompts": source.facts(),
         "first_row": config.first_row,
         "rows": config.num,
@@ -260,6 +274,7 @@ class _Run:
         self.config, self.base, self.source = config, base, source
         self.folder = Path(config.output)
         self.decode_configs = config.decode_configs(base)
+        self.sampler = None if config.sampler is None else load_sampler(config.sampler, base)
         self.rows_done = self.base_calls = self.tokens = 0
         source.check_fits(base, config.max_new_tokens)
         if config.compile:
@@ -314,7 +329,8 @@ class _Run:
             self.base,
             prompts + idle,
             settings,
-            decoder="joint",
+            decoder="joint" if self.sampler is None else "adjust",
+            sampler=self.sampler,
             rows=rows + rows[:1] * len(idle),
             watch=watch if follow else None,
         )

@@ -62,6 +62,7 @@ class TrainConfig:
         clip: gradient norm limit.
         heldout: trajectories kept apart for metrics (with `one_pass` the first rows); not with `heldout_trajectories`.
         heldout_trajectories: folders of trajectories for metrics only, none of whose rows is trained on.
+        heldout_texts: held-out prompts decoded at the end for KL(q || p) (see `adjust eval divergence`); 0 is none.
         eval_every: steps between held-out metrics, over 128 windows or one of every held-out row (1024 at most).
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
@@ -109,6 +110,7 @@ class TrainConfig:
     clip: float = 1.0
     heldout: int = 64
     heldout_trajectories: tuple[str, ...] = ()
+    heldout_texts: int = 64
     eval_every: int = 500
     checkpoint_every: int = 500
     seed: int = 0
@@ -144,7 +146,7 @@ class TrainConfig:
             object.__setattr__(self, name, value)
         for name in ("rollout", "steps", "slices", "accumulate", "eval_every", "checkpoint_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("warmup", "heldout", "seed", "untimed"):
+        for name in ("warmup", "heldout", "heldout_texts", "seed", "untimed"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(self.seed < 2**63, f"seed is {self.seed}; it must be below 2**63")
         require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.decoders.canvas import rows_at_once
+from adjust_dlm.decoders.divergence import observe
+from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import SCORES
 from adjust_dlm.train.batches import pack, to_device
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
-from adjust_dlm.types import Trajectory
+from adjust_dlm.types import CERTAINTY, DecodeConfig, Trajectory
 
 _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
 
@@ -27,7 +33,10 @@ def held_out(
     autocast: Any,
     pad_to: int = 0,
 ) -> dict[str, float]:
-    """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row.
+    """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row's token.
+
+    Decoding takes the position that g is most certain of, which may not be the base's: `position_k` is how often both
+    agree, and `own_kl_k` and `own_back_k` are KL(teacher || g) and KL(g || teacher) at g's own next position.
 
     The same windows at every call (see `looked_at`), in batches of 16. Means over all states that count at a depth; a
     depth that no trajectory is long enough for is left out. A window costs rollout + 1 base passes and rollout steps
@@ -50,6 +59,37 @@ def held_out(
                 for name, value in means.items():
                     sums[f"{name}_{k}"] = sums.get(f"{name}_{k}", 0.0) + count * value
     return {name: value / counts[int(name.rpartition("_")[2])] for name, value in sums.items()}
+
+
+def divergence(
+    base: Base, sampler: Sampler, data: Sequence[Trajectory], rows: Sequence[int], config: Any, autocast: Any
+) -> dict[str, Any]:
+    """KL(q || p) of parallel decoding and of ADJUST, K = rollout + 1, on the prompts of held-out trajectories.
+
+    At most `config.heldout_texts` of them, all of the temperature that most have. Costs a base pass for each commit.
+
+    Returns:
+        `tokens_per_step`, `temperature` and a summary of each decoder (`decoders.divergence.Observation`); nothing
+        where no held-out text was drawn at a temperature above 0.
+    """
+    warm = [data[row] for row in rows if data[row].temperature > 0]
+    if not warm or not config.heldout_texts:
+        return {}
+    count = Counter(x.temperature for x in warm)
+    temperature = max(count, key=lambda t: (count[t], t))
+    texts = [x for x in warm if x.temperature == temperature][: config.heldout_texts]
+    settings = DecodeConfig(
+        tokens_per_step=config.rollout + 1, max_new_tokens=max(1, *(x.commits for x in texts)), temperature=temperature,
+        suppress_eos=config.suppress_eos, seed=config.seed,
+    )  # fmt: skip
+    prompts = [x.state(0, base.spec.mask_id)[0].tolist() for x in texts]
+    how: dict[str, Any] = {"temperature": temperature, "rows": [x.row for x in texts], "new": [0] * len(texts)}
+    out: dict[str, Any] = {"tokens_per_step": config.rollout + 1, "temperature": temperature}
+    with autocast:
+        for decoder, helper in (("parallel", None), ("adjust", sampler)):
+            seen = observe(base, prompts, settings, decoder=decoder, sampler=helper, **how)
+            out[decoder] = seen.summary()
+    return out
 
 
 def looked_at(rows: Sequence[int], seed: int) -> list[tuple[int, float]]:
@@ -76,8 +116,33 @@ def _depth(base: Base, run: Unrolled, k: int, config: Any) -> tuple[int, dict[st
         return 0, {}
     teacher_RV = base.logits(run.teacher[k - 1][next_row], suppress_eos=config.suppress_eos)
     student_RV = base.logits(run.student[k - 1][next_row], suppress_eos=config.suppress_eos)
+    own_row = _own_next(base, run, k, config.suppress_eos, next_row[0])
+    p_RV, q_RV = (
+        base.logits(h_BLD[own_row], suppress_eos=config.suppress_eos)
+        for h_BLD in (run.teacher[k - 1], run.student[k - 1])
+    )
     return len(next_row[0]), {
+        "position": float((own_row[1] == next_row[1]).float().mean()),
+        "own_kl": float(kl_rows(p_RV, q_RV).mean()),
+        "own_back": float(kl_rows(q_RV, p_RV).mean()),
         "kl": float(unrolled_kl(base, run, k, **settings)),
         "stale": float(unrolled_kl(base, run, k, stale=True, **settings)),
         "top1": float((teacher_RV.argmax(-1) == student_RV.argmax(-1)).float().mean()),
     }
+
+
+def _own_next(base: Base, run: Unrolled, k: int, suppress_eos: bool, row_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, position) that g, by the base's own rule on its logits at T = 1, would reveal next in some rows."""
+    if base.spec.order not in CERTAINTY:  # then the order looks at no logits, and is the base's
+        return row_R, (run.rank[k - 1][row_R] == 0).long().argmax(-1)
+    rule, h_BLD = SCORES.get(base.spec.order, _largest), run.student[k - 1]
+    score_BL = torch.full(run.rank[k - 1].shape, -torch.inf, device=h_BLD.device)
+    for part in (run.rank[k - 1] >= 0).nonzero().split(rows_at_once(base)):
+        row, at = part.unbind(-1)
+        score_BL[row, at] = rule(base.logits(h_BLD[row, at], suppress_eos=suppress_eos))
+    return row_R, score_BL[row_R].argmax(-1)
+
+
+def _largest(logits_RV: Tensor) -> Tensor:
+    """Of rule confidence, which looks at the drawn token: its value where that is the likeliest."""
+    return logits_RV.softmax(-1).amax(-1)

@@ -28,7 +28,7 @@ from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import FREE, TrainConfig
 from adjust_dlm.train.ema import follow
-from adjust_dlm.train.metrics import held_out
+from adjust_dlm.train.metrics import divergence, held_out
 from adjust_dlm.train.objective import batch_loss, drawn_rollout
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
@@ -136,12 +136,17 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     finally:
         if tracking:
             tracking.close()
+    law: dict[str, Any] = {}
     if rank == 0 and not _unfinished(run):
-        save_sampler(run, folder / LAST, heldout=last)
+        law = divergence(run.base.eager(), run.best_g, *_held_rows(run), config, _autocast(run))
+        log.info(
+            "KL(q || p), nats a token: %s", {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
+        )
+        save_sampler(run, folder / LAST, heldout=last, divergence=law)
     distributed.barrier()
     return {
         "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
-        "seconds": run.elapsed, "sampler": str(folder / LAST), "heldout": last,
+        "seconds": run.elapsed, "sampler": str(folder / LAST), "heldout": last, "divergence": law,
         "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
     }  # fmt: skip
 
@@ -214,8 +219,11 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 
 def _held_out(run: Run) -> dict[str, float]:
     base = run.base.eager()  # its batches have a shape of their own
-    data = run.data if run.held is None else run.held
-    return held_out(base, run.best_g, data, run.rows(True), run.config, _autocast(run), run.pad_to)
+    return held_out(base, run.best_g, *_held_rows(run), run.config, _autocast(run), run.pad_to)
+
+
+def _held_rows(run: Run) -> tuple[Sequence[Trajectory], list[int]]:
+    return run.data if run.held is None else run.held, run.rows(True)
 
 
 def _step(run: Run) -> dict[str, float]:
