@@ -170,7 +170,7 @@ def open_references(args: argparse.Namespace, base: Base) -> Judged:
             time.sleep(1.0)
     cells = [(1.0, "joint", 1), *[(1.0, "parallel", k) for k in args.ks]]
     texts = [ids(generate_cell(base, {}, table, cell)) for cell in cells]
-    others = ids(generate_cell(base, {}, table, (1.0, "joint", 1), first_row=args.n))
+    others = ids(generate_cell(base, {}, table, (1.0, "joint", 1), behind=args.n))
     judge = open_judge(table, base)
     scores = [nll_of(judge, rows) for rows in texts]
     reference = text_features(judge[0], others)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adjust_dlm.eval import downstream
+from adjust_dlm.sampling import EVALUATION_ROWS
 from tiny_ar import IM_END, chat_base
 
 TAIL = " garbage 99 #### 99 The answer is 99. \\boxed{99}"  # what stands behind the end token, as on a real canvas
@@ -24,7 +25,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[s
     def decode(made: Any, prompts: Any, config: Any, *, rows: Sequence[int], **_: Any) -> Any:
         seen.extend(base.tokenizer.decode(ids) for ids in prompts)
         new, tail = config.max_new_tokens, base.tokenizer.encode(TAIL)
-        full = [[*base.tokenizer.encode(texts[row]), IM_END, *tail * new][:new] for row in rows]
+        full = [[*base.tokenizer.encode(texts[row - EVALUATION_ROWS]), IM_END, *tail * new][:new] for row in rows]
         calls = torch.full((len(rows),), new)
         return SimpleNamespace(
             tokens_BL=torch.tensor(full), rounds_B=calls, base_calls_B=calls, sampler_calls_B=calls * 0,

@@ -18,6 +18,7 @@ from adjust_dlm.decoders import decode
 from adjust_dlm.eval import table
 from adjust_dlm.eval.nll import nll_gap_closed, score_nll
 from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, END, VOCAB, load_recipe, tiny_base, words
 
@@ -84,7 +85,8 @@ def assert_cells_are_those_of_the_texts(base: DreamBase, g: Any, judge: Any, cel
 
     def nll(decoder: str, k: int) -> Any:
         config = DecodeConfig(tokens_per_step=k, max_new_tokens=NEW, seed=1, suppress_eos=True)
-        rows = decode(base, [[BOS]] * N, config, decoder=decoder, sampler=g).tokens_BL[:, 1:].tolist()
+        numbers = list(range(EVALUATION_ROWS, EVALUATION_ROWS + N))
+        rows = decode(base, [[BOS]] * N, config, decoder=decoder, sampler=g, rows=numbers).tokens_BL[:, 1:].tolist()
         assert not any(END in row for row in rows)
         return score_nll(judge, rows, condition_id=BOS, batch_size=5, device="cpu")
 

@@ -23,6 +23,7 @@ from adjust_dlm.eval.downstream import (
     variants,
 )
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import InputError
 from helpers import Counted
 from tiny_ar import chat_base
@@ -51,7 +52,7 @@ def settings(tmp_path: Path, **changes: Any) -> DownstreamConfig:
 
 def test_a_run_scores_every_variant_and_writes_its_samples(base: Base, tmp_path: Path) -> None:
     seen: list[Any] = []
-    out = evaluate(letters(seen), settings(tmp_path, num_samples=3), base, Sampler(base).eval())
+    out = evaluate(letters(seen), settings(tmp_path, num_samples=3, seed=1), base, Sampler(base).eval())
     assert [row["variant"] for row in out["rows"]] == [
         "joint",
         "parallel:tokens_per_step=4",
@@ -174,7 +175,7 @@ def test_a_run_that_stopped_goes_on(base: Base, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("adjust_dlm.decoders.decode", counts)
     again = evaluate(letters([]), settings(tmp_path, decoders=config.decoders, num_samples=5, batch_size=4), base)
-    assert sorted(decoded) == [4, 5, 6, 7, 8, 9]
+    assert sorted(decoded) == [EVALUATION_ROWS + n for n in (4, 5, 6, 7, 8, 9)]
     assert [row["metrics"] for row in again["rows"]] == [row["metrics"] for row in whole["rows"]]
     assert not list((tmp_path / "texts").glob("*.part"))
     line = json.loads(next((tmp_path / "texts").glob("*.jsonl")).read_text().splitlines()[0])

@@ -20,6 +20,7 @@ from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of,
 from adjust_dlm.eval.generation import generate_rows
 from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
 from adjust_dlm.sampler import Sampler, SamplerConfig
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import Counted, tiny_config, words
 from tiny_ar import BOS, chat_base, save_tiny
@@ -148,12 +149,13 @@ def test_throughput_counts_nothing_behind_the_end() -> None:
     torch.manual_seed(0)
     base = dream_base(tiny_config("dream"), mask_id=20, end_ids=(1, 3, 5), bos_id=2, token_limit=20)
     settings = DecodeConfig(max_new_tokens=8, seed=3)
-    lines = generate_rows(base, {}, "parallel:tokens_per_step=2", [[2]] * 9, settings, first_row=4, batch_size=4)
-    whole = decode(base, [[2]] * 9, settings.but(tokens_per_step=2), decoder="parallel", rows=list(range(4, 13)))
+    lines = generate_rows(base, {}, "parallel:tokens_per_step=2", [[2]] * 9, settings, batch_size=4)
+    rows = list(range(EVALUATION_ROWS, EVALUATION_ROWS + 9))
+    whole = decode(base, [[2]] * 9, settings.but(tokens_per_step=2), decoder="parallel", rows=rows)
     for line, ids, calls in zip(lines, whole.tokens_BL[:, 1:].tolist(), whole.base_calls_B.tolist(), strict=True):
         end = next((n for n, token in enumerate(ids) if token in (1, 3, 5)), 8)
         assert (line.tokens, line.base_calls) == (ids[:end], calls)
-    assert [line.row for line in lines] == list(range(4, 13)) and all(line.seconds > 0 for line in lines)
+    assert [line.row for line in lines] == rows and all(line.seconds > 0 for line in lines)
     assert any(len(line.tokens) < 8 for line in lines)
 
 
@@ -176,7 +178,7 @@ def test_finished_calls_are_read_and_not_repeated(tmp_path: Path, monkeypatch: p
     calls = Counted(decode)
     monkeypatch.setattr("adjust_dlm.decoders.decode", calls)
 
-    def make(sampler: Sampler = g, variant: str = "adjust", row: int = 0, **changes: Any) -> list[Any]:
+    def make(sampler: Sampler = g, variant: str = "adjust", row: int = EVALUATION_ROWS, **changes: Any) -> list[Any]:
         settings = DecodeConfig(**{"max_new_tokens": 6, "tokens_per_step": 3, "seed": 1, **changes})
         return generate_rows(base, {"sampler": sampler}, variant, [[2]] * 3, settings, first_row=row, keep=tmp_path)
 
@@ -184,7 +186,7 @@ def test_finished_calls_are_read_and_not_repeated(tmp_path: Path, monkeypatch: p
     assert make() == first and calls.calls == 1
     make(other)
     make(seed=2)
-    make(row=3)
+    make(row=EVALUATION_ROWS + 3)
     make(variant="parallel")
     assert calls.calls == 5
     assert make(other, variant="parallel") == make(variant="parallel") and calls.calls == 5  # it takes no g

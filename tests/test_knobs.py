@@ -445,14 +445,16 @@ def test_a_second_stage_goes_on_from_the_first_and_says_so(exact: ExactBase, fol
     train(settings(folder, one, steps=2, slice_states=8), exact)
     train(settings(folder, two, steps=1, rollout=5, slice_states=8, lr=1e-9, init=str(one / "sampler")), exact)
     facts = json.loads((two / "sampler" / CONFIG).read_text())
-    assert facts["started_from"] == json.loads((one / "sampler" / CONFIG).read_text())
+    before = json.loads((one / "sampler" / CONFIG).read_text())
+    assert facts["trained_on"] == before.pop("trained_on")  # the same folder, once
+    assert facts["started_from"] == before
     assert (facts["training"]["rollout"], facts["started_from"]["training"]["rollout"]) == (5, 3)
     first, second = (load_sampler(stage / "sampler", exact).state_dict() for stage in (one, two))
     for name in ("sampler", "sampler-best"):
         shutil.rmtree(one / name)  # a run that has begun needs it no more
     (two / "sampler" / CONFIG).unlink()
     assert train(settings(folder, two, steps=1, rollout=5, slice_states=8, lr=1e-9, init=str(one / "sampler")), exact)
-    assert json.loads((two / "sampler" / CONFIG).read_text())["started_from"] == facts["started_from"]
+    assert json.loads((two / "sampler" / CONFIG).read_text()) == facts
     assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
 
 

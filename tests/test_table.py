@@ -17,6 +17,7 @@ from adjust_dlm.eval import table
 from adjust_dlm.eval.nll import score_nll, summarize
 from adjust_dlm.eval.table import TableConfig, gap_facts, make_table, render
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import words
 
@@ -57,7 +58,9 @@ def test_cells_are_what_their_texts_say(base: DreamBase, judge: LlamaForCausalLM
     scores = {}
     for decoder, k in cells:
         settings = DecodeConfig(tokens_per_step=k, max_new_tokens=NEW, seed=3, suppress_eos=True)
-        rows = decode(base, [[47]] * N, settings, decoder=decoder, sampler=sampler).tokens_BL[:, 1:].tolist()
+        numbers = list(range(EVALUATION_ROWS, EVALUATION_ROWS + N))
+        made = decode(base, [[47]] * N, settings, decoder=decoder, sampler=sampler, rows=numbers)
+        rows = made.tokens_BL[:, 1:].tolist()
         assert not any(48 in row for row in rows)  # no text ends early
         scores[decoder] = score_nll(judge, rows, condition_id=47, batch_size=5, device="cpu")
         assert cells[decoder, k]["nll"] == pytest.approx(scores[decoder].nll, rel=1e-6)
@@ -122,7 +125,8 @@ def test_texts_end_at_their_end_token_and_one_token_a_step_is_joint(
     cells = {(c["decoder"], c["tokens_per_step"]): c for c in make_table(config, base, sampler)["cells"]}
     assert list(cells) == [("joint", 1), ("parallel", 2), ("adjust", 2)]
     settings = DecodeConfig(max_new_tokens=NEW, seed=3)
-    rows = decode(base, [[47]] * N, settings, decoder="joint").tokens_BL[:, 1:].tolist()
+    numbers = list(range(EVALUATION_ROWS, EVALUATION_ROWS + N))
+    rows = decode(base, [[47]] * N, settings, decoder="joint", rows=numbers).tokens_BL[:, 1:].tolist()
     texts = [row[: [*row, 48].index(48)] for row in rows]
     assert texts != rows
     score = score_nll(judge, texts, condition_id=47, batch_size=5, device="cpu")

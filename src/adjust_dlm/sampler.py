@@ -96,6 +96,7 @@ class Sampler(nn.Module):
 
     Attributes:
         states: how many times D columns it gives: h, the features and, with an anchor, h_0.
+        trained_on: the rows that its file names (`train/record.py`); `save` writes them again.
     """
 
     def __init__(self, base: Base, config: SamplerConfig | None = None) -> None:
@@ -103,6 +104,7 @@ class Sampler(nn.Module):
         super().__init__()
         self.config = config or SamplerConfig()
         self.base_fingerprint = base.fingerprint
+        self.trained_on: list[dict[str, Any]] | None = None
         self._embed, self._to_frame = base.embed, base.to_frame
         width = base.width
         self.width = width
@@ -231,7 +233,8 @@ class Sampler(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in self.state_dict().items()}
-        facts = {"config": asdict(self.config), "base_fingerprint": self.base_fingerprint, **provenance}
+        known = {} if self.trained_on is None else {"trained_on": self.trained_on}
+        facts = {"config": asdict(self.config), "base_fingerprint": self.base_fingerprint, **known, **provenance}
         text = json.dumps(facts, indent=2) + "\n"
         _replace(
             {folder / WEIGHTS: lambda p: p.write_bytes(save(weights)), folder / CONFIG: lambda p: p.write_text(text)}
@@ -291,6 +294,7 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     facts = read_config(folder)
     require_same_base(f"sampler {folder}", facts["base_fingerprint"], base)
     sampler = Sampler(base, SamplerConfig(**facts["config"]))
+    sampler.trained_on = facts.get("trained_on")
     _load_weights(sampler, folder / WEIGHTS)
     return sampler.to(base.device, base.dtype).eval().requires_grad_(False)
 

@@ -16,6 +16,7 @@ from adjust_dlm.types import DecodeConfig, OrderRule
 # Streams of the counter-based generator: a draw, an order and Gumbel noise never share a number.
 NOISE, DRAW, ORDER = 0, 1, 2
 STREAM = 0x632BE59BD9B4E019  # what the seed of one stream is from that of the next
+EVALUATION_ROWS = 2**32  # row ids from here on are for evaluation: no trajectory has one, so none is trained on
 
 
 def uniform(

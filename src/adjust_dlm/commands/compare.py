@@ -42,7 +42,10 @@ class CompareConfig(DecodeFlags):
 
 
 def run(flags: CompareConfig) -> Outcome:
-    """Decodes `num_samples` rows per decoder (same row numbers, same seed) and scores them with the AR partner."""
+    """Decodes `num_samples` rows per decoder (same row numbers, same seed) and scores them with the AR partner.
+
+    The rows are those for evaluation, since joint text of a row that g was trained on is the training text.
+    """
     config = flags.decode_config()
     base = load_for(flags)
     sampler = load_sampler_for(flags, base)
@@ -61,10 +64,12 @@ def _decoders(sampler: Any) -> list[str]:
 
 def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:
     from adjust_dlm.decoders import decode
+    from adjust_dlm.sampling import EVALUATION_ROWS
 
     if sampler is None:
         logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
     prompts = [ids] * flags.num_samples
+    rows = list(range(EVALUATION_ROWS, EVALUATION_ROWS + flags.num_samples))
     eager = flags.eager or None
     # One untimed pass: what a process does only once (loading kernels) is not the first decoder's cost. On a card every
     # decoder captures its own steps, so there each runs once before.
@@ -72,8 +77,8 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
     samples = []
     for name in _decoders(sampler):
         for _ in range(2 if base.device.type == "cuda" else 1):
-            result = decode(base, prompts, config, decoder=name, sampler=sampler, eager=eager)
-        samples += [{**sample_record(base, result, b), "row": b} for b in range(flags.num_samples)]
+            result = decode(base, prompts, config, decoder=name, sampler=sampler, rows=rows, eager=eager)
+        samples += [{**sample_record(base, result, b), "row": row} for b, row in enumerate(rows)]
     return samples
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import MASKED, InputError, Trajectory, require
 
 FORMAT = 1
@@ -252,6 +253,7 @@ def _check_ranges(folder: Path, shards: dict[Range, Path], manifest: dict[str, A
     """Every row of the manifest in exactly one shard."""
     at = manifest["first_row"]
     stop = at + manifest["rows"]
+    require(stop <= EVALUATION_ROWS, f"{folder} has rows from {EVALUATION_ROWS} on, which are for evaluation")
     for (first, last), path in [*shards.items(), ((stop, stop), folder / MANIFEST)]:
         require(last <= stop, f"{path} reaches past row {stop - 1}, the last one of {folder / MANIFEST}")
         require(first >= at, f"{path} repeats rows {first}..{min(at, last) - 1} of another shard; delete one of them")

@@ -1,4 +1,4 @@
-"""Training data for g: decodes of the base, one token a pass or by ADJUST, as tokens and order (DESIGN: "Trajectories").
+"""Training data for g: decodes of the base, one token a pass or by ADJUST (DESIGN: "Trajectories").
 
 Work is cut into shards of global rows. A row's randomness comes from (seed, row) alone, a shard's batches are composed
 from that shard alone, and rank r makes shards r, r + world, ...: so neither the world size nor an interruption shows
@@ -30,6 +30,7 @@ from adjust_dlm.data.ray_engine import make_with_ray
 from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.sampler import load_sampler, weights_digest
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -98,6 +99,8 @@ class TrajectoriesConfig:
         require_kinds(self)
         require(self.num >= 1, f"num is {self.num}; it must be at least 1")
         require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
+        last = self.first_row + self.num - 1
+        require(last < EVALUATION_ROWS, f"the last row is {last}; those from {EVALUATION_ROWS} on are for evaluation")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
         require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
         alone = self.sampler is None

@@ -17,6 +17,7 @@ from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import Generated, costs, generate_rows, half_width, open_helpers, to_line
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, InputError, require
 
@@ -160,8 +161,8 @@ def evaluate(
     Writes one `samples-<variant>.jsonl` for each variant: a line a completion with its id, text, scores and passes.
 
     Returns:
-        `task`, `about`, `n` problems, and `rows`: for each variant mean, 95 % half-width and n of every metric, by
-        kind of problem too, and what decoding cost; `kinds` is the same by kind, as a table.
+        `task`, `about`, `n` problems, `first_row` of decoding, and `rows`: for each variant mean, 95 % half-width and n
+        of every metric, by kind of problem too, and what decoding cost; `kinds` is the same by kind, as a table.
 
     Raises:
         InputError: no problems, or a prompt that does not fit the base.
@@ -194,7 +195,7 @@ def evaluate(
         for kind, metrics in row["kinds"].items()
     ]
     facts = {"task": task.name, "about": task.about, "n": len(problems), "config": asdict(config)}
-    return {**facts, "rows": rows, "kinds": kinds}
+    return {**facts, "first_row": EVALUATION_ROWS, "rows": rows, "kinds": kinds}
 
 
 def _encoded(config: DownstreamConfig, base: Base, problems: Sequence[Problem]) -> list[list[int]]:

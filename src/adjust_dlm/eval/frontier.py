@@ -19,6 +19,7 @@ from adjust_dlm.eval.generation import costs, generate_rows, open_helpers
 from adjust_dlm.eval.lists import held_out_tasks, score_lists
 from adjust_dlm.eval.table import TableConfig, make_table, open_base
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
 
@@ -125,7 +126,7 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
     """Every decoder's cost and quality; writes `frontier.csv`, `.md` and `.png`.
 
     Returns:
-        `rows` (one per task and variant) and `best` (see `compare`).
+        `first_row` (of every task), `rows` (one per task and variant) and `best` (see `compare`).
     """
     rank, _, _ = distributed.start()
     base = base or open_base(config)
@@ -145,7 +146,7 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
         if config.plot:
             draw(rows, folder / "frontier.png")
     distributed.barrier()
-    return {"rows": rows, "best": best}
+    return {"first_row": EVALUATION_ROWS, "rows": rows, "best": best}
 
 
 def label_of(variant: str) -> str:

@@ -20,6 +20,7 @@ from adjust_dlm.bases.partner import Partner, load_partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, decode_many, read_variant, takes_fast
 from adjust_dlm.sampler import Sampler, default_sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
 
@@ -52,7 +53,7 @@ def generate_rows(
     prompts: Sequence[list[int]],
     settings: DecodeConfig,
     *,
-    first_row: int = 0,
+    first_row: int = EVALUATION_ROWS,
     batch_size: int = 256,
     keep: Path | None = None,
     eager: bool = False,
@@ -65,7 +66,7 @@ def generate_rows(
         variant: see `read_variant`; its settings go over `settings`.
         prompts: ids; prompt n is row first_row + n.
         settings: what all variants share.
-        first_row: id of the first row.
+        first_row: id of the first row; joint text of a row that g was trained on would be the training text.
         batch_size: rows decoded at once on a rank.
         keep: folder of texts; a call with the same base, models, prompts and settings that is there is read, not
             repeated, and one that was stopped goes on.
@@ -73,7 +74,14 @@ def generate_rows(
 
     Returns:
         All rows in order, on every rank.
+
+    Raises:
+        InputError: rows that a sampler may have been trained on.
     """
+    require(
+        first_row >= EVALUATION_ROWS,
+        f"first_row is {first_row}; rows below {EVALUATION_ROWS} are for trajectories: g may have been trained on them",
+    )
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     name, changes, options = read_variant(variant)
     config = settings.but(**changes)

@@ -20,6 +20,7 @@ from adjust_dlm.eval.parallelbench_files import read_problems
 from adjust_dlm.eval.parallelbench_metrics import Grammar, GrammarChecker, includes, is_right, open_grammar
 from adjust_dlm.eval.parallelbench_tasks import group_of, make_problem, select
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import require
 
@@ -116,7 +117,8 @@ def run_parallelbench(
     finally:
         if check is not None:
             check.close()
-    return {"task": "parallelbench", "about": about, "rows": rows, "macro_averages": macro}
+    facts = {"task": "parallelbench", "about": about, "first_row": EVALUATION_ROWS}
+    return {**facts, "rows": rows, "macro_averages": macro}
 
 
 def _problems(config: ParallelBenchConfig, group: str, tasks: Sequence[str]) -> list[Problem]:

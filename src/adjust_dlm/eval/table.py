@@ -21,6 +21,7 @@ from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
 from adjust_dlm.eval.scores import start_of
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
 
@@ -48,7 +49,7 @@ class TableConfig:
         batch_size: rows decoded at once.
         judge: autoregressive model that scores and embeds the texts: "smol" or a folder.
         buckets: k-means clusters of MAUVE; 0 takes n / 10.
-        seed: of every cell; rows n..2n-1 of the joint cell are MAUVE's reference.
+        seed: of every cell; all have the same rows, and the n joint texts behind these are MAUVE's reference.
         suppress_eos: never end a text, so that all have the same length.
         device: auto, cpu, cuda or cuda:N.
         compile: compile the base (CUDA).
@@ -102,14 +103,14 @@ def make_table(
     made = {cell: generate_cell(base, helpers, config, cell) for cell in cells}
     texts = {cell: [line.tokens for line in rows] for cell, rows in made.items()}
     references = {
-        t: [line.tokens for line in generate_cell(base, helpers, config, (t, "joint", 1), first_row=config.n)]
+        t: [line.tokens for line in generate_cell(base, helpers, config, (t, "joint", 1), behind=config.n)]
         for t in config.temperatures
     }
     lines = _score(config, start, judge, texts, references, cells[rank::world])
     for line in lines:
         line |= costs(made[_cell(line)])
     lines = sorted(distributed.from_all_ranks(lines), key=lambda line: cells.index(_cell(line)))
-    out = {"config": asdict(config), "cells": lines}
+    out = {"config": asdict(config), "first_row": EVALUATION_ROWS, "cells": lines}
     if rank == 0:
         _write(Path(config.output), render(out), base, texts)
     distributed.barrier()
@@ -142,9 +143,9 @@ def _methods(config: TableConfig) -> list[tuple[str, int]]:
 
 
 def generate_cell(
-    base: Base, helpers: dict[str, Any], config: TableConfig, cell: Cell, first_row: int = 0
+    base: Base, helpers: dict[str, Any], config: TableConfig, cell: Cell, behind: int = 0
 ) -> list[Generated]:
-    """n unconditional texts of a cell, each up to its end token."""
+    """n unconditional texts of a cell, each up to its end token; `behind`: so many rows after the first ones."""
     temperature, decoder, k = cell
     settings = DecodeConfig(
         tokens_per_step=max(k, 1), max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
@@ -157,12 +158,12 @@ def generate_cell(
         decoder,
         [prompt] * config.n,
         settings,
-        first_row=first_row,
+        first_row=EVALUATION_ROWS + behind,
         batch_size=config.batch_size,
         keep=Path(config.output) / "texts",
         eager=config.eager,
     )
-    log.info("T=%s %s K=%d: %d texts", *cell, len(rows))
+    log.info("T=%s %s K=%d: %d texts from row %d on, where no trajectory is", *cell, len(rows), rows[0].row)
     return rows
 
 
@@ -257,7 +258,7 @@ def _write(folder: Path, markdown: str, base: Base, texts: dict[Any, Texts], lim
     """`table.md`, and the first texts of every cell, to be read by a person."""
     lines = []
     for (t, decoder, k), rows in texts.items():
-        for row, ids in enumerate(rows[:limit]):
+        for row, ids in enumerate(rows[:limit], EVALUATION_ROWS):
             text = base.decode(ids) if base.tokenizer is not None else " ".join(map(str, ids))
             line = {"temperature": t, "decoder": decoder, "tokens_per_step": k, "row": row, "text": text}
             lines.append(json.dumps(line) + "\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from adjust_dlm.sampler import WEIGHTS
 from adjust_dlm.train.checkpoint import writing
+from adjust_dlm.train.record import trained_on
 
 if TYPE_CHECKING:
     from adjust_dlm.train.trainer import Run
@@ -35,13 +36,14 @@ def keep_best(run: Run, folder: Path, metrics: dict[str, float]) -> None:
 
 
 def save_sampler(run: Run, folder: Path, **facts: Any) -> None:
-    """Writes g with the settings of its run, the step it stands at and what is known of the sampler it started from.
+    """Writes g with the settings of its run, its step, the rows it has seen, and what is known of where it started.
 
     Raises:
         OSError: it cannot be written; names the file, the bytes it needs and those that are free.
     """
     if run.started_from:
-        facts["started_from"] = run.started_from
+        facts["started_from"] = {key: value for key, value in run.started_from.items() if key != "trained_on"}
+    facts["trained_on"] = trained_on(run)
     with writing(folder / WEIGHTS, sampler_bytes(run)):
         run.best_g.save(folder, training=run.settings(), step=run.step, **facts)
 

@@ -117,7 +117,7 @@ class Lane:
         self.canvas = Canvas(base, [[base.spec.pad_id] * width] * places, settings, rows=[_IDLE] * places)
         self.canvas.padded = len(source.lengths) > 1
         self.canvas.masked_BL.zero_()
-        self.source, self.rows, self.taken = source, rows, 0
+        self.source, self.rows, self.taken, self.end = source, rows, 0, 0
         self.begins = [place * settings.max_new_tokens // places for place in range(places)]
 
     def refill(self, now: int, keeper: Callable[[Trajectory], None] | None) -> None:
@@ -136,8 +136,9 @@ class Lane:
 
     def next_row(self) -> int:
         """Takes a row number."""
-        self.taken += 1
-        return next(self.rows)
+        row = next(self.rows)
+        self.taken, self.end = self.taken + 1, row + 1
+        return row
 
     def commit(self, h_BLD: Tensor) -> Tensor:
         """One token for every open row; [B, L] bool of the positions that got one."""
@@ -177,7 +178,7 @@ class Pool:
             f"pool.rows is {config.rows}; it must be a multiple of {slices} (slices) and {len(kinds)} (temperatures)",
         )
         source.check_fits(base, config.max_new_tokens)
-        self.base, self.source, self.keeper = base, source, keeper
+        self.base, self.source, self.keeper, self.first = base, source, keeper, first
         self.length, self.rollout, self.groups = length, rollout, config.rows // slices
         self.lanes = [
             Lane(
@@ -195,6 +196,11 @@ class Pool:
     def rows(self) -> int:
         """N."""
         return sum(len(lane.begins) for lane in self.lanes)
+
+    @property
+    def end(self) -> int:
+        """The row behind the last one that was taken."""
+        return max(lane.end for lane in self.lanes)
 
     @property
     def bytes(self) -> int:

@@ -33,6 +33,7 @@ from adjust_dlm.train.objective import batch_loss, drawn_rollout
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
 from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_of
+from adjust_dlm.train.record import check_unseen
 from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.trackers import Tracking
 from adjust_dlm.train.unroll import Frames, Slices, Step
@@ -65,6 +66,7 @@ class Run:
     averaged: Sampler | None = None
     data_digest: str = ""
     pool: Pool | None = None
+    pool_end: int = 0  # the row behind the last that a rank's pool had taken when g was last measured
     held: Sequence[Trajectory] | None = None
     best: dict[str, float] = field(default_factory=dict)
     started_from: dict[str, Any] | None = None
@@ -172,6 +174,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
     if config.init not in ("fresh", "base") and not resumes:
         run.started_from = read_config(Path(config.init))
+        check_unseen(run)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile, reverse=config.reverse)
     if averaged is not None:
@@ -218,6 +221,8 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 
 
 def _held_out(run: Run) -> dict[str, float]:
+    if run.pool is not None:  # here, where every rank is; g is saved by the first alone
+        run.pool_end = max(distributed.from_all_ranks([run.pool.end]))
     base = run.base.eager()  # its batches have a shape of their own
     return held_out(base, run.best_g, *_held_rows(run), run.config, _autocast(run), run.pad_to)
 
