@@ -35,7 +35,8 @@ def two_lanes(length: int, seed: int, block: int | None = None) -> tuple[Lane, L
         lane.masked_BL[2:, -1] = True
         lane._candidate_BL.copy_(drawn(3, SLOTS, length) > 0)  # type: ignore[union-attr]
         lane.schedule_BL.copy_(drawn(4, SLOTS, length))
-        for name, high in (("quota_B", 3), ("commits_B", 40), ("rows_B", 9), ("_first_B", 3), ("_round_B", 2 * length)):
+        highs = {"quota_B": 3, "commits_B": 40, "rows_B": 2**33, "_first_B": 3, "_round_B": 2 * length}
+        for name, high in highs.items():
             getattr(lane, name).copy_(drawn(high, SLOTS))
         lane.seeds_B.copy_(drawn(2**62, SLOTS) - 2**61)
         lane.new_B.fill_(length)
