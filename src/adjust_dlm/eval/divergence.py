@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,6 +17,7 @@ from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, build_options, read_variant
 from adjust_dlm.decoders.divergence import MEASURES, Observation, Source, observe, why_not
 from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
 
@@ -115,9 +117,7 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
     base = base or load_base(config.base, device=config.device, dtype=dtype, quantize=config.quantize)
     cells = config.cells()
     for temperature, variant in cells:
-        name, _, options = read_variant(variant)
-        own = build_options(name, options)
-        reason = why_not(base, name, _settings(config, temperature, variant), own[0] if own else None, config.sources)
+        reason = reason_against(base, variant, _settings(config, temperature, variant), config.sources)
         require(reason is None, f"decoder {variant!r} cannot be measured: {reason}")
     helpers = open_helpers(config, base, [variant for _, variant in cells], sampler=sampler)
     mine = [line_of(config, base, helpers, *cell) for cell in cells[rank::world]]
@@ -129,7 +129,7 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "divergence.md", render(lines).encode())
     distributed.barrier()
-    return {"config": asdict(config), "rows": lines}
+    return {"config": asdict(config), "first_row": EVALUATION_ROWS, "rows": lines}
 
 
 def _settings(config: DivergenceConfig, temperature: float, variant: str) -> DecodeConfig:
@@ -141,20 +141,42 @@ def _settings(config: DivergenceConfig, temperature: float, variant: str) -> Dec
 
 
 def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: float, variant: str) -> Line:
-    """One decoder: a summary for each source of tokens, the exact one of each on top."""
-    name, _, options = read_variant(variant)
+    """One decoder on the prompts of the settings."""
     settings = _settings(config, temperature, variant)
-    prompts = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
-    prompts.check_fits(base, settings.max_new_tokens)
-    needed = {key: value for key, value in helpers.items() if DECODERS[name].needs_sampler}
-    line: Line = {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step}
-    for source in config.sources:
+    source = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
+    source.check_fits(base, settings.max_new_tokens)
+    prompts = [source.ids(row) for row in range(config.n)]
+    how: Line = {"temperature": temperature, "sources": config.sources, "batch_size": config.batch_size}
+    facts = measure(base, helpers, variant, prompts, settings, **how)
+    return {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step, **facts}
+
+
+def measure(
+    base: Base, helpers: Line, variant: str, prompts: Sequence[list[int]], settings: DecodeConfig, *,
+    temperature: float, sources: Sequence[Source], batch_size: int,
+) -> Line:  # fmt: skip
+    """A summary of every commit for each source of tokens, and on top `kl_qp` of "own" and `kl_pq` of "base".
+
+    Args:
+        base: whose law it is measured against.
+        helpers: `sampler`, for decoders that want it.
+        variant: see `read_variant`.
+        prompts: ids; prompt n is row EVALUATION_ROWS + n.
+        settings: of the variant.
+        temperature: of the law.
+        sources: of tokens.
+        batch_size: rows decoded at once.
+    """
+    name, _, options = read_variant(variant)
+    needed = helpers if DECODERS[name].needs_sampler else {}
+    line: Line = {}
+    for source in sources:
         parts = []
-        for first in range(0, config.n, config.batch_size):
-            rows = list(range(first, min(first + config.batch_size, config.n)))
-            given = [prompts.ids(row) for row in rows]
-            how: Line = {"decoder": name, "temperature": temperature, "source": source, **needed, **options}
-            parts.append(observe(base, given, settings, rows=rows, **how))
+        for first in range(0, len(prompts), batch_size):
+            given = list(prompts[first : first + batch_size])
+            rows = [EVALUATION_ROWS + first + n for n in range(len(given))]
+            how: Line = {"decoder": name, "temperature": temperature, "source": source, "rows": rows}
+            parts.append(observe(base, given, settings, sampler=needed.get("sampler"), **how, **options))
         line[source] = Observation.cat(parts).summary()
         kl = {"own": "kl_qp", "base": "kl_pq"}[source]
         line |= {kl: line[source][kl], f"{kl}_ci95": line[source][f"{kl}_ci95"]}
@@ -162,18 +184,25 @@ def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: fl
     return line
 
 
+def reason_against(base: Base, variant: str, settings: DecodeConfig, sources: Sequence[Source]) -> str | None:
+    """`why_not` of a variant."""
+    name, _, options = read_variant(variant)
+    own = build_options(name, options)
+    return why_not(base, name, settings, own[0] if own else None, tuple(sources))
+
+
 def compare_with_parallel(lines: list[Line]) -> None:
     """How much less than parallel decoding's at the same T and K: a share, with the interval of a ratio of means."""
-    parallel = {
-        (line["temperature"], line["tokens_per_step"]): line for line in lines
-        if line["decoder"] == f"parallel:tokens_per_step={line['tokens_per_step']}"
-    }  # fmt: skip
+
+    def k_of(line: Line) -> int:
+        return int(line["tokens_per_step"] or read_variant(line["decoder"]).settings.get("tokens_per_step", 0))
+
+    plain = [line for line in lines if line["decoder"] in ("parallel", f"parallel:tokens_per_step={k_of(line)}")]
+    parallel = {(line["temperature"], k_of(line)): line for line in plain}
     for line in lines:
-        other = parallel.get((line["temperature"], line["tokens_per_step"]))
-        if other is None or other is line or line["decoder"].startswith("parallel"):
-            continue
+        other = parallel.get((line["temperature"], k_of(line)), line)
         for kl in ("kl_qp", "kl_pq"):
-            if line.get(kl) and other.get(kl):
+            if other is not line and line.get(kl) and other.get(kl):
                 ratio = line[kl] / other[kl]
                 half = ratio * math.hypot(line[f"{kl}_ci95"] / line[kl], other[f"{kl}_ci95"] / other[kl])
                 line |= {f"{kl}_below_parallel": 1 - ratio, f"{kl}_below_parallel_ci95": half}
@@ -188,7 +217,7 @@ def render(lines: list[Line]) -> str:
         about = line.get("own") or line["base"]
         cells = [f"{line['temperature']:g}", f"`{line['decoder']}`", about["texts"], f"{about['tokens_per_pass']:.2f}"]
         for kl in ("kl_qp", "kl_pq"):
-            cells += [_cell(line, kl), _cell(line, f"{kl}_below_parallel", percent=True)]
+            cells += [number(line, kl), number(line, f"{kl}_below_parallel", percent=True)]
         cells += [f"{about[name]:.3f}" for name in MEASURES[2:]]
         rows.append("| " + " | ".join(map(str, cells)) + " |")
     rows += ["", "KL(q||p) by place in the round:" if "own" in lines[0] else "KL(p||q) by place in the round:", ""]
@@ -199,7 +228,8 @@ def render(lines: list[Line]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _cell(line: Line, name: str, *, percent: bool = False) -> str:
+def number(line: Line, name: str, *, percent: bool = False) -> str:
+    """A field with its half-width, or nothing."""
     if name not in line:
         return ""
     scale, digits, unit = (100, 1, " %") if percent else (1, 4, "")

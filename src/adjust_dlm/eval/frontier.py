@@ -41,6 +41,7 @@ TEXT = (
     "adjust:block_length=32,cache_period=8,tokens_per_step=4",
     *_sweep("adaptive:candidates=16", "gamma", 6, 12, 24),
     *_sweep("threshold:", "tau", 0.9, 0.3, 0.1),
+    *_sweep("threshold:score=likeliest", "tau", 0.9, 0.3, 0.1),
     *_sweep("factor:", "f", 0.5, 2, 4),
     *_sweep("entropy_bound:", "gamma", 1, 4, 16),
     "klass:tau=0.5,epsilon_kl=0.05",
@@ -77,11 +78,12 @@ LISTS = (
 FORM = (
     "order", "block_length", "cache_period", "cache_window", "candidates", "restart", "rule", "correct", "tau_g",
     "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
+    "score", "temperature", "top_p",
 )  # fmt: skip
 COLUMNS = (
     "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "rounds",
-    "base_calls", "sampler_calls", "partner_calls", "nll", "nll_ci95", "mauve", "mauve_ci95", "distinct_2", "repeated",
-    "accuracy", "accuracy_ci95",
+    "base_calls", "sampler_calls", "partner_calls", "kl_qp", "kl_qp_ci95", "kl_pq", "kl_pq_ci95", "nll", "nll_ci95",
+    "mauve", "mauve_ci95", "distinct_2", "repeated", "accuracy", "accuracy_ci95",
 )  # fmt: skip
 Row = dict[str, Any]
 
@@ -212,7 +214,7 @@ class Measure(NamedTuple):
     sign: int
 
 
-MEASURES = (Measure("nll", -1), Measure("mauve", 1), Measure("accuracy", 1))
+MEASURES = (Measure("kl_qp", -1), Measure("nll", -1), Measure("mauve", 1), Measure("accuracy", 1))
 WIDEST = 3.0  # ratio of two neighbours on a curve that a straight line may stand between
 GRID = (2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 
@@ -278,8 +280,8 @@ def markdown(rows: Sequence[Row], best: Sequence[Row]) -> str:
 
     names = {
         "tokens_per_pass": "tokens/pass", "speedup": "speed-up", "rounds": "rounds", "sampler_calls": "g passes",
-        "partner_calls": "AR passes", "nll": "NLL", "mauve": "MAUVE", "distinct_2": "distinct-2",
-        "accuracy": "accuracy",
+        "partner_calls": "AR passes", "kl_qp": "KL(q\\|\\|p)", "kl_pq": "KL(p\\|\\|q)", "nll": "NLL",
+        "mauve": "MAUVE", "distinct_2": "distinct-2", "accuracy": "accuracy",
     }  # fmt: skip
     head = ["task", "decoder", "n", *names.values()]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

@@ -1,4 +1,4 @@
-"""The K-table: NLL and MAUVE of joint, parallel and ADJUST text, and the share of the gap ADJUST closes."""
+"""The K-table: distance to the joint law, NLL, MAUVE and variety of joint, parallel and ADJUST text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.partner import Partner
+from adjust_dlm.data.prompts import unconditional
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import read_variant
+from adjust_dlm.decoders.divergence import MEASURES
+from adjust_dlm.eval.divergence import compare_with_parallel, measure, number, reason_against
 from adjust_dlm.eval.diversity import distinct_n, repeated_share, token_entropy
 from adjust_dlm.eval.generation import Generated, costs, generate_rows, open_helpers
 from adjust_dlm.eval.mauve import features, mauve
@@ -40,6 +43,7 @@ class TableConfig:
         partner: autoregressive model for decoders that ask one; the base's own by default.
         output: where results and samples go.
         n: texts per cell.
+        divergence: texts of a cell that KL is measured on, both ways (see `adjust eval divergence`); 0 is none.
         temperatures: one block of the table each.
         tokens_per_step: K of parallel and ADJUST; 1 adds nothing, it is the joint row.
         variants: more rows, of decoders that decide themselves how many tokens a pass commits: a name in `DECODERS` and
@@ -62,6 +66,7 @@ class TableConfig:
     partner: str | None = None
     output: str = "runs/table"
     n: int = 1024
+    divergence: int = 256
     temperatures: tuple[float, ...] = (1.0, 0.6)
     tokens_per_step: tuple[int, ...] = (2, 4, 8)
     variants: tuple[str, ...] = ()
@@ -80,6 +85,10 @@ class TableConfig:
     def __post_init__(self) -> None:
         """Checks what decoding would otherwise find out late."""
         require(self.n >= 2, f"n is {self.n}; a table needs at least 2 texts a cell")
+        require(
+            self.divergence != 1 and self.divergence >= 0,
+            f"divergence is {self.divergence}; give 0, or 2 texts or more",
+        )
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
         require(
             all(k >= 1 for k in self.tokens_per_step), f"tokens_per_step is {self.tokens_per_step}; all must be >= 1"
@@ -108,8 +117,9 @@ def make_table(
     }
     lines = _score(config, start, judge, texts, references, cells[rank::world])
     for line in lines:
-        line |= costs(made[_cell(line)])
+        line |= costs(made[_cell(line)]) | _divergence(base, helpers, config, _cell(line))
     lines = sorted(distributed.from_all_ranks(lines), key=lambda line: cells.index(_cell(line)))
+    compare_with_parallel(lines)
     out = {"config": asdict(config), "first_row": EVALUATION_ROWS, "cells": lines}
     if rank == 0:
         _write(Path(config.output), render(out), base, texts)
@@ -146,18 +156,12 @@ def generate_cell(
     base: Base, helpers: dict[str, Any], config: TableConfig, cell: Cell, behind: int = 0
 ) -> list[Generated]:
     """n unconditional texts of a cell, each up to its end token; `behind`: so many rows after the first ones."""
-    temperature, decoder, k = cell
-    settings = DecodeConfig(
-        tokens_per_step=max(k, 1), max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
-        seed=config.seed, suppress_eos=config.suppress_eos,
-    )  # fmt: skip
-    prompt = [] if base.spec.bos_id is None else [base.spec.bos_id]
     rows = generate_rows(
         base,
         helpers,
-        decoder,
-        [prompt] * config.n,
-        settings,
+        cell[1],
+        [unconditional(base)] * config.n,
+        _settings(config, cell),
         first_row=EVALUATION_ROWS + behind,
         batch_size=config.batch_size,
         keep=Path(config.output) / "texts",
@@ -165,6 +169,31 @@ def generate_cell(
     )
     log.info("T=%s %s K=%d: %d texts from row %d on, where no trajectory is", *cell, len(rows), rows[0].row)
     return rows
+
+
+def _settings(config: TableConfig, cell: Cell) -> DecodeConfig:
+    temperature, _, k = cell
+    return DecodeConfig(
+        tokens_per_step=max(k, 1), max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
+        seed=config.seed, suppress_eos=config.suppress_eos,
+    )  # fmt: skip
+
+
+def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: Cell) -> dict[str, Any]:
+    """KL both ways, as far as it can be read off the decoder's commits, or why it cannot."""
+    temperature, decoder, _ = cell
+    if config.divergence == 0:
+        return {}
+    settings = _settings(config, cell).but(**read_variant(decoder).settings)
+    reasons = {sources: reason_against(base, decoder, settings, sources) for sources in (("own", "base"), ("own",))}
+    able = next((sources for sources, reason in reasons.items() if reason is None and temperature > 0), None)
+    if able is None:
+        return {"no_divergence": reasons["own",] or "at T = 0 the law has one text, and every KL is infinite"}
+    prompts = [unconditional(base)] * config.divergence
+    how: dict[str, Any] = {"temperature": temperature, "sources": able, "batch_size": config.batch_size}
+    facts = measure(base, helpers, decoder, prompts, settings, **how)
+    about = {name: facts["own"][name] for name in MEASURES[2:]}
+    return about | {name: facts[name] for kl in ("kl_qp", "kl_pq") for name in (kl, f"{kl}_ci95") if name in facts}
 
 
 def _score(
@@ -225,29 +254,17 @@ def score_line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> di
 def render(table: dict[str, Any]) -> str:
     """Markdown of the numbers."""
     head = [
-        "T",
-        "decoder",
-        "K",
-        "n",
-        "tokens/pass",
-        "NLL",
-        "MAUVE",
-        "gap closed",
-        "distinct-2",
-        "distinct-4",
-        "entropy",
-        "repeated",
-    ]
+        "T", "decoder", "K", "tokens/pass", "KL(q\\|\\|p)", "below parallel", "KL(p\\|\\|q)", "n", "NLL", "MAUVE",
+        "distinct-2", "distinct-4", "entropy", "repeated",
+    ]  # fmt: skip
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for c in table["cells"]:
-        closed = ""
-        if "gap_closed" in c:
-            share, half = c["gap_closed"], c["gap_closed_ci95"]
-            closed = "no gap" if share is None else f"{100 * share:.1f} +- {100 * half:.1f} %"
         cells = [
-            c["temperature"], c["decoder"], c["tokens_per_step"] or "", c["n"],
-            f"{c['tokens_per_pass']:.2f}" if "tokens_per_pass" in c else "", f"{c['nll']:.3f} +- {c['nll_ci95']:.3f}",
-            f"{c['mauve']:.3f} +- {c['mauve_ci95']:.3f}", closed, f"{c['distinct_2']:.3f}", f"{c['distinct_4']:.3f}",
+            c["temperature"], c["decoder"], c["tokens_per_step"] or "",
+            f"{c['tokens_per_pass']:.2f}" if "tokens_per_pass" in c else "",
+            number(c, "kl_qp"), number(c, "kl_qp_below_parallel", percent=True), number(c, "kl_pq"), c["n"],
+            f"{c['nll']:.3f} +- {c['nll_ci95']:.3f}", f"{c['mauve']:.3f} +- {c['mauve_ci95']:.3f}",
+            f"{c['distinct_2']:.3f}", f"{c['distinct_4']:.3f}",
             f"{c['entropy']:.3f}", f"{c['repeated']:.3f}",
         ]  # fmt: skip
         rows.append("| " + " | ".join(str(x) for x in cells) + " |")
