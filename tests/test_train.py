@@ -37,7 +37,7 @@ from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
-from helpers import stopping
+from helpers import BOS, stopping, tiny_base, tiny_sampler
 
 CPU = torch.device("cpu")
 
@@ -81,17 +81,6 @@ def test_chunked_kl_equals_dense_in_value_and_gradient() -> None:
     (3 * b).backward()
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(dense.grad, chunked.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_h8_loss_scale_survives_padding() -> None:
-    """KL of exactly 1 on 4 counted positions of 2 rows is 1.0, at L=8 and padded to L=16."""
-    for length in (8, 16):
-        masked = torch.zeros(2, length, dtype=torch.bool)
-        masked[0, -2:] = masked[1, -6:-4] = True
-        rank = torch.where(masked, 0, -1)
-        for kind in ("uniform", "next"):
-            weights = row_weights(rank, masked, kind) / 2
-            assert (weights * masked.float()).sum().item() == pytest.approx(1.0)
 
 
 def test_next_weights_by_hand() -> None:
@@ -168,10 +157,11 @@ def test_shared_base_passes_equal_the_plain_form() -> None:
     torch.testing.assert_close(sliced, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_depths_that_share_their_teacher_equal_the_dense_form() -> None:
-    """Every window and depth by itself, its logits whole: loss and gradient; also a chunk that cuts states in two."""
+@pytest.mark.parametrize("suppress_eos", [False, True])
+def test_depths_that_share_their_teacher_equal_the_dense_form(suppress_eos: bool) -> None:
+    """Every window and depth by itself, its logits whole, and the tokens that may not come cut off them by hand."""
     torch.manual_seed(0)
-    base = tiny_dream()
+    base, most = tiny_dream(), 48 if suppress_eos else 49  # 48 ends a text, 49 is the mask
     result = decode(base, [[47, 1], [47, 2, 3]], DecodeConfig(max_new_tokens=8), decoder="joint")
     chosen, sampler = [result.trajectory(b) for b in range(2)], Sampler(base)
     run = unroll(base, sampler, pack(chosen, [-1, 5], 6, 0), rollout=2)
@@ -180,11 +170,11 @@ def test_depths_that_share_their_teacher_equal_the_dense_form() -> None:
         for k in (1, 2):
             masked = run.rank[k - 1] >= 0
             weight = row_weights(run.rank[k - 1], masked, kind)
-            own = [kl_rows(base.logits(run.teacher[k - 1][b]), base.logits(run.student[k - 1][b])) for b in range(8)]
+            own = kl_rows(*((h @ base.head_matrix.T)[..., :most] for h in (run.teacher[k - 1], run.student[k - 1])))
             states = masked.any(-1).nonzero()[:, 0].tolist()
             assert 0 < len(states) < 8  # some hang over
             dense = dense + sum((weight[b] * own[b])[masked[b]].sum() for b in states) / len(states) / 2
-        shared = unrolled_kl(base, run, (1, 2), weights=kind)
+        shared = unrolled_kl(base, run, (1, 2), weights=kind, suppress_eos=suppress_eos)
         torch.testing.assert_close(shared, dense, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(
             torch.autograd.grad(shared, sampler.mix.weight, retain_graph=True)[0],
@@ -235,17 +225,31 @@ def test_a_limit_on_rows_is_unbiased_in_loss_and_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(covered, whole, strict=True))
 
 
-def test_left_pads_do_not_change_the_loss() -> None:
-    torch.manual_seed(0)
-    base = tiny_dream()
-    result = decode(base, [[47, 1], [47, 2, 3, 4, 5, 6, 7]], DecodeConfig(max_new_tokens=8), decoder="joint")
-    short, long = (result.trajectory(b) for b in range(2))
-    sampler = Sampler(base)
+@pytest.mark.parametrize("pad_to", [0, 24])
+def test_h8_padding_changes_neither_loss_nor_gradient(pad_to: int) -> None:
+    """Prompts of 2, 7 and 4 tokens left-padded, against each text alone and unpadded, weighted by states that count."""
+    base = tiny_base("dream", end_ids=(23,))
+    prompts = [[BOS, 1], [BOS, 2, 3, 4, 5, 6, 7], [BOS, 8, 9, 10]]
+    result = decode(base, prompts, DecodeConfig(max_new_tokens=8), decoder="joint")
+    texts, starts = [result.trajectory(b) for b in range(3)], [1, 6, -1]
+    sampler = tiny_sampler(base).requires_grad_(True)
 
-    def loss(chosen: list[Trajectory]) -> Tensor:
-        return unrolled_kl(base, unroll(base, sampler, pack(chosen, [1] * len(chosen), 4, 0)), 2)
+    def loss(chosen: list[int], k: int, pad_to: int) -> tuple[int, Tensor, list[Tensor]]:
+        slices = pack([texts[n] for n in chosen], [starts[n] for n in chosen], 5, 3, pad_to=pad_to)
+        assert slices.padded == (not bool(slices.real_NL.all())) == (len(chosen) > 1)
+        run = unroll(base, sampler, slices)
+        value = unrolled_kl(base, run, k)
+        gradients = torch.autograd.grad(value, list(sampler.parameters()))
+        return int((run.rank[k - 1] >= 0).any(-1).sum()), value.detach(), list(gradients)
 
-    torch.testing.assert_close(loss([short, long]), (loss([short]) + loss([long])) / 2, rtol=1e-5, atol=1e-6)
+    for k, states in ((1, [2, 1, 1]), (2, [2, 0, 1]), (3, [2, 0, 1])):
+        count, together, gradient = loss([0, 1, 2], k, pad_to)
+        alone = [loss([n], k, 0) for n in range(3)]
+        assert [n for n, *_ in alone] == states and count == sum(states)
+        assert together > 0.1
+        torch.testing.assert_close(together, sum(n * value for n, value, _ in alone) / count, rtol=1e-5, atol=1e-6)
+        for i, mine in enumerate(gradient):
+            torch.testing.assert_close(mine, sum(n * g[i] for n, _, g in alone) / count, rtol=1e-3, atol=1e-4)
 
 
 def test_every_window_start_is_equally_likely() -> None:
