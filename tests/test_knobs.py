@@ -8,6 +8,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
-from adjust_dlm.losses import row_weights
+from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
 from adjust_dlm.sampling import negative_entropy
-from adjust_dlm.train.batches import pack, random_slices
+from adjust_dlm.train.batches import lots, pack, random_slices
 from adjust_dlm.train.ema import follow
-from adjust_dlm.train.objective import depth_shares, drawn_rollout, state_gap
+from adjust_dlm.train.objective import batch_loss, depth_shares, drawn_rollout, state_gap
 from adjust_dlm.train.on_policy import unroll_on_policy
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
@@ -195,6 +196,64 @@ def test_depths_and_their_shares() -> None:
     assert sorted(drawn) == [1, 3, 7]
     assert all(abs(n / 3000 - 1 / 3) < 0.04 for n in drawn.values())
     assert drawn_rollout(3, (), (0,)) == 3
+
+
+KEY = (4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unrolled", "counted"),
+    [
+        ({"suppress_eos": True}, {}, {"suppress_eos": True}),
+        ({"weights": "uniform"}, {}, {"weights": "uniform"}),
+        ({"next_decay": 1.0}, {}, {"next_decay": 1.0}),
+        ({"next_share": 0.5}, {}, {"next_share": 0.5}),
+        ({"loss": "last"}, {}, {"depths": (2,)}),
+        ({"rows": 4}, {}, {"rows": 4}),
+        ({"match_states": 0.5}, {}, {"match_states": 0.5}),
+        ({"detach_every": 1}, {"detach_every": 1}, {}),
+        ({"on_policy": 1.0}, {"share": 1.0}, {}),
+        ({"on_policy": 1.0, "suppress_eos": True}, {"share": 1.0, "suppress_eos": True}, {"suppress_eos": True}),
+    ],
+    ids=str,
+)
+def test_every_setting_of_the_objective_reaches_loss_and_gradient(
+    changes: dict[str, Any], unrolled: dict[str, Any], counted: dict[str, Any]
+) -> None:
+    """Against the same parts called one by one; without any of them it is another loss or gradient."""
+    base = tiny_base("dream", end_ids=(1, 3, 4, 5))
+    texts = decode(base, [[2, 5], [7], [2]], DecodeConfig(max_new_tokens=9), decoder="joint")
+    slices = pack([texts.trajectory(b) for b in range(3)], [0, 1, 0], 4, 0)
+    g = tiny_sampler(base).requires_grad_(True)
+
+    def both(loss: Tensor) -> tuple[Tensor, Tensor]:
+        return loss.detach(), torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(g.parameters()))])
+
+    def by_hand(unrolled: dict[str, Any], counted: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        form = functools.partial(unroll_on_policy, key=KEY) if "share" in unrolled else unroll
+        run = form(base, g, slices, rollout=2, **unrolled)
+        how = {"depths": (1, 2), **counted}
+        limit, matched = how.pop("rows", None), how.pop("match_states", 0.0)
+        if limit:
+            how["share_BL"] = row_shares(run.rank_BL, limit, lots(run.rank_BL, KEY))
+        return both(unrolled_kl(base, run, **how) + matched * state_gap(run, {1: 0.5, 2: 0.5}, base.width))
+
+    config = TrainConfig(rollout=2, slice_states=4, slices=3, **changes)
+    got = both(batch_loss(base, g, slices, config, rollout=2, key=KEY, delta=kl_and_delta))
+    torch.testing.assert_close(got, by_hand(unrolled, counted), rtol=1e-4, atol=1e-5)
+    parts = [(name, part) for part in (unrolled, counted) for name in part if name != "share"]
+    for name, part in parts:
+        less = {k: v for k, v in part.items() if k != name}
+        other = by_hand(less if part is unrolled else unrolled, less if part is counted else counted)
+        assert (other[1] - got[1]).abs().max() > 1e-2, name
+
+
+def test_lots_are_others_for_every_seed_step_and_micro_batch() -> None:
+    rank = torch.zeros(3, 50, dtype=torch.long)
+    drawn = [lots(rank, key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    numbers = torch.stack(drawn).flatten()
+    assert len(numbers.unique()) == 4 * 3 * 50 and (numbers >= 0).all() and (numbers < 1).all()
+    assert torch.equal(lots(rank, (0, 1, 0)), drawn[2])
 
 
 def test_the_distance_of_states_by_hand(exact: ExactBase, trajectories: list[Trajectory]) -> None:
