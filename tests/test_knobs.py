@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
-from adjust_dlm.sampling import negative_entropy
+from adjust_dlm.sampling import draw, negative_entropy, score_rows
 from adjust_dlm.train.batches import lots, pack, random_slices
 from adjust_dlm.train.ema import follow
 from adjust_dlm.train.objective import batch_loss, depth_shares, drawn_rollout, state_gap
@@ -370,6 +371,34 @@ def test_on_policy_rows_rank_by_the_certainty_of_g(exact: ExactBase, trajectorie
             assert run.rank[k][b, open_R].sort().values.tolist() == list(range(len(open_R)))
             opened = (seen[k].masked_BL[b] & ~seen[k + 1].masked_BL[b]).nonzero()[:, 0]
             assert run.rank[k][b, opened].tolist() == [0]
+
+
+@pytest.mark.parametrize("order_on", ["processed", "raw"])
+@pytest.mark.parametrize("order", ["entropy", "margin", "confidence"])
+def test_on_policy_order_is_that_of_decoding_at_the_temperature(order: Any, order_on: Any) -> None:
+    """T = 0.3, seven open positions: of each depth's certainty, from `score_rows` with the uniforms of its key."""
+    base = TableBase(torch.randn(8, 5, generator=torch.Generator().manual_seed(2)), order=order, order_on=order_on)
+    text = Trajectory(torch.zeros(8, dtype=torch.long), torch.arange(8), 0, 0, temperature=0.3)
+    seen: list[State] = []
+
+    def g(h_BLD: Tensor, state: State) -> Tensor:
+        seen.append(state)
+        return h_BLD * (1.5 if len(seen) == 1 else -0.5)
+
+    run = unroll_on_policy(base, g, pack([text], [0], 4, 0), rollout=3, share=1.0, key=(5,))
+    u_KL = torch.from_numpy(np.random.default_rng((5, 11)).random((3, 1, 8)))[:, 0]
+    config, orders = DecodeConfig(temperature=0.3), set()
+    for k in range(3):
+        raw_LV = base.logits(run.student[k][0])
+        score_L = score_rows(raw_LV, u_KL[k], order, on_processed=order_on == "processed", config=config)
+        open_L = seen[k].masked_BL[0]
+        ranked = score_L.masked_fill(~open_L, -torch.inf).argsort(descending=True).tolist()
+        assert run.rank[k][0].argsort().tolist()[8 - int(open_L.sum()) :] == ranked[: int(open_L.sum())]
+        orders.add(tuple(ranked))
+        if k < 2:  # and the next is drawn at that temperature
+            token = draw(raw_LV[ranked[0]][None] / 0.3, u_KL[k][ranked[0]][None], 1.0)
+            assert seen[k + 1].tokens_BL[0, ranked[0]] == token
+    assert len(orders) == 3
 
 
 def test_on_policy_draws_have_the_temperature_of_their_trajectory() -> None:

@@ -440,25 +440,32 @@ def test_held_out_windows_look_at_every_row_equally_often(count: int) -> None:
     assert windows == looked_at(rows, seed=0) and (count == 1 or windows != looked_at(rows, seed=1))
 
 
-def test_held_out_metrics_are_means_over_these_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_metrics_are_means_over_these_windows() -> None:
     """130 rows of 5 and 9 tokens, one window each at a start in 0..T-2, recomputed one by one."""
-    base = tiny_dream()
+    base, how = tiny_dream(), {"suppress_eos": True, "next_decay": 1.0, "next_share": 0.5}
     lengths = [DecodeConfig(max_new_tokens=n, suppress_eos=True) for n in (5, 9)]
     result = [decode(base, [[47]] * 65, one, decoder="joint") for one in lengths]
-    data, g = [r.trajectory(b) for r in result for b in range(65)], Sampler(base)
-    config = TrainConfig(rollout=2, slice_states=3, suppress_eos=True)
+    data, g = [r.trajectory(b) for r in result for b in range(65)], tiny_sampler(base)
+    with torch.no_grad():
+        base.head_matrix[48] *= 3  # now and then the end would be the likeliest: it must not count
+    config = TrainConfig(rollout=2, slice_states=3, **how)
     metrics = held_out(base, g, data, range(130), config, nullcontext())
-    sums: dict[str, list[float]] = {f"{name}_{k}": [] for name in ("kl", "stale") for k in (1, 2)}
+    sums: dict[str, list[float]] = {f"{name}_{k}": [] for name in ("kl", "stale", "top1") for k in (1, 2)}
     starts: dict[int, list[int]] = {5: [], 9: []}
+    ends = 0
     for row, at in looked_at(range(130), 0):
         x = data[row]
         starts[x.commits].append(math.floor(at * (x.commits - 1)))
         run = unroll(base, g, pack([x], starts[x.commits][-1:], 3, 0), rollout=2)
         for k in (1, 2):
             if (run.rank[k - 1] >= 0).any():
-                sums[f"kl_{k}"].append(unrolled_kl(base, run, k, suppress_eos=True).item())
-                sums[f"stale_{k}"].append(unrolled_kl(base, run, k, stale=True, suppress_eos=True).item())
-    assert len(sums["kl_1"]) == 130 > len(sums["kl_2"])
+                sums[f"kl_{k}"].append(unrolled_kl(base, run, k, **how).item())
+                sums[f"stale_{k}"].append(unrolled_kl(base, run, k, stale=True, **how).item())
+                rows = [h[run.rank[k - 1] == 0] @ base.head_matrix.T for h in (run.teacher[k - 1], run.student[k - 1])]
+                sums[f"top1_{k}"].append(float(rows[0][0, :48].argmax() == rows[1][0, :48].argmax()))
+                ends += sum(int(one[0, :49].argmax() == 48) for one in rows)
+    assert len(sums["kl_1"]) == 130 > len(sums["kl_2"]) and ends > 20
+    assert all(0.2 < metrics[f"top1_{k}"] < 0.9 for k in (1, 2))
     for name, values in sums.items():
         assert metrics[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
     assert {n: set(s) for n, s in starts.items()} == {5: set(range(4)), 9: set(range(8))}
