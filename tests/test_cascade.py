@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.decoders import decode
+from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import BOS, FAMILIES, MASK, Counted, TableBase, row_of, tiny_base, tiny_sampler, writer
 
@@ -72,6 +72,14 @@ def test_a_row_does_not_depend_on_its_batch(family: str, block_length: int | Non
         assert row_of(decode(base, [prompt], config, decoder="cascade", sampler=g, rows=[b], tau=0.35), 0) == row_of(
             together, b
         )
+
+
+def test_the_probability_may_equal_tau() -> None:
+    base, config = writer([1] * 3, [2.0] * 3), DecodeConfig(max_new_tokens=3, temperature=0)
+    p = base.logits(base.hidden(Canvas(base, [[]], config))[0]).softmax(-1).max().item()
+    for tau, passes in ((p, 1), (math.nextafter(p, 1), 3)):
+        made = decode(base, [[]], config, decoder="cascade", sampler=lambda h, _: h, tau=tau)
+        assert made.base_calls_B.tolist() == [passes]
 
 
 def test_a_round_ends_with_its_block() -> None:

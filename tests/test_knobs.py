@@ -331,6 +331,8 @@ def test_on_policy_oracle_has_zero_kl_at_every_depth(exact: ExactBase, trajector
         assert (right.rank[k - 1] >= 0).any()
         assert unrolled_kl(exact, right, k).item() == 0.0
         assert unrolled_kl(exact, wrong, k).item() > 1e-2
+        assert (right.rank[k - 1][:40:2] < 0).all()  # windows before the first state
+    assert (right.rank[0][1:40:2] >= 0).any(-1).all()
 
 
 def test_only_the_share_follows_g_and_the_rest_is_algorithm_2(exact: ExactBase, trajectories: list[Trajectory]) -> None:

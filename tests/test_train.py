@@ -274,9 +274,13 @@ def test_windows_before_the_first_state_do_not_count(exact: ExactBase, trajector
 def test_states_after_the_end_do_not_count() -> None:
     """A text that ended after 2 commits: its third state has no weight and its never-filled rows no rank."""
     done = Trajectory(torch.tensor([1, 2, 0, 0]), torch.tensor([0, 1, -2, -2]), 0, 0)
-    rank = pack([done], [0], 4, 0).rank()
+    slices = pack([done], [0], 4, 0)
+    rank = slices.rank()
     assert (rank[:2, 0] >= 0).sum(-1).tolist() == [4, 3]
     assert (rank[2:] >= 0).sum() == 0
+    x = slices.states(9)  # the filler behind the end was never there
+    assert x.tokens_BL.tolist() == [[9, 9, 9, 9], [1, 9, 9, 9], [1, 2, 9, 9], [1, 2, 9, 9]]
+    assert torch.equal(x.masked_BL, x.tokens_BL == 9)
 
 
 def test_released_depths_follow_their_softmax() -> None:
