@@ -55,6 +55,13 @@ def test_blocks_are_filled_from_left_to_right(decoder: str, new: int) -> None:
         assert all(max(left) < min(right) for left, right in itertools.pairwise(blocks))
 
 
+def test_masks_in_a_prompt_are_of_the_first_block_and_not_before_it() -> None:
+    """Two new tokens that are more certain than the mask inside the prompt come first; the second block comes last."""
+    base = writer([1] * 5, [9.0, 1.0, 8.0, 7.0, 8.5])
+    config = DecodeConfig(max_new_tokens=3, block_length=2, temperature=0.0)
+    assert decode(base, [[1, base.spec.mask_id]], config, decoder="joint").order_BL.tolist() == [[-1, 2, 0, 1, 3]]
+
+
 @pytest.mark.parametrize(("schedule", "rounds"), [("exact", [3, 2, 3, 2, 2]), ("reference", [3, 2, 3, 2, 2])])
 def test_a_round_ends_with_its_block(schedule: Any, rounds: list[int]) -> None:
     base = writer([1] * 12, [float(9 + n % 7) for n in range(12)])

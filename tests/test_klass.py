@@ -100,7 +100,7 @@ def test_the_divergence_is_of_this_pass_from_the_one_before() -> None:
 def test_positions_behind_the_block_are_watched_too() -> None:
     """They have been calm before it is their turn, so the second block goes at once."""
     still = torch.stack([two(0.92, 0.93, 0.94, 0.95)] * 3)
-    assert committed(still, block_length=2, history=1) == [[1], [0], [3, 2]]
+    assert committed(still, block_length=2, history=2) == [[1], [0], [3, 2]]
 
 
 def naive(p_TLV: list[list[list[float]]], tau: float, epsilon: float, history: int) -> list[list[int]]:

@@ -355,6 +355,14 @@ def test_only_the_share_follows_g_and_the_rest_is_algorithm_2(exact: ExactBase, 
     assert not torch.equal(other.student[2], half.student[2])
 
 
+def test_on_policy_canvases_that_are_full_stay_as_they_are(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    """One mask is left behind the stored commit; g fills it, and there is nothing to commit after that."""
+    seen, g = [], tiny_sampler(exact)
+    spy = lambda h, state: seen.append(state.tokens_BL) or g(h, state)  # noqa: E731
+    unroll_on_policy(exact, spy, pack(trajectories[:30], [2] * 30, 4, 0), rollout=3, share=1.0, key=(7,))
+    assert (seen[0] != seen[1]).sum(-1).tolist() == [1] * 30 and torch.equal(seen[1], seen[2])
+
+
 def test_on_policy_rows_rank_by_the_certainty_of_g(exact: ExactBase, trajectories: list[Trajectory]) -> None:
     """And the position ranked 0 is the next to be revealed."""
     seen: list[State] = []

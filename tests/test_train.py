@@ -256,10 +256,13 @@ def test_every_window_start_is_equally_likely() -> None:
     """T=6, S=4, rollout 2 (2 windows a slice): starts -1..4, so window starts 0..4 are covered twice each."""
     x = Trajectory(torch.arange(6), torch.arange(6), 0, 0)
     counts: Counter[int] = Counter()
+    starts: set[int] = set()
     for step in range(400):
         slices = random_slices([x], range(1), count=8, length=4, rollout=2, key=(step,), pad_id=0)
+        starts |= set(slices.start_N.tolist())
         for start in slices.start_N.tolist():
             counts.update(t for t in (start, start + 1) if 0 <= t <= 4)
+    assert starts == set(range(-1, 5))  # a later one would have no window that counts
     total = sum(counts.values())
     assert sorted(counts) == [0, 1, 2, 3, 4]
     assert all(abs(c / total - 0.2) < 0.03 for t, c in counts.items() if t < 4)
