@@ -202,8 +202,9 @@ def test_compiled_batches_keep_few_shapes_and_the_same_rows(
 
     monkeypatch.setattr(base, "hidden", spy)
     monkeypatch.setattr(type(base), "compile", lambda self: None)
-    make_trajectories(settings(tmp_path / "a"), dream, source=MIXED)
-    make_trajectories(settings(tmp_path / "b", compile=True), base, source=MIXED)
+    plain = make_trajectories(settings(tmp_path / "a"), dream, source=MIXED)
+    made = make_trajectories(settings(tmp_path / "b", compile=True), base, source=MIXED)
+    assert all(plain[name] == made[name] for name in ("rows_made", "base_calls", "tokens"))  # idle rows are not booked
     assert shapes == {(5, 32 + 8)}  # four rows and an idle one, prompts rounded up to 32
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     shapes.clear()
