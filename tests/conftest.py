@@ -1,7 +1,8 @@
-"""One thread per worker, and property tests that are the same on every run."""
+"""One thread per worker, property tests that are the same on every run, and a time limit for slow ones."""
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +13,13 @@ settings.register_profile(
     "house", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("house")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes, clusters, browsers, weights and compilers need more time; not all of them let an alarm through.
+
+    Ray swallows what an alarm raises while it waits, so there a thread ends the whole process (with xdist, a worker).
+    """
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("slow", "smol", "gpu")):
+            item.add_marker(pytest.mark.timeout(1200, method="thread"))

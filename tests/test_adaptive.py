@@ -10,7 +10,7 @@ from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.canvas import Canvas, pick
 from adjust_dlm.sampling import process
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import BOS, FAMILIES, exact_base, oracle, tiny_base, tiny_sampler
+from helpers import BOS, FAMILIES, exact_base, oracle, tiny_base, tiny_sampler, writer
 
 PROMPTS = [[BOS, 3], [BOS, 4, 5, 6]]
 
@@ -76,6 +76,13 @@ def test_a_round_spends_no_more_than_its_budget() -> None:
     assert torch.equal(result.tokens_BL, canvas.tokens_BL)
     assert result.base_calls_B.tolist() == [len(rounds)]
     assert len(set(rounds)) > 1  # rounds of different lengths
+
+
+def test_certain_tokens_are_free() -> None:
+    """Their entropy is 0 to the last bit, so that even a budget of 0 is not overspent."""
+    config = DecodeConfig(max_new_tokens=3)
+    result = decode(writer([1, 2, 3], [200.0] * 3), [[]], config, decoder="adaptive", sampler=lambda h, _: h, gamma=0.0)
+    assert (result.base_calls_B.tolist(), result.sampler_calls_B.tolist()) == ([1], [2])
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:

@@ -244,12 +244,14 @@ def test_h2_place_zero_keeps_its_own_logits() -> None:
 def test_forbidden_ids_are_minus_infinity_and_nothing_else(dtype: torch.dtype) -> None:
     base = tiny_base("dream", end_ids=(END, 4))
     h_RD = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for suppress_eos, banned in ((False, {MASK, 22, 23}), (True, {MASK, 22, 23, END, 4})):
-        logits_RV = base.logits(h_RD, suppress_eos=suppress_eos)
-        assert (logits_RV.dtype, logits_RV.shape) == (torch.float32, (5, VOCAB))
+    forms = ((base.logits, torch.float32), (base.plain_logits, base.dtype))  # the latter: training, the fused draw
+    for (form, kind), suppress_eos in itertools.product(forms, (False, True)):
+        banned = {MASK, 22, 23, END, 4} if suppress_eos else {MASK, 22, 23}
+        logits_RV = form(h_RD, suppress_eos=suppress_eos)
+        assert (logits_RV.dtype, logits_RV.shape) == (kind, (5, VOCAB))
         assert set((logits_RV == -torch.inf).all(0).nonzero()[:, 0].tolist()) == banned
         allowed = [i for i in range(VOCAB) if i not in banned]
-        torch.testing.assert_close(logits_RV[:, allowed], base.head(h_RD)[:, allowed].float(), atol=0, rtol=0)
+        torch.testing.assert_close(logits_RV[:, allowed], base.head(h_RD)[:, allowed].to(kind), atol=0, rtol=0)
     assert LIMIT == 22
 
 

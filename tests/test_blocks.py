@@ -14,6 +14,7 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
 from adjust_dlm.decoders.cache import PrefixCache
 from adjust_dlm.decoders.canvas import Picks
+from adjust_dlm.decoders.columns import best_columns, columns_of
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
     BOS,
@@ -53,6 +54,13 @@ def test_blocks_are_filled_from_left_to_right(decoder: str, new: int) -> None:
         edges = [0, *range(len(order) - new + 5, len(order), 5), len(order)]
         blocks = [[n for n in order[i:j] if n >= 0] for i, j in itertools.pairwise(edges)]
         assert all(max(left) < min(right) for left, right in itertools.pairwise(blocks))
+
+
+def test_masks_in_a_prompt_are_of_the_first_block_and_not_before_it() -> None:
+    """Two new tokens that are more certain than the mask inside the prompt come first; the second block comes last."""
+    base = writer([1] * 5, [9.0, 1.0, 8.0, 7.0, 8.5])
+    config = DecodeConfig(max_new_tokens=3, block_length=2, temperature=0.0)
+    assert decode(base, [[1, base.spec.mask_id]], config, decoder="joint").order_BL.tolist() == [[-1, 2, 0, 1, 3]]
 
 
 @pytest.mark.parametrize(("schedule", "rounds"), [("exact", [3, 2, 3, 2, 2]), ("reference", [3, 2, 3, 2, 2])])
@@ -191,6 +199,19 @@ def test_candidates_follow_the_commits_of_a_round(count: int, follows: bool) -> 
             break
         lots = torch.rand(canvas.tokens_BL.shape, generator=generator)
         at_B = torch.where(canvas.open_BL, lots, -1.0).argmax(-1)
+
+
+def test_sets_of_columns_have_their_size_whatever_is_open() -> None:
+    """The best open ones, then others from the right; pads never."""
+    out = -math.inf
+    score_BL = torch.tensor([[1.0, 3.0, out, 2.0, out], [out, out, out, out, 5.0]])
+    real_BL = torch.tensor([[True] * 5, [False] + [True] * 4])
+    for count, columns in ((1, [[1], [4]]), (2, [[1, 3], [3, 4]]), (4, [[0, 1, 3, 4], [1, 2, 3, 4]])):
+        marked_BL = best_columns(score_BL, real_BL, count)
+        assert [row.nonzero()[:, 0].tolist() for row in marked_BL] == columns
+        assert [part.tolist() for part in columns_of(marked_BL, count)] == [columns, [[True] * count] * 2]
+    column_BN, valid_BN = columns_of(torch.tensor([[False, True, False, False, True]]), 3)
+    assert column_BN.tolist() == [[1, 4, 0]] and valid_BN.tolist() == [[True, True, False]]
 
 
 def test_only_candidates_pay_for_the_head() -> None:

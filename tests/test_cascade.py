@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.decoders import decode
+from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.types import DecodeConfig, InputError, State
-from helpers import BOS, FAMILIES, MASK, Counted, row_of, tiny_base, tiny_sampler, writer
+from helpers import BOS, FAMILIES, MASK, Counted, TableBase, row_of, tiny_base, tiny_sampler, writer
 
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS]]
 EVEN = 8  # words of the writers: without any certainty each has probability 1/8
@@ -70,6 +72,35 @@ def test_a_row_does_not_depend_on_its_batch(family: str, block_length: int | Non
         assert row_of(decode(base, [prompt], config, decoder="cascade", sampler=g, rows=[b], tau=0.35), 0) == row_of(
             together, b
         )
+
+
+def test_the_probability_may_equal_tau() -> None:
+    base, config = writer([1] * 3, [2.0] * 3), DecodeConfig(max_new_tokens=3, temperature=0)
+    p = base.logits(base.hidden(Canvas(base, [[]], config))[0]).softmax(-1).max().item()
+    for tau, passes in ((p, 1), (math.nextafter(p, 1), 3)):
+        made = decode(base, [[]], config, decoder="cascade", sampler=lambda h, _: h, tau=tau)
+        assert made.base_calls_B.tolist() == [passes]
+
+
+def test_a_round_ends_with_its_block() -> None:
+    """All six tokens are certain: a pass a block of two, and nothing is left for g, which would fill the next block."""
+    base, g = writer([1, 2, 3, 4, 5, 6], [9.0] * 6), growing(None, 1.0)
+    config = DecodeConfig(max_new_tokens=6, temperature=0, block_length=2)
+    result = decode(base, [[]], config, decoder="cascade", sampler=g)
+    assert (result.base_calls_B.tolist(), result.sampler_calls_B.tolist(), g.calls) == ([3], [0], 0)
+
+
+def test_what_g_drew_and_did_not_commit_is_not_drawn_again() -> None:
+    """Word 0 is certain at position 0; at 1 it has 1/2, after g's call 0.91: word 1 then comes from a pass of its own.
+
+    Were it that pass's draw too, word 1 would come with 0.09 and not with half of it; 4000 rows, 5 standard deviations.
+    """
+    base, n = TableBase(torch.tensor([[30.0, 0.0], [0.0, 0.0]])), 4000
+    up = torch.tensor([[0.0, 0.0, 0.0], [math.log(10), 0.0, 0.0]])
+    config = DecodeConfig(max_new_tokens=2, seed=1)
+    result = decode(base, [[]] * n, config, decoder="cascade", sampler=lambda h_BLD, _: h_BLD + up, tau=0.9)
+    p = 1 / 11 / 2
+    assert abs(float((result.tokens_BL[:, 1] == 1).float().mean()) - p) < 5 * math.sqrt(p / n)
 
 
 def test_g_sees_every_token_committed_before_its_call() -> None:

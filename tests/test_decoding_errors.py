@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections import defaultdict
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from adjust_dlm import DecodeConfig
-from helpers import load_recipe, tiny_base, tiny_sampler
+from adjust_dlm.bases import Base
+from adjust_dlm.decoders import decode
+from adjust_dlm.types import State
+from helpers import (
+    BOS,
+    MASK,
+    Partial,
+    conditionals,
+    exact_base,
+    left_pad,
+    load_recipe,
+    row_of,
+    target,
+    tiny_base,
+    tiny_sampler,
+)
 
 CONFIG = DecodeConfig(max_new_tokens=6, suppress_eos=True, seed=1)
 
@@ -46,14 +64,69 @@ def test_a_cache_that_is_never_old_is_exact(recipe: ModuleType) -> None:
     assert any(age > 0 and max(kls) > 1e-9 for (name, age), kls in errors.items() if name == "3")
 
 
+class Oracle:
+    """A g that knows the true conditionals."""
+
+    def on(self, base: Base) -> Base:
+        self.base = base
+        return base
+
+    def __call__(self, _: Tensor, state: State) -> Tensor:
+        return self.base.hidden(state)
+
+
+def test_the_oracle_does_not_drift_and_stale_states_do_as_enumeration_has_it(recipe: ModuleType) -> None:
+    """Seven of eight masks, looked at from rounds that start at commits 0, 3 and 6."""
+    base, rows = exact_base(words=2, length=8, order="random"), 5
+    base.spec = dataclasses.replace(base.spec, bos_id=1)
+    config = CONFIG.but(max_new_tokens=7)
+    errors = recipe.drift(base, Oracle(), config, rows, 3, 2)
+    assert {key: kls for key, kls in errors.items() if key[0] != "stale"} == {
+        (name, k): [0.0] * 2 for name in ("g", "g, restart=2") for k in (1, 2)
+    }
+    p, texts = target(base), decode(base, [[1]] * rows, config, decoder="joint")
+    assert len(set(map(tuple, texts.order_BL.tolist()))) > 1
+
+    def now(b: int, t: int) -> Partial:
+        return tuple(token if n < t else None for token, n in zip(*row_of(texts, b)[:2], strict=True))
+
+    for k in (1, 2):
+        for start, measured in zip((0, 3), errors["stale", k], strict=True):
+            kls = []
+            for b in range(rows):
+                open_L = [i for i, token in enumerate(now(b, start + k)) if token is None]
+                true_LV, stale_LV = (conditionals(p, now(b, t))[open_L] for t in (start + k, start))
+                kls += (true_LV * np.log(true_LV / stale_LV)).sum(-1).tolist()
+            assert measured == pytest.approx(sum(kls) / len(kls), rel=1e-4) and measured > 1e-3
+
+
 @pytest.mark.parametrize("features", [(), (1,)])
-def test_drift_is_measured_with_features_and_without(recipe: ModuleType, features: tuple[int, ...]) -> None:
+def test_drift_is_that_of_calls_made_by_hand(recipe: ModuleType, features: tuple[int, ...]) -> None:
+    """Commits 0..5 in rounds of four; a g that restarts every second call begins again at the third."""
     base = tiny_base("dream", num_hidden_layers=3)
-    errors = recipe.drift(base, tiny_sampler(base, features=features), CONFIG, 2, 3, 2)
-    assert set(errors) == {(name, k) for name in ("g", "g, restart=2", "stale") for k in (1, 2)}
-    assert all(math.isfinite(kl) and kl > 0 for kls in errors.values() for kl in kls)
-    assert errors["g", 1] == errors["g, restart=2", 1]  # the first call after a base pass is the same
-    assert recipe.table(errors, "commits").splitlines()[0] == "| commits | 1 | 2 |"
+    g = tiny_sampler(base, features=features)
+    errors = recipe.drift(base, g, CONFIG, 2, 4, 2)
+    seen, texts = g.on(base), decode(base, [[BOS]] * 2, CONFIG, decoder="joint")
+    wanted: dict[tuple[str, int], list[float]] = defaultdict(list)
+    canvases = [[texts.trajectory(b).state(t, MASK)[0].tolist() for b in range(2)] for t in range(6)]
+    states = [left_pad(rows) for rows in canvases]
+    h = [seen.hidden(state) for state in states]
+    for start, depth in ((0, 4), (4, 2)):
+        own = again = h[start]
+        for k in range(1, depth):
+            state = states[start + k]
+            own, again = g(own, state), g(h[start] if k in (1, 3) else again, state)
+            for name, got in (("g", own), ("g, restart=2", again), ("stale", h[start])):
+                true, other = (
+                    torch.distributions.Categorical(logits=base.logits(part[state.masked_BL]))
+                    for part in (h[start + k], got)
+                )
+                wanted[name, k].append(float(torch.distributions.kl_divergence(true, other).mean()))
+    assert errors.keys() == wanted.keys()
+    for key, kls in errors.items():
+        assert kls == pytest.approx(wanted[key], rel=1e-3) and min(kls) > 1e-3
+    assert errors["g", 2] == errors["g, restart=2", 2] and errors["g", 3] != errors["g, restart=2", 3]
+    assert recipe.table(errors, "commits").splitlines()[0] == "| commits | 1 | 2 | 3 |"
 
 
 def test_its_command_line_prints_the_tables_it_is_asked_for(

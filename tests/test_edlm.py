@@ -265,6 +265,8 @@ def test_outside_of_its_window_it_is_parallel_and_asks_nobody() -> None:
     same_BL = ours.tokens_BL == plain.tokens_BL
     assert same_BL[plain.order_BL < 2].all()
     assert not same_BL[plain.order_BL == 2].all()
+    inner = decode(base, [[BOS, MASK, 3]], config.but(max_new_tokens=3), **settings, window_start=1.0, window_end=0.7)
+    assert inner.partner_calls_B.tolist() == [2 * 2]  # masks of the prompt count: 4 and 3 of 4
 
 
 @pytest.mark.parametrize("suppress_eos", [False, True])

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -236,12 +237,19 @@ def test_another_sampler_is_not_mixed_up_with_the_one_before() -> None:
         both(base, PROMPTS, config, "adjust", sampler=tiny_sampler(base, seed=seed))
 
 
-def test_nan_is_refused() -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "rule", ["entropy", "left_to_right"]
+)  # one that looks at logits, one that leaves it to the draw
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_without_a_softmax_are_refused(value: float, rule: Any, temperature: float) -> None:
     base = tiny_base("dream")
-    base.head_matrix[7] = torch.nan
+    head = base.head
+    base.head = lambda h_RD: head(h_RD).index_fill(-1, torch.tensor([7]), value)  # type: ignore[method-assign]
+    config = DecodeConfig(max_new_tokens=4, order=rule, temperature=temperature)
     for eager in (True, False):
         with pytest.raises(FloatingPointError, match="gave NaN"):
-            decode(base, PROMPTS, DecodeConfig(max_new_tokens=4), decoder="joint", eager=eager)
+            decode(base, PROMPTS, config, decoder="joint", eager=eager)
 
 
 @pytest.mark.parametrize("decoder", CORE)

@@ -67,6 +67,16 @@ def test_equal_rows_cost_nothing_and_far_ones_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("reverse", [0.0, 0.5])
+def test_a_shift_of_all_logits_of_a_side_changes_nothing(reverse: float) -> None:
+    """By so much that e^logit is 0 in fp32, of one block and of two: the running maximum starts below any logit."""
+    for vocabulary in (100, 5000):
+        teacher, student, weight = rows(vocabulary)
+        wanted = kl_and_delta(teacher, student, weight, reverse)
+        for a, b in zip(fused.kl_and_delta(teacher - 300, student - 400, weight, reverse), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reverse", [0.0, 0.5])
 def test_a_whole_block_may_be_forbidden(reverse: float) -> None:
     """The first 4096 tokens are out: the running maximum starts on nothing."""
     teacher, student, weight = rows(6000)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.decoders import decode
+from adjust_dlm.losses import kl_rows
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import BOS, FAMILIES, VOCAB, TableBase, exact_base, tiny_base
 
@@ -28,12 +29,12 @@ class Script(TableBase):
         return super().hidden(state)
 
 
-def committed(p_TLV: Tensor, **options: Any) -> list[list[int]]:
+def committed(p_TLV: Tensor, block_length: int | None = None, **options: Any) -> list[list[int]]:
     """Positions of each pass at T=0, best first."""
     base, length = Script(p_TLV), p_TLV.shape[1]
     seen: list[int] = []
     result = decode(
-        base, [[]], DecodeConfig(max_new_tokens=length, temperature=0.0), decoder="klass",
+        base, [[]], DecodeConfig(max_new_tokens=length, temperature=0.0, block_length=block_length), decoder="klass",
         watch=lambda canvas: seen.append(int(canvas.commits_B[0])), **options,
     )  # fmt: skip
     assert int(result.base_calls_B[0]) == len(seen)
@@ -90,6 +91,16 @@ def test_the_divergence_is_of_this_pass_from_the_one_before() -> None:
     assert committed(moves, history=1, epsilon_kl=0.01) == [[0], [1, 2]]
     assert committed(moves, history=1, epsilon_kl=0.006) == [[0], [1], [2]]
     assert committed(moves.flip(0), history=1, epsilon_kl=0.01) == [[0], [1], [2]]
+    tables = [TableBase(p_LV.log()) for p_LV in moves.flip(0)]
+    same = kl_rows(*(base.logits(base._h_LD[1:]) for base in tables))[0].item()  # below it, and no more
+    assert committed(moves, history=1, epsilon_kl=same) == [[0], [1], [2]]
+    assert committed(moves, history=1, epsilon_kl=same * (1 + 1e-6)) == [[0], [1, 2]]
+
+
+def test_positions_behind_the_block_are_watched_too() -> None:
+    """They have been calm before it is their turn, so the second block goes at once."""
+    still = torch.stack([two(0.92, 0.93, 0.94, 0.95)] * 3)
+    assert committed(still, block_length=2, history=2) == [[1], [0], [3, 2]]
 
 
 def naive(p_TLV: list[list[list[float]]], tau: float, epsilon: float, history: int) -> list[list[int]]:

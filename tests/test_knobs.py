@@ -8,7 +8,9 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +19,12 @@ from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.data.store import open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
-from adjust_dlm.losses import row_weights
+from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
-from adjust_dlm.sampling import negative_entropy
-from adjust_dlm.train.batches import pack, random_slices
+from adjust_dlm.sampling import draw, negative_entropy, score_rows
+from adjust_dlm.train.batches import lots, pack, random_slices
 from adjust_dlm.train.ema import follow
-from adjust_dlm.train.objective import depth_shares, drawn_rollout, state_gap
+from adjust_dlm.train.objective import batch_loss, depth_shares, drawn_rollout, state_gap
 from adjust_dlm.train.on_policy import unroll_on_policy
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
@@ -197,6 +199,64 @@ def test_depths_and_their_shares() -> None:
     assert drawn_rollout(3, (), (0,)) == 3
 
 
+KEY = (4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unrolled", "counted"),
+    [
+        ({"suppress_eos": True}, {}, {"suppress_eos": True}),
+        ({"weights": "uniform"}, {}, {"weights": "uniform"}),
+        ({"next_decay": 1.0}, {}, {"next_decay": 1.0}),
+        ({"next_share": 0.5}, {}, {"next_share": 0.5}),
+        ({"loss": "last"}, {}, {"depths": (2,)}),
+        ({"rows": 4}, {}, {"rows": 4}),
+        ({"match_states": 0.5}, {}, {"match_states": 0.5}),
+        ({"detach_every": 1}, {"detach_every": 1}, {}),
+        ({"on_policy": 1.0}, {"share": 1.0}, {}),
+        ({"on_policy": 1.0, "suppress_eos": True}, {"share": 1.0, "suppress_eos": True}, {"suppress_eos": True}),
+    ],
+    ids=str,
+)
+def test_every_setting_of_the_objective_reaches_loss_and_gradient(
+    changes: dict[str, Any], unrolled: dict[str, Any], counted: dict[str, Any]
+) -> None:
+    """Against the same parts called one by one; without any of them it is another loss or gradient."""
+    base = tiny_base("dream", end_ids=(1, 3, 4, 5))
+    texts = decode(base, [[2, 5], [7], [2]], DecodeConfig(max_new_tokens=9), decoder="joint")
+    slices = pack([texts.trajectory(b) for b in range(3)], [0, 1, 0], 4, 0)
+    g = tiny_sampler(base).requires_grad_(True)
+
+    def both(loss: Tensor) -> tuple[Tensor, Tensor]:
+        return loss.detach(), torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(g.parameters()))])
+
+    def by_hand(unrolled: dict[str, Any], counted: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        form = functools.partial(unroll_on_policy, key=KEY) if "share" in unrolled else unroll
+        run = form(base, g, slices, rollout=2, **unrolled)
+        how = {"depths": (1, 2), **counted}
+        limit, matched = how.pop("rows", None), how.pop("match_states", 0.0)
+        if limit:
+            how["share_BL"] = row_shares(run.rank_BL, limit, lots(run.rank_BL, KEY))
+        return both(unrolled_kl(base, run, **how) + matched * state_gap(run, {1: 0.5, 2: 0.5}, base.width))
+
+    config = TrainConfig(rollout=2, slice_states=4, slices=3, **changes)
+    got = both(batch_loss(base, g, slices, config, rollout=2, key=KEY, delta=kl_and_delta))
+    torch.testing.assert_close(got, by_hand(unrolled, counted), rtol=1e-4, atol=1e-5)
+    parts = [(name, part) for part in (unrolled, counted) for name in part if name != "share"]
+    for name, part in parts:
+        less = {k: v for k, v in part.items() if k != name}
+        other = by_hand(less if part is unrolled else unrolled, less if part is counted else counted)
+        assert (other[1] - got[1]).abs().max() > 1e-2, name
+
+
+def test_lots_are_others_for_every_seed_step_and_micro_batch() -> None:
+    rank = torch.zeros(3, 50, dtype=torch.long)
+    drawn = [lots(rank, key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    numbers = torch.stack(drawn).flatten()
+    assert len(numbers.unique()) == 4 * 3 * 50 and (numbers >= 0).all() and (numbers < 1).all()
+    assert torch.equal(lots(rank, (0, 1, 0)), drawn[2])
+
+
 def test_the_distance_of_states_by_hand(exact: ExactBase, trajectories: list[Trajectory]) -> None:
     g = tiny_sampler(exact, anchor=True)
     slices = random_slices(trajectories, range(50), count=6, length=4, rollout=2, key=(1, 2), pad_id=exact.spec.pad_id)
@@ -271,6 +331,8 @@ def test_on_policy_oracle_has_zero_kl_at_every_depth(exact: ExactBase, trajector
         assert (right.rank[k - 1] >= 0).any()
         assert unrolled_kl(exact, right, k).item() == 0.0
         assert unrolled_kl(exact, wrong, k).item() > 1e-2
+        assert (right.rank[k - 1][:40:2] < 0).all()  # windows before the first state
+    assert (right.rank[0][1:40:2] >= 0).any(-1).all()
 
 
 def test_only_the_share_follows_g_and_the_rest_is_algorithm_2(exact: ExactBase, trajectories: list[Trajectory]) -> None:
@@ -293,6 +355,14 @@ def test_only_the_share_follows_g_and_the_rest_is_algorithm_2(exact: ExactBase, 
     assert not torch.equal(other.student[2], half.student[2])
 
 
+def test_on_policy_canvases_that_are_full_stay_as_they_are(exact: ExactBase, trajectories: list[Trajectory]) -> None:
+    """One mask is left behind the stored commit; g fills it, and there is nothing to commit after that."""
+    seen, g = [], tiny_sampler(exact)
+    spy = lambda h, state: seen.append(state.tokens_BL) or g(h, state)  # noqa: E731
+    unroll_on_policy(exact, spy, pack(trajectories[:30], [2] * 30, 4, 0), rollout=3, share=1.0, key=(7,))
+    assert (seen[0] != seen[1]).sum(-1).tolist() == [1] * 30 and torch.equal(seen[1], seen[2])
+
+
 def test_on_policy_rows_rank_by_the_certainty_of_g(exact: ExactBase, trajectories: list[Trajectory]) -> None:
     """And the position ranked 0 is the next to be revealed."""
     seen: list[State] = []
@@ -311,6 +381,34 @@ def test_on_policy_rows_rank_by_the_certainty_of_g(exact: ExactBase, trajectorie
             assert run.rank[k][b, open_R].sort().values.tolist() == list(range(len(open_R)))
             opened = (seen[k].masked_BL[b] & ~seen[k + 1].masked_BL[b]).nonzero()[:, 0]
             assert run.rank[k][b, opened].tolist() == [0]
+
+
+@pytest.mark.parametrize("order_on", ["processed", "raw"])
+@pytest.mark.parametrize("order", ["entropy", "margin", "confidence"])
+def test_on_policy_order_is_that_of_decoding_at_the_temperature(order: Any, order_on: Any) -> None:
+    """T = 0.3, seven open positions: of each depth's certainty, from `score_rows` with the uniforms of its key."""
+    base = TableBase(torch.randn(8, 5, generator=torch.Generator().manual_seed(2)), order=order, order_on=order_on)
+    text = Trajectory(torch.zeros(8, dtype=torch.long), torch.arange(8), 0, 0, temperature=0.3)
+    seen: list[State] = []
+
+    def g(h_BLD: Tensor, state: State) -> Tensor:
+        seen.append(state)
+        return h_BLD * (1.5 if len(seen) == 1 else -0.5)
+
+    run = unroll_on_policy(base, g, pack([text], [0], 4, 0), rollout=3, share=1.0, key=(5,))
+    u_KL = torch.from_numpy(np.random.default_rng((5, 11)).random((3, 1, 8)))[:, 0]
+    config, orders = DecodeConfig(temperature=0.3), set()
+    for k in range(3):
+        raw_LV = base.logits(run.student[k][0])
+        score_L = score_rows(raw_LV, u_KL[k], order, on_processed=order_on == "processed", config=config)
+        open_L = seen[k].masked_BL[0]
+        ranked = score_L.masked_fill(~open_L, -torch.inf).argsort(descending=True).tolist()
+        assert run.rank[k][0].argsort().tolist()[8 - int(open_L.sum()) :] == ranked[: int(open_L.sum())]
+        orders.add(tuple(ranked))
+        if k < 2:  # and the next is drawn at that temperature
+            token = draw(raw_LV[ranked[0]][None] / 0.3, u_KL[k][ranked[0]][None], 1.0)
+            assert seen[k + 1].tokens_BL[0, ranked[0]] == token
+    assert len(orders) == 3
 
 
 def test_on_policy_draws_have_the_temperature_of_their_trajectory() -> None:

@@ -27,6 +27,7 @@ from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.decoders import decode
 from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import one_pass, preflight, trainer
@@ -35,7 +36,7 @@ from adjust_dlm.train.checkpoint import tensor_bytes
 from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead, start_pool
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
-from adjust_dlm.types import InputError, Trajectory
+from adjust_dlm.types import DecodeConfig, InputError, Trajectory
 from helpers import BOS, tiny_base
 
 ROLLOUT, LENGTH = 2, 5
@@ -98,6 +99,27 @@ def test_rows_are_those_of_adjust_trajectories(temperature: tuple[float, ...], e
         assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
     with pytest.raises(InputError, match=r"cannot continue .*kept: seed was 3 and is now 4"):
         Keeper(TrajectoriesConfig(output=str(tmp_path / "kept"), **{**common, "seed": 4}), base, MIXED)
+
+
+def test_rows_are_decoded_at_the_temperature_that_they_say() -> None:
+    """Training rows and held-out ones against joint decoding at T = 1 and 0.6; at the other one they are other rows."""
+    base, config, kept = endless_base(), settings(temperature=(1.0, 0.6)), []
+    pool = pool_of(base, config, MIXED, keeper=kept.append)
+    while len(kept) < 12:
+        pool.advance()
+    held = held_out_rows(base, config.trajectories(seed=3, suppress_eos=False), MIXED, 12)
+    assert [x.row for x in held] == [*range(12)] and {x.temperature for x in kept} == {1.0, 0.6}
+    for x in (*kept, *held):
+        own, other = (1.0, 0.6) if (x.row % 4 + x.row // 4) % 2 == 0 else (0.6, 1.0)  # four prompts
+        alone, moved = (
+            decode(
+                base, [MIXED.ids(x.row)], DecodeConfig(max_new_tokens=8, temperature=t, seed=3), decoder="joint",
+                rows=[x.row],
+            ).trajectory(0)
+            for t in (own, other)
+        )  # fmt: skip
+        assert torch.equal(alone.tokens_L, x.tokens_L) and torch.equal(alone.order_L, x.order_L)
+        assert x.temperature == own and not torch.equal(moved.tokens_L, x.tokens_L)
 
 
 @pytest.mark.parametrize("weights", ["next", "uniform"])

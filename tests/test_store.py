@@ -1,11 +1,14 @@
 """The trajectory store: what goes in comes out, and nothing half-written, missing or doubled gets past the door."""
 
+import dataclasses
 import errno
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,6 +230,40 @@ def test_folders_with_copies_are_refused(tmp_path: Path) -> None:
     one, two = write_store(tmp_path / "a"), write_store(tmp_path / "b", first_row=9)
     with pytest.raises(InputError, match="share rows of seed 0 on the same prompts"):
         open_stores([one, two])
+
+
+@pytest.mark.parametrize(
+    ("source", "digest", "copies"), [("a", "0", True), ("unconditional", "1", True), ("a", "1", False)]
+)
+def test_copies_have_the_name_or_the_content_of_the_prompts_in_common(
+    tmp_path: Path, source: str, digest: str, copies: bool
+) -> None:
+    prompts = {"source": source, "count": 1, "sha256": digest}
+    folders = [write_store(tmp_path / "a"), write_store(tmp_path / "b", prompts=prompts)]
+    with pytest.raises(InputError, match="hold copies") if copies else nullcontext():
+        assert len(open_stores(folders)) == 20
+
+
+def test_only_what_is_written_twice_is_cleaned_away(tmp_path: Path) -> None:
+    """Somebody may be at work on the shard that is not there yet."""
+    folder = write_store(tmp_path / "s")
+    parts = [folder / f".{name}.01.part" for name in (store.shard_name((0, 4)), store.shard_name((10, 14)), "manifest")]
+    for part in parts:
+        part.touch()
+    store.clean(folder)
+    assert [part.exists() for part in parts] == [False, True, True]
+
+
+def test_the_digest_is_of_every_number_of_every_row(tmp_path: Path) -> None:
+    opened = TrajectoryStore(write_store(tmp_path / "s"))
+    whole, digests = opened.columns, {opened.digest()}
+    for name in ("row_N", "seed_N", "tokens_P", "order_P"):
+        other = getattr(whole, name).copy()
+        other[-1] += 1
+        opened.columns = dataclasses.replace(whole, **{name: other})
+        digests.add(opened.digest())
+    opened.columns = dataclasses.replace(whole, start_N=whole.start_N + (np.arange(11) == 5))  # another cut
+    assert len(digests | {opened.digest()}) == 6
 
 
 # --- writing -----------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
-from helpers import stopping
+from helpers import BOS, stopping, tiny_base, tiny_sampler
 
 CPU = torch.device("cpu")
 
@@ -81,17 +81,6 @@ def test_chunked_kl_equals_dense_in_value_and_gradient() -> None:
     (3 * b).backward()
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(dense.grad, chunked.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_h8_loss_scale_survives_padding() -> None:
-    """KL of exactly 1 on 4 counted positions of 2 rows is 1.0, at L=8 and padded to L=16."""
-    for length in (8, 16):
-        masked = torch.zeros(2, length, dtype=torch.bool)
-        masked[0, -2:] = masked[1, -6:-4] = True
-        rank = torch.where(masked, 0, -1)
-        for kind in ("uniform", "next"):
-            weights = row_weights(rank, masked, kind) / 2
-            assert (weights * masked.float()).sum().item() == pytest.approx(1.0)
 
 
 def test_next_weights_by_hand() -> None:
@@ -168,10 +157,11 @@ def test_shared_base_passes_equal_the_plain_form() -> None:
     torch.testing.assert_close(sliced, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_depths_that_share_their_teacher_equal_the_dense_form() -> None:
-    """Every window and depth by itself, its logits whole: loss and gradient; also a chunk that cuts states in two."""
+@pytest.mark.parametrize("suppress_eos", [False, True])
+def test_depths_that_share_their_teacher_equal_the_dense_form(suppress_eos: bool) -> None:
+    """Every window and depth by itself, its logits whole, and the tokens that may not come cut off them by hand."""
     torch.manual_seed(0)
-    base = tiny_dream()
+    base, most = tiny_dream(), 48 if suppress_eos else 49  # 48 ends a text, 49 is the mask
     result = decode(base, [[47, 1], [47, 2, 3]], DecodeConfig(max_new_tokens=8), decoder="joint")
     chosen, sampler = [result.trajectory(b) for b in range(2)], Sampler(base)
     run = unroll(base, sampler, pack(chosen, [-1, 5], 6, 0), rollout=2)
@@ -180,11 +170,11 @@ def test_depths_that_share_their_teacher_equal_the_dense_form() -> None:
         for k in (1, 2):
             masked = run.rank[k - 1] >= 0
             weight = row_weights(run.rank[k - 1], masked, kind)
-            own = [kl_rows(base.logits(run.teacher[k - 1][b]), base.logits(run.student[k - 1][b])) for b in range(8)]
+            own = kl_rows(*((h @ base.head_matrix.T)[..., :most] for h in (run.teacher[k - 1], run.student[k - 1])))
             states = masked.any(-1).nonzero()[:, 0].tolist()
             assert 0 < len(states) < 8  # some hang over
             dense = dense + sum((weight[b] * own[b])[masked[b]].sum() for b in states) / len(states) / 2
-        shared = unrolled_kl(base, run, (1, 2), weights=kind)
+        shared = unrolled_kl(base, run, (1, 2), weights=kind, suppress_eos=suppress_eos)
         torch.testing.assert_close(shared, dense, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(
             torch.autograd.grad(shared, sampler.mix.weight, retain_graph=True)[0],
@@ -235,27 +225,44 @@ def test_a_limit_on_rows_is_unbiased_in_loss_and_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(covered, whole, strict=True))
 
 
-def test_left_pads_do_not_change_the_loss() -> None:
-    torch.manual_seed(0)
-    base = tiny_dream()
-    result = decode(base, [[47, 1], [47, 2, 3, 4, 5, 6, 7]], DecodeConfig(max_new_tokens=8), decoder="joint")
-    short, long = (result.trajectory(b) for b in range(2))
-    sampler = Sampler(base)
+@pytest.mark.parametrize("pad_to", [0, 24])
+def test_h8_padding_changes_neither_loss_nor_gradient(pad_to: int) -> None:
+    """Prompts of 2, 7 and 4 tokens left-padded, against each text alone and unpadded, weighted by states that count."""
+    base = tiny_base("dream", end_ids=(23,))
+    prompts = [[BOS, 1], [BOS, 2, 3, 4, 5, 6, 7], [BOS, 8, 9, 10]]
+    result = decode(base, prompts, DecodeConfig(max_new_tokens=8), decoder="joint")
+    texts, starts = [result.trajectory(b) for b in range(3)], [1, 6, -1]
+    sampler = tiny_sampler(base).requires_grad_(True)
 
-    def loss(chosen: list[Trajectory]) -> Tensor:
-        return unrolled_kl(base, unroll(base, sampler, pack(chosen, [1] * len(chosen), 4, 0)), 2)
+    def loss(chosen: list[int], k: int, pad_to: int) -> tuple[int, Tensor, list[Tensor]]:
+        slices = pack([texts[n] for n in chosen], [starts[n] for n in chosen], 5, 3, pad_to=pad_to)
+        assert slices.padded == (not bool(slices.real_NL.all())) == (len(chosen) > 1)
+        run = unroll(base, sampler, slices)
+        value = unrolled_kl(base, run, k)
+        gradients = torch.autograd.grad(value, list(sampler.parameters()))
+        return int((run.rank[k - 1] >= 0).any(-1).sum()), value.detach(), list(gradients)
 
-    torch.testing.assert_close(loss([short, long]), (loss([short]) + loss([long])) / 2, rtol=1e-5, atol=1e-6)
+    for k, states in ((1, [2, 1, 1]), (2, [2, 0, 1]), (3, [2, 0, 1])):
+        count, together, gradient = loss([0, 1, 2], k, pad_to)
+        alone = [loss([n], k, 0) for n in range(3)]
+        assert [n for n, *_ in alone] == states and count == sum(states)
+        assert together > 0.1
+        torch.testing.assert_close(together, sum(n * value for n, value, _ in alone) / count, rtol=1e-5, atol=1e-6)
+        for i, mine in enumerate(gradient):
+            torch.testing.assert_close(mine, sum(n * g[i] for n, _, g in alone) / count, rtol=1e-3, atol=1e-4)
 
 
 def test_every_window_start_is_equally_likely() -> None:
     """T=6, S=4, rollout 2 (2 windows a slice): starts -1..4, so window starts 0..4 are covered twice each."""
     x = Trajectory(torch.arange(6), torch.arange(6), 0, 0)
     counts: Counter[int] = Counter()
+    starts: set[int] = set()
     for step in range(400):
         slices = random_slices([x], range(1), count=8, length=4, rollout=2, key=(step,), pad_id=0)
+        starts |= set(slices.start_N.tolist())
         for start in slices.start_N.tolist():
             counts.update(t for t in (start, start + 1) if 0 <= t <= 4)
+    assert starts == set(range(-1, 5))  # a later one would have no window that counts
     total = sum(counts.values())
     assert sorted(counts) == [0, 1, 2, 3, 4]
     assert all(abs(c / total - 0.2) < 0.03 for t, c in counts.items() if t < 4)
@@ -270,9 +277,13 @@ def test_windows_before_the_first_state_do_not_count(exact: ExactBase, trajector
 def test_states_after_the_end_do_not_count() -> None:
     """A text that ended after 2 commits: its third state has no weight and its never-filled rows no rank."""
     done = Trajectory(torch.tensor([1, 2, 0, 0]), torch.tensor([0, 1, -2, -2]), 0, 0)
-    rank = pack([done], [0], 4, 0).rank()
+    slices = pack([done], [0], 4, 0)
+    rank = slices.rank()
     assert (rank[:2, 0] >= 0).sum(-1).tolist() == [4, 3]
     assert (rank[2:] >= 0).sum() == 0
+    x = slices.states(9)  # the filler behind the end was never there
+    assert x.tokens_BL.tolist() == [[9, 9, 9, 9], [1, 9, 9, 9], [1, 2, 9, 9], [1, 2, 9, 9]]
+    assert torch.equal(x.masked_BL, x.tokens_BL == 9)
 
 
 def test_released_depths_follow_their_softmax() -> None:
@@ -436,25 +447,32 @@ def test_held_out_windows_look_at_every_row_equally_often(count: int) -> None:
     assert windows == looked_at(rows, seed=0) and (count == 1 or windows != looked_at(rows, seed=1))
 
 
-def test_held_out_metrics_are_means_over_these_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_metrics_are_means_over_these_windows() -> None:
     """130 rows of 5 and 9 tokens, one window each at a start in 0..T-2, recomputed one by one."""
-    base = tiny_dream()
+    base, how = tiny_dream(), {"suppress_eos": True, "next_decay": 1.0, "next_share": 0.5}
     lengths = [DecodeConfig(max_new_tokens=n, suppress_eos=True) for n in (5, 9)]
     result = [decode(base, [[47]] * 65, one, decoder="joint") for one in lengths]
-    data, g = [r.trajectory(b) for r in result for b in range(65)], Sampler(base)
-    config = TrainConfig(rollout=2, slice_states=3, suppress_eos=True)
+    data, g = [r.trajectory(b) for r in result for b in range(65)], tiny_sampler(base)
+    with torch.no_grad():
+        base.head_matrix[48] *= 3  # now and then the end would be the likeliest: it must not count
+    config = TrainConfig(rollout=2, slice_states=3, **how)
     metrics = held_out(base, g, data, range(130), config, nullcontext())
-    sums: dict[str, list[float]] = {f"{name}_{k}": [] for name in ("kl", "stale") for k in (1, 2)}
+    sums: dict[str, list[float]] = {f"{name}_{k}": [] for name in ("kl", "stale", "top1") for k in (1, 2)}
     starts: dict[int, list[int]] = {5: [], 9: []}
+    ends = 0
     for row, at in looked_at(range(130), 0):
         x = data[row]
         starts[x.commits].append(math.floor(at * (x.commits - 1)))
         run = unroll(base, g, pack([x], starts[x.commits][-1:], 3, 0), rollout=2)
         for k in (1, 2):
             if (run.rank[k - 1] >= 0).any():
-                sums[f"kl_{k}"].append(unrolled_kl(base, run, k, suppress_eos=True).item())
-                sums[f"stale_{k}"].append(unrolled_kl(base, run, k, stale=True, suppress_eos=True).item())
-    assert len(sums["kl_1"]) == 130 > len(sums["kl_2"])
+                sums[f"kl_{k}"].append(unrolled_kl(base, run, k, **how).item())
+                sums[f"stale_{k}"].append(unrolled_kl(base, run, k, stale=True, **how).item())
+                rows = [h[run.rank[k - 1] == 0] @ base.head_matrix.T for h in (run.teacher[k - 1], run.student[k - 1])]
+                sums[f"top1_{k}"].append(float(rows[0][0, :48].argmax() == rows[1][0, :48].argmax()))
+                ends += sum(int(one[0, :49].argmax() == 48) for one in rows)
+    assert len(sums["kl_1"]) == 130 > len(sums["kl_2"]) and ends > 20
+    assert all(0.2 < metrics[f"top1_{k}"] < 0.9 for k in (1, 2))
     for name, values in sums.items():
         assert metrics[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
     assert {n: set(s) for n, s in starts.items()} == {5: set(range(4)), 9: set(range(8))}

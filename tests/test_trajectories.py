@@ -157,14 +157,30 @@ def test_batch_size_does_not_show(dream: Base, tmp_path: Path, batch_size: int) 
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def test_each_row_is_what_it_would_be_alone(dream: Base, tmp_path: Path) -> None:
-    config = settings(tmp_path / "s", temperature=(1.0, 0.0), top_p=0.9, suppress_eos=True)
-    make_trajectories(config, dream, source=MIXED)
-    for row, trajectory in enumerate(TrajectoryStore(tmp_path / "s")):
-        settings_of_row = config.decode_configs(dream)[temperature_index(row, len(MIXED), 2)]
-        alone = decode(dream, [MIXED.ids(row)], settings_of_row, decoder="joint", rows=[row]).trajectory(0)
-        assert torch.equal(alone.tokens_L, trajectory.tokens_L) and torch.equal(alone.order_L, trajectory.order_L)
-        assert trajectory.commits == 8  # no end token, so every position is committed
+FILTERS = {"top_p": 0.9, "top_k": 3, "order": "margin", "order_on": "raw", "suppress_eos": True, "seed": 5}
+
+
+@pytest.mark.parametrize("filters", [{}, FILTERS], ids=["plain", "filtered"])
+def test_each_row_is_what_joint_makes_of_it_alone_at_its_own_temperature(
+    dream: Base, tmp_path: Path, filters: dict[str, Any]
+) -> None:
+    """Settings and temperature of each row written out here; at the other temperature it would be another row."""
+    source, moved = PromptSource("even", [MIXED.ids(n) for n in range(4)]), 0
+    make_trajectories(settings(tmp_path / "s", temperature=(1.0, 0.6), **filters), dream, source=source)
+    for row, stored in enumerate(TrajectoryStore(tmp_path / "s")):
+        own, other = (1.0, 0.6) if (row % 4 + row // 4) % 2 == 0 else (0.6, 1.0)  # four prompts
+        alone, moves = (
+            decode(
+                dream, [source.ids(row)], DecodeConfig(max_new_tokens=8, temperature=t, **filters), decoder="joint",
+                rows=[row],
+            ).trajectory(0)
+            for t in (own, other)
+        )  # fmt: skip
+        assert torch.equal(alone.tokens_L, stored.tokens_L) and torch.equal(alone.order_L, stored.order_L)
+        assert stored.temperature == own
+        moved += not torch.equal(moves.tokens_L, stored.tokens_L)
+        assert stored.commits == 8 or not filters  # no end token, so every position is committed
+    assert moved >= 3
 
 
 def test_every_prompt_meets_every_temperature() -> None:
@@ -186,8 +202,9 @@ def test_compiled_batches_keep_few_shapes_and_the_same_rows(
 
     monkeypatch.setattr(base, "hidden", spy)
     monkeypatch.setattr(type(base), "compile", lambda self: None)
-    make_trajectories(settings(tmp_path / "a"), dream, source=MIXED)
-    make_trajectories(settings(tmp_path / "b", compile=True), base, source=MIXED)
+    plain = make_trajectories(settings(tmp_path / "a"), dream, source=MIXED)
+    made = make_trajectories(settings(tmp_path / "b", compile=True), base, source=MIXED)
+    assert all(plain[name] == made[name] for name in ("rows_made", "base_calls", "tokens"))  # idle rows are not booked
     assert shapes == {(5, 32 + 8)}  # four rows and an idle one, prompts rounded up to 32
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     shapes.clear()
