@@ -1,0 +1,368 @@
+"""KL between the law of a decoder and the base's, read off its commits: equal to enumeration on the exact base."""
+
+import json
+import math
+import re
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from adjust_dlm.bases.exact import ExactBase
+from adjust_dlm.decoders import DECODERS, Decoder, decode
+from adjust_dlm.decoders.canvas import Picks
+from adjust_dlm.decoders.divergence import MEASURES, Observation, measures, observe, why_not
+from adjust_dlm.decoders.divergence import _Observed as Observed
+from adjust_dlm.decoders.threshold import ThresholdOptions
+from adjust_dlm.eval.divergence import DivergenceConfig, compare_with_parallel, run
+from adjust_dlm.sampling import EVALUATION_ROWS
+from adjust_dlm.types import DecodeConfig, InputError
+from helpers import (
+    Law,
+    conditionals,
+    empirical,
+    exact_base,
+    follow,
+    oracle,
+    parallel_law,
+    target,
+    temper,
+    tiny_base,
+    tiny_sampler,
+)
+
+WORDS, LENGTH = 3, 4
+N = 3000  # so many rows that each of the 81 strings comes up
+
+
+def smooth_base() -> ExactBase:
+    """No string is rare, and the tokens depend on each other."""
+    generator = torch.Generator().manual_seed(3)
+    return ExactBase(torch.rand((WORDS,) * LENGTH, generator=generator).pow(4) + 0.05)
+
+
+def kl(p: Law, q: Law) -> float:
+    return sum(mass * math.log(mass / q[s]) for s, mass in p.items() if mass)
+
+
+def seen(decoder: str, tokens_per_step: int = 1, *, source: str = "own", n: int = N, temperature: float = 1.0, **more):
+    """An observation, and the text of each row."""
+    base, options = smooth_base(), more.pop("options", {})
+    texts = []
+    config = DecodeConfig(**{"tokens_per_step": tokens_per_step, "max_new_tokens": LENGTH, "order": "entropy", **more})
+    real_commit = Observed.commit
+
+    def commit(canvas, picks):
+        real_commit(canvas, picks)
+        texts[:] = canvas.tokens_BL.tolist()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Observed, "commit", commit)
+        sampler = oracle(base) if DECODERS[decoder].needs_sampler else None
+        found = observe(
+            base, [[]] * n, config, decoder=decoder, source=source, temperature=temperature, sampler=sampler, **options
+        )
+    return found, [tuple(text) for text in texts]
+
+
+def expected(found: Observation, texts: list[tuple[int, ...]], law: Law, measure: str) -> float:
+    """E over the law of the sum over a text's commits: exact, since equal texts have equal commits."""
+    sums = dict(zip(texts, found.value_BTM[..., MEASURES.index(measure)].double().sum(-1).tolist(), strict=True))
+    assert sums.keys() == {s for s, mass in law.items() if mass > 0}
+    return sum(law[s] * value for s, value in sums.items())
+
+
+@pytest.mark.parametrize("tokens_per_step", [2, 3, 4])
+def test_parallel_has_the_enumerated_divergence_both_ways(tokens_per_step: int) -> None:
+    p = target(smooth_base())
+    q = parallel_law(p, "entropy", tokens_per_step)
+    own, texts = seen("parallel", tokens_per_step)
+    assert expected(own, texts, q, "kl_qp") == pytest.approx(kl(q, p), rel=1e-5)
+    base, texts = seen("parallel", tokens_per_step, source="base")
+    assert expected(base, texts, p, "kl_pq") == pytest.approx(kl(p, q), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 4])
+def test_own_tokens_follow_the_decoders_law_and_those_of_the_base_follow_the_bases(tokens_per_step: int) -> None:
+    p = target(smooth_base())
+    q = parallel_law(p, "entropy", tokens_per_step)
+    for source, law in (("own", q), ("base", p)):
+        _, texts = seen("parallel", tokens_per_step, source=source)
+        frequencies = empirical(torch.tensor(texts))
+        assert sum(abs(frequencies.get(s, 0) - mass) for s, mass in law.items()) / 2 < 0.08
+
+
+def test_another_temperature_of_the_decoder_or_of_the_law() -> None:
+    p = target(smooth_base())
+    cold = parallel_law(p, "entropy", 2, temperature=0.7)
+    base = smooth_base()
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=LENGTH, order="entropy", temperature=0.7)
+    own = observe(base, [[]] * 20_000, config, decoder="parallel", temperature=1.0)
+    mean, half = (own.summary()[name] * LENGTH for name in ("kl_qp", "kl_qp_ci95"))
+    assert abs(mean - kl(cold, p)) < 2 * half < 0.05 * mean
+    joint_at_07 = parallel_law(p, "entropy", 1, temperature=0.7)
+    same = observe(base, [[]] * 500, config.but(tokens_per_step=1), decoder="joint", temperature=0.7)
+    assert float(same.value_BTM[..., :2].abs().max()) < 1e-6  # joint at T against the law at T
+    apart = observe(base, [[]] * 20_000, config.but(tokens_per_step=1), decoder="joint", temperature=1.0)
+    assert apart.summary()["kl_qp"] * LENGTH == pytest.approx(kl(joint_at_07, p), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "settings", "options"),
+    [
+        ("joint", {}, {}),
+        ("adjust", {"tokens_per_step": 3}, {}),
+        ("adjust", {"tokens_per_step": 4, "candidates": 2}, {}),
+        ("adaptive", {}, {"gamma": 1.5}),
+        ("adjust", {"tokens_per_step": 2, "order": "random"}, {}),
+    ],
+)
+@pytest.mark.parametrize("source", ["own", "base"])
+def test_joint_and_every_decoder_with_the_oracle_have_none(decoder, settings, options, source) -> None:
+    found, _ = seen(decoder, source=source, n=300, options=options, **settings)
+    assert float(found.value_BTM[..., :2].abs().max()) < 1e-6
+    assert bool((found.depth_BT >= 0).all())
+
+
+def law_of_rule(chosen) -> Law:
+    """Of a decoder that commits, of the product of marginals, the positions that `chosen` names."""
+    p = target(smooth_base())
+
+    def commits(state, open_):
+        p_LV = temper(conditionals(p, state), 1.0, 1.0)
+        positions = chosen(p_LV, open_)
+        outcomes = [(1.0, {})]
+        for i in positions:
+            outcomes = [(m * p_LV[i, t], made | {i: t}) for m, made in outcomes for t in range(WORDS)]
+        yield from outcomes
+
+    return follow((None,) * LENGTH, commits)
+
+
+def by_threshold(p_LV, open_):
+    ranked = sorted(open_, key=lambda i: (-p_LV[i].max(), i))
+    return [i for n, i in enumerate(ranked) if n == 0 or p_LV[i].max() >= 0.4]
+
+
+def by_entropy(p_LV, open_):
+    entropy = {i: -sum(x * math.log(x) for x in p_LV[i] if x > 0) for i in open_}
+    ranked, spent, out = sorted(open_, key=lambda i: (entropy[i], i)), 0.0, []
+    for i in ranked:
+        if spent > 1.2:
+            break
+        out.append(i)
+        spent += entropy[i]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("decoder", "options", "rule"),
+    [
+        ("threshold", {"tau": 0.4, "score": "likeliest"}, by_threshold),
+        ("entropy_bound", {"gamma": 1.2}, by_entropy),
+    ],
+)
+def test_rules_that_look_at_the_canvas_have_the_enumerated_divergence(decoder, options, rule) -> None:
+    p, q = target(smooth_base()), law_of_rule(rule)
+    assert kl(q, p) > 0.02
+    own, texts = seen(decoder, options=options)
+    assert expected(own, texts, q, "kl_qp") == pytest.approx(kl(q, p), rel=1e-5)
+    base, texts = seen(decoder, source="base", options=options)
+    assert expected(base, texts, p, "kl_pq") == pytest.approx(kl(p, q), rel=1e-5)
+
+
+def test_entropies_and_nll_of_joint_text_are_those_of_the_law() -> None:
+    p = target(smooth_base())
+    found, texts = seen("joint")
+    entropy = -sum(mass * math.log(mass) for mass in p.values())
+    for measure in ("entropy_q", "entropy_p", "nll_p"):
+        assert expected(found, texts, p, measure) == pytest.approx(entropy, rel=1e-5)
+    text_nll = found.value_BTM[..., MEASURES.index("nll_p")].sum(-1)
+    assert text_nll.tolist() == pytest.approx([-math.log(p[s]) for s in texts], rel=1e-4)
+
+
+def test_measures_by_hand() -> None:
+    q, p = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.5, 0.25]])
+    found = dict(zip(MEASURES, measures(q.log(), p.log(), torch.tensor([0]))[0].tolist(), strict=True))
+    assert found["kl_qp"] == pytest.approx(0.5 * math.log(2))
+    assert found["kl_pq"] == math.inf
+    assert found["entropy_q"] == pytest.approx(math.log(2))
+    assert found["entropy_p"] == pytest.approx(1.5 * math.log(2))
+    assert found["nll_p"] == pytest.approx(math.log(4))
+
+
+def test_greedy_decoding_draws_from_a_point() -> None:
+    base = smooth_base()
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=LENGTH, order="entropy", temperature=0.0)
+    value_TM = observe(base, [[]], config, decoder="parallel", temperature=1.0).value_BTM[0]
+    facts = dict(zip(MEASURES, value_TM.unbind(-1), strict=True))
+    assert torch.equal(facts["entropy_q"], torch.zeros(LENGTH))
+    assert facts["kl_qp"].tolist() == pytest.approx(facts["nll_p"].tolist())  # KL(point || p) = -log p(point)
+
+
+def test_summaries_are_ratios_over_texts_of_any_length() -> None:
+    value_BTM = torch.zeros(3, 3, len(MEASURES))
+    value_BTM[:, :, 0] = torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.0, 0.0], [4.0, 4.0, 0.0]])
+    depth_BT = torch.tensor([[0, 1, 0], [0, -1, -1], [0, 1, -1]])
+    summary = Observation(value_BTM, depth_BT, torch.tensor([2, 1, 1])).summary()
+    assert (summary["texts"], summary["tokens"], summary["tokens_per_pass"]) == (3, 6, 1.5)
+    assert summary["kl_qp"] == pytest.approx(16 / 6)
+    residual = [6 - 3 * 16 / 6, 2 - 16 / 6, 8 - 2 * 16 / 6]
+    half = 1.96 * math.sqrt(sum(r * r for r in residual) / 2 / 3) / 2
+    assert summary["kl_qp_ci95"] == pytest.approx(half)
+    assert [place["kl_qp"] for place in summary["by_commit"]] == pytest.approx([(1 + 3 + 2 + 4) / 4, (2 + 4) / 2])
+    first = Observation(value_BTM[:1], depth_BT[:1], torch.tensor([2]))
+    second = Observation(value_BTM[1:, :2], depth_BT[1:, :2], torch.tensor([1, 1]))
+    whole = Observation.cat([first, second])
+    assert torch.equal(whole.depth_BT, depth_BT) and torch.equal(whole.value_BTM, value_BTM)
+
+
+def test_a_batch_is_its_rows_one_by_one_on_a_padded_transformer() -> None:
+    """Unequal prompts, ends allowed: what is measured of a row depends on that row alone."""
+    base = tiny_base("dream")
+    g, prompts = tiny_sampler(base), [[2, 5, 6], [2, 7, 8, 9, 10], [2]]
+    config = DecodeConfig(tokens_per_step=3, max_new_tokens=7, seed=3)
+    for decoder in ("parallel", "adjust"):
+        how = {"decoder": decoder, "sampler": g if decoder == "adjust" else None}
+        for source in ("own", "base"):
+            together = observe(base, prompts, config, source=source, rows=[4, 5, 6], **how)
+            alone = [
+                observe(base, [prompt], config, source=source, rows=[row], **how)
+                for row, prompt in zip((4, 5, 6), prompts, strict=True)
+            ]
+            apart = Observation.cat(alone)
+            assert torch.equal(together.depth_BT, apart.depth_BT)
+            assert torch.allclose(together.value_BTM, apart.value_BTM, atol=1e-4)
+    assert float(together.value_BTM[..., 0].max()) > 0.1
+
+
+def test_own_tokens_are_those_of_decode() -> None:
+    base = smooth_base()
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=LENGTH, order="entropy", seed=7)
+    _, texts = seen("parallel", 2, n=200, seed=7)
+    assert texts == [tuple(row) for row in decode(base, [[]] * 200, config, decoder="parallel").tokens_BL.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "settings", "options", "sources", "said"),
+    [
+        ("threshold", {}, ThresholdOptions(), ("own",), "threshold:score=likeliest does not"),
+        ("factor", {}, None, ("own",), "chooses positions by the tokens drawn there"),
+        ("klass", {}, None, ("own",), "chooses positions by the tokens drawn there"),
+        ("guided", {}, None, ("own",), "chooses positions by the tokens drawn there"),
+        ("verified", {}, None, ("own",), "measure joint"),
+        ("edlm", {}, None, ("own",), "second model"),
+        ("parallel", {"order": "confidence"}, None, ("own",), "order confidence looks at the drawn tokens"),
+        ("parallel", {"top_p": 0.9}, None, ("own", "base"), "KL.p .. q. is infinite; sources own gives"),
+        ("parallel", {"top_k": 5}, None, ("base",), "'top_k': 5"),
+        ("parallel", {"temperature": 0.0}, None, ("base",), "'temperature': 0.0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_the_reason(decoder, settings, options, sources, said) -> None:
+    reason = why_not(exact_base(), decoder, DecodeConfig(**settings), options, sources)
+    assert reason is not None and re.search(said, reason)
+
+
+def test_what_can_be_measured() -> None:
+    base = exact_base()
+    likeliest = ThresholdOptions(score="likeliest")
+    for decoder, settings, options, sources in (
+        ("threshold", {}, likeliest, ("own", "base")),
+        ("threshold", {"temperature": 0.0}, ThresholdOptions(), ("own",)),
+        ("parallel", {"top_p": 0.9}, None, ("own",)),
+        ("parallel", {"order": "confidence", "temperature": 0.0}, None, ("own",)),
+    ):
+        assert why_not(base, decoder, DecodeConfig(**settings), options, sources) is None
+    with pytest.raises(InputError, match="temperature of the law is 0"):
+        observe(base, [[]], DecodeConfig(max_new_tokens=4), decoder="joint", temperature=0.0)
+
+
+def test_a_decoder_that_keeps_its_distributions_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(base, canvas) -> None:
+        while canvas.open:
+            canvas.start_round()
+            first_B1 = canvas.masked_BL.long().argmax(-1, keepdim=True)
+            canvas.commit(Picks(first_B1, torch.zeros_like(first_B1), torch.ones_like(first_B1).bool()))
+
+    monkeypatch.setitem(DECODERS, "silent", Decoder(silent))
+    with pytest.raises(InputError, match="'silent' cannot be measured: it does not tell the canvas"):
+        observe(exact_base(), [[]], DecodeConfig(max_new_tokens=4), decoder="silent")
+
+
+# the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_puts_decoders_side_by_side(tmp_path) -> None:
+    base = tiny_base("dream")
+    config = DivergenceConfig(
+        base="dream", output=str(tmp_path), decoders=("joint", "parallel", "adjust", "adaptive:gamma=2"), n=6,
+        tokens_per_step=(2, 3), max_new_tokens=6, batch_size=4, temperatures=(1.0, 0.5), device="cpu",
+    )  # fmt: skip
+    out = run(config, base, tiny_sampler(base))
+    names = ["joint"]
+    names += [f"{d}:tokens_per_step={k}" for d in ("parallel", "adjust") for k in (2, 3)] + ["adaptive:gamma=2"]
+    assert [(row["temperature"], row["decoder"]) for row in out["rows"]] == [(t, d) for t in (1.0, 0.5) for d in names]
+    assert out["first_row"] == EVALUATION_ROWS
+    rows = {(row["temperature"], row["decoder"]): row for row in out["rows"]}
+    assert rows[1.0, "joint"]["kl_qp"] < 1e-5 > rows[0.5, "joint"]["kl_pq"]
+    line = rows[0.5, "adjust:tokens_per_step=3"]
+    settings = DecodeConfig(tokens_per_step=3, max_new_tokens=6, temperature=0.5, suppress_eos=True, seed=1)
+    numbers = [EVALUATION_ROWS + n for n in range(6)]
+    how = {"decoder": "adjust", "sampler": tiny_sampler(base), "temperature": 0.5, "rows": numbers}
+    for source, name in (("own", "kl_qp"), ("base", "kl_pq")):
+        whole = observe(base, [[2]] * 6, settings, source=source, **how).summary()
+        assert line[name] == line[source][name] == pytest.approx(whole[name], rel=1e-4)
+    parallel = rows[0.5, "parallel:tokens_per_step=3"]
+    assert line["kl_qp_below_parallel"] == pytest.approx(1 - line["kl_qp"] / parallel["kl_qp"])
+    assert "kl_qp_below_parallel" not in parallel and "kl_qp_below_parallel" not in rows[1.0, "adaptive:gamma=2"]
+    text = (tmp_path / "divergence.md").read_text()
+    assert text.count("| `") == len(rows) and "KL(q\\|\\|p)" in text
+    json.dumps(asdict(config))
+
+
+def test_a_variant_may_have_another_temperature_than_the_law(tmp_path) -> None:
+    base = tiny_base("llada")
+    config = DivergenceConfig(
+        base="llada", output=str(tmp_path), decoders=("parallel:tokens_per_step=2,temperature=0.7",), n=4,
+        max_new_tokens=4, order="entropy", sources=("own",), device="cpu",
+    )  # fmt: skip
+    (row,) = run(config, base)["rows"]
+    settings = DecodeConfig(
+        tokens_per_step=2, max_new_tokens=4, temperature=0.7, suppress_eos=True, seed=1, order="entropy"
+    )
+    numbers = [EVALUATION_ROWS + n for n in range(4)]
+    direct = observe(base, [[2]] * 4, settings, decoder="parallel", temperature=1.0, rows=numbers).summary()
+    assert row["kl_qp"] == pytest.approx(direct["kl_qp"]) and "kl_pq" not in row
+
+
+def test_shares_below_parallel_by_hand() -> None:
+    line = {"temperature": 1.0, "tokens_per_step": 2, "kl_qp": 0.4, "kl_qp_ci95": 0.04}
+    lines = [line | {"decoder": "parallel"}, line | {"decoder": "adjust", "kl_qp": 0.1, "kl_qp_ci95": 0.005}]
+    compare_with_parallel(lines)
+    assert lines[1]["kl_qp_below_parallel"] == pytest.approx(0.75)
+    assert lines[1]["kl_qp_below_parallel_ci95"] == pytest.approx(0.25 * math.hypot(0.1, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"n": 1}, "n is 1"),
+        ({"temperatures": (0.0,)}, "give some above 0"),
+        ({"decoders": ("paralel",)}, "unknown decoder 'paralel'"),
+        ({"sources": ()}, "sources is empty"),
+        ({"sources": ("mine",)}, "sources is 'mine'"),
+        ({"tokens_per_step": (0,)}, "tokens_per_step is"),
+    ],
+)
+def test_bad_settings_are_named(settings, said) -> None:
+    with pytest.raises(InputError, match=said):
+        DivergenceConfig(**settings)
+
+
+def test_the_command_refuses_before_anything_is_decoded(tmp_path) -> None:
+    config = DivergenceConfig(
+        base="exact", output=str(tmp_path / "out"), decoders=("joint", "threshold:tau=0.5"), max_new_tokens=4, n=2
+    )
+    with pytest.raises(InputError, match=r"'threshold:tau=0.5' cannot be measured: at temperature 1.0"):
+        run(config, exact_base())
+    assert not (tmp_path / "out").exists()
