@@ -22,9 +22,11 @@ from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.corpus import CorpusConfig
-from adjust_dlm.data.store import open_stores
+from adjust_dlm.data.prompts import PromptSource
+from adjust_dlm.data.store import TrajectoryStore, open_stores
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
+from adjust_dlm.decoders.divergence import observe
 from adjust_dlm.losses import Student, kl_rows, row_shares, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train import trainer
@@ -353,6 +355,14 @@ def test_trained_g_brings_total_variation_below_parallel(exact: ExactBase, folde
             / 2
         )
 
+    def divergence(decoder: str) -> float:
+        helper = g if decoder == "adjust" else None
+        return 4 * observe(exact, [[]] * 1000, config, decoder=decoder, sampler=helper).summary()["kl_qp"]
+
+    # In g's own order, on canvases of its own. Held-out KL says nothing about these: it stays in the base's order.
+    assert divergence("parallel") > 2
+    assert divergence("adjust") < 0.1
+    assert result["divergence"]["adjust"]["kl_qp"] < 0.1 * result["divergence"]["parallel"]["kl_qp"]
     distance = {d: total_variation(d) for d in ("joint", "parallel", "adjust")}
     assert distance["joint"] < 0.1  # sampling noise of 4000 draws from 256 strings
     assert distance["parallel"] > 0.5
@@ -428,7 +438,8 @@ def test_held_out_means_are_over_the_states_that_count(exact: ExactBase, tmp_pat
     result = decode(exact, [[0, 1]] * 40, DecodeConfig(max_new_tokens=2), decoder="joint")
     data, g = [result.trajectory(b) for b in range(40)], Sampler(exact)
     metrics = held_out(exact, g, data, range(40), TrainConfig(), nullcontext())
-    assert metrics.keys() == {"kl_1", "stale_1", "top1_1"}
+    assert metrics.keys() == {"kl_1", "stale_1", "top1_1", "position_1", "own_kl_1", "own_back_1"}
+    assert metrics["position_1"] == 1.0  # there is but one position left
     kl = [unrolled_kl(exact, unroll(exact, g, pack([x], [0], 4, 0)), 1).item() for x in data]
     assert metrics["kl_1"] == pytest.approx(sum(kl) / 40, rel=1e-5)
 
@@ -457,7 +468,8 @@ def test_held_out_metrics_are_means_over_these_windows() -> None:
         base.head_matrix[48] *= 3  # now and then the end would be the likeliest: it must not count
     config = TrainConfig(rollout=2, slice_states=3, **how)
     metrics = held_out(base, g, data, range(130), config, nullcontext())
-    sums: dict[str, list[float]] = {f"{name}_{k}": [] for name in ("kl", "stale", "top1") for k in (1, 2)}
+    names = ("kl", "stale", "top1", "position", "own_kl", "own_back")
+    sums: dict[str, list[float]] = {f"{name}_{k}": [] for name in names for k in (1, 2)}
     starts: dict[int, list[int]] = {5: [], 9: []}
     ends = 0
     for row, at in looked_at(range(130), 0):
@@ -471,11 +483,52 @@ def test_held_out_metrics_are_means_over_these_windows() -> None:
                 rows = [h[run.rank[k - 1] == 0] @ base.head_matrix.T for h in (run.teacher[k - 1], run.student[k - 1])]
                 sums[f"top1_{k}"].append(float(rows[0][0, :48].argmax() == rows[1][0, :48].argmax()))
                 ends += sum(int(one[0, :49].argmax() == 48) for one in rows)
+                masked_L = run.rank[k - 1][0] >= 0
+                log_p, log_q = (
+                    (h[0] @ base.head_matrix.T)[:, :48].double().log_softmax(-1)
+                    for h in (run.teacher[k - 1], run.student[k - 1])
+                )
+                certain_L = (log_q.exp() * log_q).sum(-1)  # Dream's rule
+                own = max((n for n in range(len(masked_L)) if masked_L[n]), key=lambda n: float(certain_L[n]))
+                p, q = log_p[own], log_q[own]
+                sums[f"position_{k}"].append(float(run.rank[k - 1][0, own] == 0))
+                sums[f"own_kl_{k}"].append(float((p.exp() * (p - q)).sum()))
+                sums[f"own_back_{k}"].append(float((q.exp() * (q - p)).sum()))
     assert len(sums["kl_1"]) == 130 > len(sums["kl_2"]) and ends > 20
-    assert all(0.2 < metrics[f"top1_{k}"] < 0.9 for k in (1, 2))
+    assert all(0.2 < metrics[f"{name}_{k}"] < 0.9 for name in ("top1", "position") for k in (1, 2))
     for name, values in sums.items():
         assert metrics[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
     assert {n: set(s) for n, s in starts.items()} == {5: set(range(4)), 9: set(range(8))}
+
+
+def test_training_ends_with_the_divergence_on_held_out_prompts(exact: ExactBase, tmp_path: Path) -> None:
+    """The prompts and rows of held-out trajectories, K = rollout + 1, at the temperature that most of them have."""
+    for name, temperature in (("t", (1.0, 1.0, 0.5)), ("cold", (0.0,))):
+        made = TrajectoriesConfig(
+            base="exact", num=48, output=str(tmp_path / name), max_new_tokens=3, temperature=temperature,
+            prompts=str(tmp_path / "x.jsonl"),
+        )  # fmt: skip
+        source = PromptSource("two", [[0], [1]])
+        make_trajectories(made, base=exact, source=source)
+    run = settings(tmp_path / "t", tmp_path / "run", heldout=24, heldout_texts=5, rollout=2, steps=1)
+    result = train(run, exact)
+    found = result["divergence"]
+    assert (found["tokens_per_step"], found["temperature"], found["adjust"]["texts"]) == (3, 1.0, 5)
+    store = TrajectoryStore(tmp_path / "t")
+    apart = [store[(2 * i + 1)] for i in range(24)]
+    warm = [x for x in apart if x.temperature == 1.0][:5]
+    config = DecodeConfig(tokens_per_step=3, max_new_tokens=3)
+    g, prompts = load_sampler(tmp_path / "run" / "sampler", exact), [x.tokens_L[:1].tolist() for x in warm]
+    for decoder, helper in (("parallel", None), ("adjust", g)):
+        rows = [x.row for x in warm]
+        direct = observe(exact, prompts, config, decoder=decoder, sampler=helper, rows=rows).summary()
+        assert found[decoder]["kl_qp"] == pytest.approx(direct["kl_qp"], rel=0.02)  # g is saved in bf16
+    saved = json.loads((tmp_path / "run" / "sampler" / "sampler.json").read_text())
+    assert saved["divergence"] == found
+    off = train(settings(tmp_path / "t", tmp_path / "off", heldout=24, heldout_texts=0, rollout=2, steps=1), exact)
+    assert off["divergence"] == {}
+    greedy = train(settings(tmp_path / "cold", tmp_path / "greedy", heldout=24, rollout=2, steps=1), exact)
+    assert greedy["divergence"] == {}  # a law at T = 0 has one text
 
 
 def test_a_bf16_base_trains_on_the_cpu(tmp_path: Path) -> None:
