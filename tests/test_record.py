@@ -82,7 +82,8 @@ def test_a_sampler_names_the_rows_of_all_its_stages(
     assert one[0] == {
         "use": "training", "seed": 0, "first_row": 0, "rows": 12, "temperatures": [1.0],
         "prompts": {"kind": "unconditional", "count": 1, "sha256": facts["prompts"]["sha256"]}, "max_new_tokens": NEW,
-        "top_p": 1.0, "top_k": 0, "order": "entropy", "order_on": "processed", "suppress_eos": True, "dtype": "float32",
+        "top_p": 1.0, "top_k": 0, "order": "entropy", "order_on": "processed", "suppress_eos": True,
+            "tokens_per_step": 1, "dtype": "float32",
     }  # fmt: skip
     second = {**apart, "init": str(tmp_path / "one" / "sampler")}
     two = train_two_steps(base, tmp_path / "two", text, more, **second)

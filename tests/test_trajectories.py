@@ -1,5 +1,6 @@
 """Making trajectories: every state exact, no two rows alike, and nothing but (settings, row) shows in the result."""
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -20,7 +21,9 @@ from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories, temperature_index
 from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.sampler import load_sampler
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, InputError
+from helpers import tiny_sampler
 
 TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -374,3 +377,47 @@ def test_ranks_come_from_the_environment(dream: Base, tmp_path: Path, monkeypatc
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "3")
     make_trajectories(settings(tmp_path / "s"), dream)
     assert list(store.find_shards(tmp_path / "s")) == [(16, 20)]
+
+
+# --- by ADJUST ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sampler_decodes_its_own_trajectories(dream: Base, tmp_path: Path) -> None:
+    """Rows are those of `decode(adjust)`: its tokens, its order of commits; the manifest names K and the weights."""
+    g = tiny_sampler(dream)
+    g.save(tmp_path / "g")
+    own = settings(tmp_path / "own", sampler=str(tmp_path / "g"), tokens_per_step=3, temperature=(0.7,))
+    make_trajectories(own, base=dream, source=MIXED)
+    found = TrajectoryStore(tmp_path / "own")
+    config = DecodeConfig(tokens_per_step=3, max_new_tokens=8, temperature=0.7)
+    loaded, joint = load_sampler(tmp_path / "g", dream), []
+    for row, x in enumerate(found):
+        prompts = [MIXED.ids(row)]
+        result = decode(dream, prompts, config, decoder="adjust", sampler=loaded, rows=[row]).trajectory(0)
+        assert torch.equal(x.tokens_L, result.tokens_L) and torch.equal(x.order_L, result.order_L)
+        joint.append(decode(dream, prompts, config, decoder="joint", rows=[row]).trajectory(0))
+    assert any(not torch.equal(x.order_L, other.order_L) for x, other in zip(found, joint, strict=True))
+    manifest = store.read_manifest(tmp_path / "own")
+    assert manifest["decode"]["tokens_per_step"] == 3
+    assert (
+        manifest["decode"]["sampler"]
+        == hashlib.sha256((tmp_path / "g" / "sampler.safetensors").read_bytes()).hexdigest()
+    )
+    make_trajectories(own, base=dream, source=MIXED)  # complete already
+    tiny_sampler(dream, seed=1).save(tmp_path / "g")
+    with pytest.raises(InputError, match=r"decode\.sampler was"):
+        make_trajectories(own, base=dream, source=MIXED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens_per_step": 4}, "tokens_per_step is 4 without a sampler"),
+        ({"sampler": "g"}, "tokens_per_step is 1 with a sampler; ADJUST wants at least 2"),
+        ({"sampler": "nowhere", "tokens_per_step": 2}, "nowhere holds no sampler"),
+    ],
+)
+def test_a_sampler_and_its_k_go_together(dream: Base, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make_trajectories(settings(tmp_path / "x", **changes), base=dream)
+    assert not (tmp_path / "x").exists()

@@ -234,6 +234,7 @@ def _versions() -> dict[str, str]:
 def manifest_of(config: TrajectoriesConfig, base: Base, source: PromptSource) -> dict[str, Any]:
     """What a folder is made of; nothing in it depends on time, place or world size."""
     spec = base.spec
+    drawn_by = {} if config.sampler is None else {"sampler": weights_digest(config.sampler)}
     return {
         "format": store.FORMAT,
         "base": spec.name,
@@ -242,8 +243,7 @@ def manifest_of(config: TrajectoriesConfig, base: Base, source: PromptSource) ->
         "dtype": str(base.dtype).removeprefix("torch."),
         "seed": config.seed,
         "temperatures": list(config.temperature),
-        "decode": asdict(config.decode_configs(base)[0]),
-        "sampler": None if config.sampler is None else weights_digest(config.sampler),
+        "decode": asdict(config.decode_configs(base)[0]) | drawn_by,
         "prompts": source.facts(),
         "first_row": config.first_row,
         "rows": config.num,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 UNKNOWN: Record = {"use": "unknown"}  # of a sampler from before there were records
-_DECIDE = ("max_new_tokens", "top_p", "top_k", "order", "order_on", "suppress_eos")
+_DECIDE = ("max_new_tokens", "top_p", "top_k", "order", "order_on", "suppress_eos", "tokens_per_step", "sampler")
 
 
 def record_of(manifest: Mapping[str, Any], use: str) -> Record:
@@ -30,7 +30,7 @@ def record_of(manifest: Mapping[str, Any], use: str) -> Record:
     return {
         "use": use, **{key: manifest[key] for key in ("seed", "first_row", "rows", "temperatures")},
         "prompts": {"kind": known, "count": prompts["count"], "sha256": prompts["sha256"]},
-        **{key: settings[key] for key in _DECIDE}, "dtype": manifest["dtype"],
+        **{key: settings[key] for key in _DECIDE if key in settings}, "dtype": manifest["dtype"],
     }  # fmt: skip
 
 
