@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.decoders import decode
+from adjust_dlm.decoders.divergence import observe
 from adjust_dlm.eval import table
 from adjust_dlm.eval.nll import score_nll, summarize
 from adjust_dlm.eval.table import TableConfig, gap_facts, make_table
@@ -80,7 +81,8 @@ def test_variants_stand_beside_the_fixed_k_with_their_own_passes(
     sampler = Sampler(base).eval()
     config = TableConfig(
         base="dream", output=str(tmp_path), n=N, temperatures=(1.0, 1.0), tokens_per_step=(2, 2), max_new_tokens=NEW,
-        seed=3, device="cpu", variants=("threshold:tau=2", "adaptive:gamma=99,most=3", "threshold:tau=2", "joint"),
+        seed=3, divergence=0, device="cpu",
+        variants=("threshold:tau=2", "adaptive:gamma=99,most=3", "threshold:tau=2", "joint"),
     )  # fmt: skip
     made = make_table(config, base, sampler)["cells"]
     assert [c["decoder"] for c in made] == ["joint", "parallel", "adjust", *config.variants[:2]]  # none twice
@@ -95,6 +97,40 @@ def test_variants_stand_beside_the_fixed_k_with_their_own_passes(
     for bad, said in (("threshold:tua=1", "has no option tua"), ("threshold:tau", "NAME=VALUE"), ("x", "unknown dec")):
         with pytest.raises(InputError, match=said):
             TableConfig(variants=(bad,))
+
+
+def test_cells_begin_with_the_distance_to_the_joint_law_or_why_it_is_not_there(
+    base: DreamBase, judge: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    torch.manual_seed(2)
+    sampler = Sampler(base).eval()
+    config = TableConfig(
+        base="dream", output=str(tmp_path), n=N, divergence=5, temperatures=(1.0, 0.0), tokens_per_step=(3,), seed=3,
+        max_new_tokens=NEW, device="cpu", variants=("threshold:tau=0.5", "parallel:tokens_per_step=3,top_p=0.9"),
+    )  # fmt: skip
+    made = make_table(config, base, sampler)["cells"]
+    cells = {(c["temperature"], c["decoder"]): c for c in made}
+    settings = DecodeConfig(tokens_per_step=3, max_new_tokens=NEW, seed=3, suppress_eos=True)
+    rows = [EVALUATION_ROWS + n for n in range(5)]
+    for decoder, helper in (("parallel", None), ("adjust", sampler)):
+        for source, name in (("own", "kl_qp"), ("base", "kl_pq")):
+            how = {"decoder": decoder, "sampler": helper, "source": source, "rows": rows}
+            direct = observe(base, [[47]] * 5, settings, **how).summary()
+            assert cells[1.0, decoder][name] == pytest.approx(direct[name], rel=1e-5)
+            assert cells[1.0, decoder][f"{name}_ci95"] == pytest.approx(direct[f"{name}_ci95"], rel=1e-5)
+    share = 1 - cells[1.0, "adjust"]["kl_qp"] / cells[1.0, "parallel"]["kl_qp"]
+    assert cells[1.0, "adjust"]["kl_qp_below_parallel"] == pytest.approx(share)
+    assert abs(cells[1.0, "joint"]["kl_qp"]) < 1e-6
+    narrow = cells[1.0, "parallel:tokens_per_step=3,top_p=0.9"]
+    assert narrow["kl_qp"] > 0 and "kl_pq" not in narrow  # of one way only
+    assert "by the tokens drawn there" in cells[1.0, "threshold:tau=0.5"]["no_divergence"]
+    assert "at T = 0" in cells[0.0, "adjust"]["no_divergence"] and "kl_qp" not in cells[0.0, "adjust"]
+    head, _, *lines = (tmp_path / "table.md").read_text().splitlines()
+    assert head.startswith("| T | decoder | K | tokens/pass | KL(q\\|\\|p) |")
+    line = next(line for line in lines if line.startswith("| 1.0 | adjust |"))
+    assert f" {cells[1.0, 'adjust']['kl_qp']:.4f} +- " in line
+    with pytest.raises(InputError, match="divergence is 1"):
+        TableConfig(divergence=1)
 
 
 def test_a_variant_that_names_its_k_is_measured_against_parallel_at_that_k(
