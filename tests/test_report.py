@@ -24,6 +24,7 @@ from adjust_dlm.bench.samples import Sample
 from adjust_dlm.bench.svg import to_svg
 from adjust_dlm.bench.tables import closed, summary, to_csv, to_markdown
 from adjust_dlm.commands.output import Outcome, write_outcome
+from adjust_dlm.eval.divergence import DivergenceConfig
 from adjust_dlm.eval.downstream import DownstreamConfig, evaluate
 from adjust_dlm.eval.frontier import FrontierConfig
 from adjust_dlm.eval.table import TableConfig
@@ -133,6 +134,25 @@ def test_the_papers_table_comes_out_as_it_went_in(tmp_path: Path) -> None:
         "| ADJUST |  |  | **4.990 +- 0.050** | **0.960 +- 0.020** | **5.580 +- 0.050** | **0.870 +- 0.020** |"
     )
     assert values(tmp_path / "out" / "speed.csv")["smol: text, T = 1 / EDLM", "K=2"] == ("20", "", "")
+
+
+def test_the_distance_to_the_joint_law_leads(tmp_path: Path) -> None:
+    kl = {"kl_qp": 0.25, "kl_qp_ci95": 0.01, "kl_pq": 0.5, "kl_pq_ci95": 0.02}
+    made(tmp_path / "out", table(tmp_path / "t", [cell("joint", 1), cell("parallel", 2), cell("adjust", 2, **kl)]))
+    head = (tmp_path / "out" / "text.md").read_text().splitlines()[2]
+    assert head.startswith("| decoder | NLL, K=1 | MAUVE, K=1 | KL(q\\|\\|p), K=2 | KL(p\\|\\|q), K=2 | NLL, K=2 |")
+    assert values(tmp_path / "out" / "text.csv")["ADJUST", "KL(q||p), K=2"] == ("0.25", "0.01", "")
+    row = {"temperature": 0.5, "tokens_per_step": 2, **kl, "decoder": "parallel:tokens_per_step=2"}
+    rows = [row, row | {"decoder": "adjust:tokens_per_step=2", "kl_qp": 0.125}]
+    config = DivergenceConfig(temperatures=(0.5,))
+    outcome = Outcome(results={"config": asdict(config), "rows": rows})
+    write_outcome(tmp_path / "law", "eval divergence", config, outcome)
+    made(tmp_path / "law-report", tmp_path / "law")
+    lines = (tmp_path / "law-report" / "text.md").read_text().splitlines()
+    assert lines[2] == "| decoder | KL(q\\|\\|p), K=2 | KL(p\\|\\|q), K=2 |"
+    assert lines[4:6] == [
+        "| Parallel | 0.250 +- 0.010 | **0.500 +- 0.020** |", "| ADJUST | **0.125 +- 0.010** | 0.500 +- 0.020 |"
+    ]  # fmt: skip
 
 
 def test_the_share_of_the_gap_is_that_of_the_paper(tmp_path: Path) -> None:

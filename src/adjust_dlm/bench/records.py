@@ -26,6 +26,7 @@ NAMES = {
 }  # fmt: skip
 COSTS = ("tokens_per_pass", "tokens_per_second", "rounds", "base_calls", "sampler_calls", "partner_calls", "seconds")
 TEXT_SETTINGS = ("top_p", "max_new_tokens", "n", "judge", "buckets", "suppress_eos", "seed", "quantize")
+LAW_SETTINGS = ("max_new_tokens", "n", "prompts", "chat", "order", "suppress_eos", "seed", "quantize")
 # What two rows of a task may differ in and still be compared; every other setting must be equal.
 FREE = {
     "base", "sampler", "partner", "output", "decoders", "tokens_per_step", "batch_size", "device", "temperature",
@@ -68,7 +69,7 @@ class Row:
         base, task: what decoded, and what.
         settings: what must be equal for two rows to be compared; temperature first.
         variant: decoder and settings, as the command line says it.
-        values: measure -> value (`nll`, `mauve`, `accuracy` or a task's own metrics, in its order).
+        values: measure -> value (`kl_qp`, `nll`, `mauve`, `accuracy` or a task's own metrics, in its order).
         kinds: group of problems -> the same.
         costs: those of `COSTS` that are known.
     """
@@ -144,7 +145,7 @@ def read_result(folder: Path) -> Result:
 
 
 def rows_of(result: Result) -> list[Row]:
-    """The rows of `eval table`, `eval frontier` and every downstream task; none for other commands.
+    """The rows of `eval table`, `eval divergence`, `eval frontier` and every downstream task; none for other commands.
 
     Raises:
         InputError: a result of one of these that lacks a field.
@@ -156,6 +157,11 @@ def rows_of(result: Result) -> list[Row]:
             ]
         if _kind(result) == "frontier":
             return [_frontier_row(result, row) for row in result.results["rows"]]
+        if _kind(result) == "divergence":
+            return [
+                _text_row(result, row, row["decoder"], row["temperature"], LAW_SETTINGS)
+                for row in result.results["rows"]
+            ]
         if is_downstream(result):
             return [_task_row(result, row) for row in result.results["rows"]]
         if is_grouped(result):
@@ -186,10 +192,13 @@ def _cell_variant(cell: Facts) -> str:
     return f"{cell['decoder']}:tokens_per_step={k}" if k > 1 else str(cell["decoder"])
 
 
-def _text_row(result: Result, facts: Facts, variant: str, temperature: float) -> Row:
-    settings = (("temperature", float(temperature)), *_settings(result.config, TEXT_SETTINGS))
-    n = facts["n"]
-    values = {name: _measured(facts.get(name), facts.get(f"{name}_ci95"), n) for name in ("nll", "mauve")}
+def _text_row(
+    result: Result, facts: Facts, variant: str, temperature: float, names: Sequence[str] = TEXT_SETTINGS
+) -> Row:
+    settings = (("temperature", float(temperature)), *_settings(result.config, names))
+    n = facts["n"] if names is TEXT_SETTINGS else None
+    kl = {name: _measured(facts.get(name), facts.get(f"{name}_ci95"), None) for name in ("kl_qp", "kl_pq")}
+    values = kl | {name: _measured(facts.get(name), facts.get(f"{name}_ci95"), n) for name in ("nll", "mauve")}
     values["gap closed"] = _measured(facts.get("gap_closed"), facts.get("gap_closed_ci95"), n)
     values["distinct-2"] = _measured(facts.get("distinct_2"), None, n)
     return _row(result, "text", settings, variant, values, facts)
