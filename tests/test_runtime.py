@@ -33,7 +33,7 @@ from adjust_dlm.bench.measure import (
     text_tokens,
 )
 from adjust_dlm.bench.public_loop import public_loop
-from adjust_dlm.bench.runtime import Book, RuntimeConfig, make_runtime, plan
+from adjust_dlm.bench.runtime import Book, RuntimeConfig, make_runtime, open_bench, plan
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import COLUMNS, markdown, with_ratios
 from adjust_dlm.bench.work import (
@@ -48,7 +48,7 @@ from adjust_dlm.bench.work import (
 from adjust_dlm.cli import main
 from adjust_dlm.decoders import decode, fast, read_variant
 from adjust_dlm.decoders.graphs import Graphs
-from adjust_dlm.sampler import SamplerConfig
+from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import BOS, END, FAMILIES, count_passes, tiny_base, tiny_sampler, writer
 from test_fast import Replayed
@@ -564,6 +564,16 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["results"]["left_out"] == [] and result["config"]["base"] == "tiny-shape"
     assert len(result["results"]["rows"]) == len(rows)
+
+
+def test_a_shape_may_have_a_g_of_another_form(tmp_path: Path) -> None:
+    form = SamplerConfig(layers=2, mlp=0.875, features=(1,))
+    base = random_base("tiny-shape", device=CPU, dtype=torch.float32)
+    Sampler(base, form).save(tmp_path / "g")
+    opened = open_bench(tiny_run(tmp_path, sampler=str(tmp_path / "g")), ["adjust"])
+    assert opened.sampler is not None and opened.sampler.config == form
+    with pytest.raises(InputError, match="nowhere holds no sampler"):
+        open_bench(tiny_run(tmp_path, sampler="nowhere"), ["adjust"])
 
 
 def test_shapes_are_the_models() -> None:

@@ -290,7 +290,6 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     folder = folder or default_sampler(base.spec.name)
     require(folder is not None, f"no sampler ships for base {base.spec.name!r}; name one")
     folder = Path(str(folder))
-    require((folder / CONFIG).is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
     facts = read_config(folder)
     require_same_base(f"sampler {folder}", facts["base_fingerprint"], base)
     sampler = Sampler(base, SamplerConfig(**facts["config"]))
@@ -340,6 +339,7 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
 def read_config(folder: Path) -> dict[str, Any]:
     """What a sampler's config file says: its form, its base and how it was trained; checked."""
     path = folder / CONFIG
+    require(path.is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
     try:
         facts: dict[str, Any] = json.loads(path.read_text())
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}

@@ -28,7 +28,7 @@ from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.provenance import cards
-from adjust_dlm.sampler import default_sampler
+from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
 from adjust_dlm.types import DecodeConfig, OrderRule, require
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ class RuntimeConfig:
     Attributes:
         base: name or folder of a base, or a shape with random weights: dream-7b-shape, llada-8b-shape, small-shape (the
             default model's), tiny-shape.
-        sampler: folder or Hub id of g; the base's own by default, a random one where it has none.
+        sampler: folder or Hub id of g; the base's own by default, a random one where it has none. With a shape g is
+            random, too, in the form of the sampler in that folder.
         partner: autoregressive model for decoders that ask one; the base's own by default.
         output: folder of cells.jsonl, runtime.csv, runtime.md and runtime.png; a run that was stopped goes on there.
         decoders: decoders with settings, such as "adjust:candidates=16,sparse=true", and "components"; by default
@@ -232,7 +233,8 @@ def open_bench(config: RuntimeConfig, decoders: list[str]) -> Bench:
     if config.base in SHAPES:
         layers = {"num_hidden_layers": config.layers} if config.layers else {}
         base: Any = random_base(config.base, device=device, dtype=dtype, **layers)
-        helpers["sampler"] = random_sampler(base)
+        form = SamplerConfig(**read_config(Path(config.sampler))["config"]) if config.sampler else None
+        helpers["sampler"] = random_sampler(base, form)
         quantize_body(base, config.quantize)  # type: ignore[arg-type]
     else:
         base = load_base(config.base, device=device, quantize=config.quantize)
