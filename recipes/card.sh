@@ -14,6 +14,9 @@
 # tasks      GSM8K, MATH, HumanEval, MBPP and ParallelBench with the default model (runs what the model writes, in the sandbox)
 # ablations  some knobs of g's training on an equal budget, on a few trajectories made here: ONLY="shipped ema" picks them
 # rivals     EDLM and APD beside ADJUST, n = 1,024
+# law        distance to the joint law: T = 1 in bf16 and fp32, T = .6; and the rule that tunes rivals
+# forms      the paper's two forms and our recipe on the forward KL, FORM_SECONDS of training each, then their K-tables
+# samesize   speed at Dream-7B's shape with a g of the form that ships
 set -uo pipefail
 failed=0
 trap 'failed=1' ERR
@@ -65,6 +68,27 @@ for stage in "$@"; do
         wait ;;
     rivals) many eval table --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
         apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,candidates=16,sparse=true" --output "$out/rivals" ;;
+    law)
+        run eval divergence --n 256 --output "$out/law-bf16"
+        run eval divergence --n 256 --dtype float32 --output "$out/law-fp32"
+        run eval divergence --n 256 --temperatures 0.6 --output "$out/law-t06"
+        rules=()
+        for rival in parallel:tokens_per_step={2,4,8} threshold:score=likeliest,tau={0.6,0.3,0.15} entropy_bound:gamma={1,4,16}; do
+            rules+=("$rival" "$rival",temperature={0.9,0.8} "$rival",top_p={0.95,0.9})
+        done
+        run eval divergence --n 64 --seed 5 --sources own --decoders "${rules[@]}" --output "$out/law-rivals" ;;
+    forms)
+        run trajectories --batch-size 256 --shard-rows 256 --suppress-eos --num 2048 --seed 20 --output "$out/forms-text"
+        run trajectories --batch-size 256 --shard-rows 256 --suppress-eos --num 256 --seed 22 --output "$out/forms-heldout"
+        form() { run train --trajectories "$out/forms-text" --heldout-trajectories "$out/forms-heldout" --suppress-eos --steps 1000000 \
+            --eval-every 1000000 --checkpoint-every 2000 --max-seconds "${FORM_SECONDS:-120}" --output "$out/form-$1" "${@:2}"; }
+        form printed --preset printed
+        form released --preset released
+        form forward --layers 2 --mlp 0.875 --features 10 20 --rows 32 --slices 32 --lr 3e-3 --warmup 100
+        for g in printed released forward; do run eval table --n 1024 --divergence 128 --temperatures 1.0 --sampler "$out/form-$g/sampler" \
+            --output "$out/forms" && cp "$out/forms/table.md" "$out/forms/$g.md"; done ;;
+    samesize) bench --base dream-7b-shape --sampler src/adjust_dlm/models/smol-sampler --forms fast \
+        --decoders parallel adjust adjust:candidates=16 --batch-sizes 8 32 1 --seconds 90 --output "$out/samesize" ;;
     *) echo "$stage is no stage; see the head of $0" >&2 && exit 2 ;;
     esac
 done

@@ -14,6 +14,7 @@ from adjust_dlm.decoders.canvas import Picks
 from adjust_dlm.decoders.divergence import MEASURES, Observation, measures, observe, why_not
 from adjust_dlm.decoders.divergence import _Observed as Observed
 from adjust_dlm.decoders.threshold import ThresholdOptions
+from adjust_dlm.eval import divergence
 from adjust_dlm.eval.divergence import DivergenceConfig, compare_with_parallel, run
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError
@@ -366,3 +367,28 @@ def test_the_command_refuses_before_anything_is_decoded(tmp_path) -> None:
     with pytest.raises(InputError, match=r"'threshold:tau=0.5' cannot be measured: at temperature 1.0"):
         run(config, exact_base())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_was_stopped_measures_only_what_is_left(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, g = tiny_base("dream"), tiny_sampler(tiny_base("dream"))
+    config = DivergenceConfig(
+        base="dream", output=str(tmp_path), decoders=("parallel", "adjust"), n=2, tokens_per_step=(2,),
+        max_new_tokens=4, device="cpu",
+    )  # fmt: skip
+    calls = []
+
+    def counted(*args, **more):
+        calls.append((more["decoder"], more["source"]))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return observe(*args, **more)
+
+    monkeypatch.setattr(divergence, "observe", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, base, g)
+    first = run(config, base, g)["rows"]
+    assert calls == [("parallel", "own"), ("parallel", "base"), *2 * [("adjust", "own")], ("adjust", "base")]
+    assert run(config, base, g)["rows"] == first and len(calls) == 5
+    other = tiny_sampler(base, seed=1)
+    assert run(config, base, other)["rows"][1]["kl_qp"] != first[1]["kl_qp"]  # another g is measured anew
+    assert calls[5:] == [("adjust", "own"), ("adjust", "base")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from adjust_dlm.data.prompts import open_prompts
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, build_options, read_variant
 from adjust_dlm.decoders.divergence import MEASURES, Observation, Source, observe, why_not
-from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.eval.generation import digest, open_helpers
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
@@ -147,13 +148,14 @@ def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: fl
     source.check_fits(base, settings.max_new_tokens)
     prompts = [source.ids(row) for row in range(config.n)]
     how: Line = {"temperature": temperature, "sources": config.sources, "batch_size": config.batch_size}
+    how |= {"keep": Path(config.output) / "kept"}
     facts = measure(base, helpers, variant, prompts, settings, **how)
     return {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step, **facts}
 
 
 def measure(
     base: Base, helpers: Line, variant: str, prompts: Sequence[list[int]], settings: DecodeConfig, *,
-    temperature: float, sources: Sequence[Source], batch_size: int,
+    temperature: float, sources: Sequence[Source], batch_size: int, keep: Path,
 ) -> Line:  # fmt: skip
     """A summary of every commit for each source of tokens, and on top `kl_qp` of "own" and `kl_pq` of "base".
 
@@ -166,21 +168,28 @@ def measure(
         temperature: of the law.
         sources: of tokens.
         batch_size: rows decoded at once.
+        keep: folder of summaries; one with the same base, g, prompts and settings is read, not measured again.
     """
     name, _, options = read_variant(variant)
     needed = helpers if DECODERS[name].needs_sampler else {}
     line: Line = {}
     for source in sources:
+        kept = keep / f"{digest(base, helpers, [variant, 'law', temperature, source, prompts, asdict(settings)])}.json"
+        if kept.is_file():
+            line |= json.loads(kept.read_text(encoding="utf-8"))
+            continue
         parts = []
         for first in range(0, len(prompts), batch_size):
             given = list(prompts[first : first + batch_size])
             rows = [EVALUATION_ROWS + first + n for n in range(len(given))]
             how: Line = {"decoder": name, "temperature": temperature, "source": source, "rows": rows}
             parts.append(observe(base, given, settings, sampler=needed.get("sampler"), **how, **options))
-        line[source] = Observation.cat(parts).summary()
-        kl = {"own": "kl_qp", "base": "kl_pq"}[source]
-        line |= {kl: line[source][kl], f"{kl}_ci95": line[source][f"{kl}_ci95"]}
-        log.info("T=%g %s, tokens of %s: %s %.4f", temperature, variant, source, kl, line[kl])
+        summary, kl = Observation.cat(parts).summary(), {"own": "kl_qp", "base": "kl_pq"}[source]
+        made = {source: summary, kl: summary[kl], f"{kl}_ci95": summary[f"{kl}_ci95"]}
+        keep.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, (json.dumps(made) + "\n").encode())
+        line |= made
+        log.info("T=%g %s, K=%d, %s: %s %.4f", temperature, variant, settings.tokens_per_step, source, kl, made[kl])
     return line
 
 

@@ -88,7 +88,7 @@ def generate_rows(
     facts = [variant, first_row, prompts, asdict(config)]
     if eager and takes_fast(base, config, decoder=name, sampler=helpers.get("sampler")):
         facts.append("eager")  # elsewhere it changes nothing, and the same texts are found
-    kept = None if keep is None else _Kept(keep, _digest(base, helpers, facts))
+    kept = None if keep is None else _Kept(keep, digest(base, helpers, facts))
     about = {"decoder": variant, "temperature": config.temperature, "tokens_per_step": config.tokens_per_step}
     found: list[Generated] = [] if kept is None else distributed.from_first_rank(kept.read() if rank == 0 else None)
     if len(found) == len(prompts):
@@ -181,7 +181,7 @@ def open_helpers(
     return helpers
 
 
-def _digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
+def digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
     """Names a call by all that decides its result, and by the card, since its seconds are kept too."""
     card = torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else base.device.type
     about = [adjust_dlm.__version__, base.fingerprint, base.quantized, str(base.dtype), base.compiled, card]

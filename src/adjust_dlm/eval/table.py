@@ -191,6 +191,7 @@ def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: 
         return {"no_divergence": reasons["own",] or "at T = 0 the law has one text, and every KL is infinite"}
     prompts = [unconditional(base)] * config.divergence
     how: dict[str, Any] = {"temperature": temperature, "sources": able, "batch_size": config.batch_size}
+    how |= {"keep": Path(config.output) / "kept"}
     facts = measure(base, helpers, decoder, prompts, settings, **how)
     about = {name: facts["own"][name] for name in MEASURES[2:]}
     return about | {name: facts[name] for kl in ("kl_qp", "kl_pq") for name in (kl, f"{kl}_ci95") if name in facts}
