@@ -15,7 +15,7 @@ import pytest
 
 from adjust_dlm.data import ray_engine, store
 from adjust_dlm.data.ray_engine import ShardMaker, make_with_ray
-from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories, prepared_run
 from adjust_dlm.types import InputError
 
 ROWS, SHARD = 640, 64
@@ -121,7 +121,7 @@ def ask(maker: ShardMaker, *ranges: store.Range) -> dict[str, list[Any]]:
 
 
 def test_an_actor_counts_what_it_made_and_makes_no_shard_twice(local: Path, tmp_path: Path) -> None:
-    maker = ShardMaker(settings(tmp_path / "s"), os.getcwd())
+    maker = ShardMaker(settings(tmp_path / "s"), os.getcwd(), prepared_run)
     first = ask(maker, (0, 64), (128, 192))
     # K = 1 on four masked positions: four passes and four tokens a row
     assert first["tokens"] == first["base_calls"] == [256, 256] and first["error"] == ["", ""]
@@ -132,7 +132,7 @@ def test_an_actor_counts_what_it_made_and_makes_no_shard_twice(local: Path, tmp_
 
 
 def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = ask(ShardMaker(settings(tmp_path / "s", max_new_tokens=9), os.getcwd()), (0, 64))
+    answer = ask(ShardMaker(settings(tmp_path / "s", max_new_tokens=9), os.getcwd(), prepared_run), (0, 64))
     assert "context of base 'exact'" in answer["error"][0] and answer["kind"] == ["input"]
     with pytest.raises(InputError, match="context of base 'exact'"):
         ray_engine._check({key: value[0] for key, value in answer.items()})
@@ -141,7 +141,7 @@ def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeyp
         raise OSError(28, "cannot write shard: No space left on device")
 
     monkeypatch.setattr(store, "write_shard", full)
-    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd()), (0, 64))
+    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd(), prepared_run), (0, 64))
     with pytest.raises(OSError, match="cannot write shard: No space left") as caught:
         ray_engine._check({key: value[0] for key, value in answer.items()})
     assert caught.value.errno == 28
@@ -150,7 +150,7 @@ def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeyp
         raise ZeroDivisionError("made up")
 
     monkeypatch.setattr(store, "write_shard", broken)
-    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd()), (0, 64))
+    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd(), prepared_run), (0, 64))
     with pytest.raises(RuntimeError, match=r"an actor failed on rows 0\.\.63: ZeroDivisionError: made up"):
         ray_engine._check({key: value[0] for key, value in answer.items()})
 
@@ -198,7 +198,7 @@ def test_actors_without_room_are_not_waited_for(tmp_path: Path) -> None:
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"engine ray needs Ray: pip install 'adjust-dlm\[ray\]'"):
-        make_with_ray(settings(tmp_path / "s", engine="ray"))
+        make_with_ray(settings(tmp_path / "s", engine="ray"), prepared_run)
     assert not (tmp_path / "s").exists()
 
 

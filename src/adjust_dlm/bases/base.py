@@ -1,4 +1,4 @@
-"""What a base is: the frozen model (f, W) seen through one frame, and the registry that finds it."""
+"""What a base is: the frozen model (f, W) seen through one frame; its partner; and the registry that finds it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require
-
-if TYPE_CHECKING:
-    from adjust_dlm.bases.partner import Partner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +46,65 @@ class BaseSpec:
     context: int
     order: OrderRule
     order_on: OrderOn
+
+
+class Partner(ABC):
+    """An autoregressive model that speaks a base's ids.
+
+    Attributes:
+        name: its source.
+        fingerprint: hex digest of its weights.
+        spec: the base's facts; forbidden tokens are the base's.
+    """
+
+    name: str
+    fingerprint: str
+    spec: BaseSpec
+
+    @abstractmethod
+    def read(self, tokens_BN: Tensor, real_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
+        """States behind each of N more columns: [B, N, D], row n scores the token *after* column n.
+
+        Args:
+            tokens_BN: ids of columns L-N .. L-1.
+            real_BL: False on left pads, of all L columns read so far and now.
+            memory: what the last call returned (keys and values), None at the start. A memory is used once.
+
+        Returns:
+            States, and the memory with these columns.
+        """
+
+    @abstractmethod
+    def head(self, h_RD: Tensor) -> Tensor:
+        """Logits [R, v] of states over the partner's own vocabulary."""
+
+    def hidden(self, state: State) -> Tensor:
+        """States of a whole canvas in the scoring frame: row i scores the token at i given those before it.
+
+        Masks are never seen by a row left of them; a row right of a mask means nothing. So does the first row of a
+        text, which has nothing before it: `require_start` refuses canvases where it would be asked for.
+        """
+        tokens_BL = state.tokens_BL.masked_fill(state.masked_BL, 0)
+        return shift_right(self.read(tokens_BL, state.real_BL)[0], state)
+
+    def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
+        """fp32 logits [R, V] over the base's ids: what the base never commits, or the partner lacks, is -inf."""
+        own_RV = self.head(h_RD).float()[:, : self.spec.token_limit]
+        logits_RV = own_RV.new_full((len(own_RV), self.spec.vocab_size), -torch.inf)
+        logits_RV[:, : own_RV.shape[1]] = own_RV
+        logits_RV[:, self.spec.mask_id] = -torch.inf
+        if suppress_eos:
+            logits_RV[:, list(self.spec.end_ids)] = -torch.inf
+        return logits_RV
+
+    def require_start(self, state: State) -> None:
+        """Raises InputError if the first token of a text is masked: nothing stands before it."""
+        first_BL = (state.positions_BL == 0) & state.real_BL & state.masked_BL
+        require(
+            not bool(first_BL.any()),
+            f"partner {self.name!r} scores a token given those before it, and a canvas begins with a mask; "
+            "put at least one token (the start token) in front",
+        )
 
 
 class Base(ABC):

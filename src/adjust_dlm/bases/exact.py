@@ -13,8 +13,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.base import Base, BaseSpec, register_base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases.base import Base, BaseSpec, Partner, register_base
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.sampling import wrapped
 from adjust_dlm.types import OrderRule, State, require, require_whole

@@ -19,17 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from adjust_dlm.data import store
 from adjust_dlm.types import InputError, require
 
-if TYPE_CHECKING:
-    from adjust_dlm.data.trajectories import TrajectoriesConfig
-
 Show = Callable[[float], None]
+Prepare = Callable[[Any], Any]  # TrajectoriesConfig -> what makes shards (`trajectories.prepared_run`)
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 CPUS = 4  # threads of an actor without a GPU, where there are as many
 LATE = 60.0  # seconds that a network disk may take to show another machine's files
@@ -39,17 +37,18 @@ logger = logging.getLogger(__name__)
 class ShardMaker:
     """An actor: holds the base from its first shard on."""
 
-    def __init__(self, config: TrajectoriesConfig, cwd: str) -> None:
+    def __init__(self, config: Any, cwd: str, prepare: Prepare) -> None:
         """Loads nothing yet, so that bad input comes back as a row and not as an actor that cannot start.
 
         Args:
             config: of the run.
             cwd: folder of the driver, which relative paths in `config` start from.
+            prepare: loads what the settings name.
         """
         if Path(cwd).is_dir():  # another machine may have no such folder; its absolute paths are good all the same
             os.chdir(cwd)
-        self.config = config
-        self.run: Any = None  # what `prepared_run` gives, from the first shard on
+        self.config, self.prepare = config, prepare
+        self.run: Any = None  # from the first shard on
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Makes the shards of a batch of row ranges that are not on disk yet; one row of counts for each."""
@@ -60,7 +59,7 @@ class ShardMaker:
         row: dict[str, Any] = {"start": rows[0], "stop": rows[1], "worker": os.getpid(), "base_calls": 0, "tokens": 0}
         row |= {"error": "", "kind": "", "errno": 0}
         try:
-            self.run = self.run or self._prepared()
+            self.run = self.run or self.prepare(self.config)
             before = self.run.base_calls, self.run.tokens
             if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
                 self.run.make_shard(rows, None)
@@ -74,17 +73,13 @@ class ShardMaker:
             row |= {"kind": "other", "error": f"{type(error).__name__}: {error}"}
         return row
 
-    def _prepared(self) -> Any:
-        from adjust_dlm.data.trajectories import prepared_run
 
-        return prepared_run(self.config)
-
-
-def make_with_ray(config: TrajectoriesConfig, show: Show | None = None) -> dict[str, int]:
+def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
     """Makes the shards that are missing.
 
     Args:
-        config: of the run.
+        config: of the run, a `TrajectoriesConfig`.
+        prepare: what an actor calls with it.
         show: called with the number of rows done.
 
     Returns:
@@ -102,7 +97,7 @@ def make_with_ray(config: TrajectoriesConfig, show: Show | None = None) -> dict[
     spoken = time.monotonic()
     with _cluster(config, len(todo)) as pool:
         logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
-        for row in _dataset(config, todo, pool).iter_rows():
+        for row in _dataset(config, prepare, todo, pool).iter_rows():
             _check(row)
             done["rows_made"] += row["stop"] - row["start"]
             done["shards_made"] += bool(row["stop"] > row["start"])
@@ -127,7 +122,7 @@ class _Pool:
     gpus: int
 
 
-def _pool(config: TrajectoriesConfig, resources: dict[str, float], shards: int, *, fixed: bool) -> _Pool:
+def _pool(config: Any, resources: dict[str, float], shards: int, *, fixed: bool) -> _Pool:
     """One actor a GPU; without GPUs one for every four CPUs, whose threads it uses.
 
     Args:
@@ -146,7 +141,7 @@ def _pool(config: TrajectoriesConfig, resources: dict[str, float], shards: int, 
     return _Pool(actors, 1 if gpus else max(1, min(CPUS, cpus // actors)), int(gpus > 0))
 
 
-def _dataset(config: TrajectoriesConfig, todo: list[store.Range], pool: _Pool) -> Any:
+def _dataset(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool) -> Any:
     """Lazy dataset of counts, one row a shard. Ray Data starts dead actors anew and gives them their shards again."""
     import ray.data
 
@@ -160,7 +155,7 @@ def _dataset(config: TrajectoriesConfig, todo: list[store.Range], pool: _Pool) -
         compute=ray.data.ActorPoolStrategy(size=pool.actors),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
-        fn_constructor_kwargs={"config": config, "cwd": os.getcwd()},
+        fn_constructor_kwargs={"config": config, "cwd": os.getcwd(), "prepare": prepare},
     )
 
 
@@ -190,7 +185,7 @@ def _check_seen(folder: Path, made: list[store.Range], wait: float = LATE) -> No
 
 
 @contextlib.contextmanager
-def _cluster(config: TrajectoriesConfig, shards: int) -> Iterator[_Pool]:
+def _cluster(config: Any, shards: int) -> Iterator[_Pool]:
     """Room on a cluster of our own or the one that is there; ours goes away again."""
     import ray
     import ray.data
@@ -210,7 +205,7 @@ def _cluster(config: TrajectoriesConfig, shards: int) -> Iterator[_Pool]:
             ray.shutdown()  # of a cluster that was there before, this only lets go
 
 
-def _start(ray: Any, config: TrajectoriesConfig, address: str | None) -> None:
+def _start(ray: Any, config: Any, address: str | None) -> None:
     """Starts a cluster on this machine or joins one, without Ray's own lines unless ours are verbose, too."""
     quiet: dict[str, Any] = {}
     if not logger.isEnabledFor(logging.DEBUG):

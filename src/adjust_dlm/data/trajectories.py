@@ -179,7 +179,7 @@ def make_trajectories(
         require(world == 1, f"world is {world}; engine ray starts its actors itself: run it without torchrun")
         started = time.perf_counter()
         with _progress_bar(config.num, shown=shown) as show:
-            made = make_with_ray(config, show)
+            made = make_with_ray(config, prepared_run, show)
         return _report(config, made, time.perf_counter() - started)
     run = prepared_run(config, base, source)
     ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]

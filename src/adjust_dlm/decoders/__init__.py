@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adjust_dlm.bases import Base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders import fast
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import AdjustOptions, adjust

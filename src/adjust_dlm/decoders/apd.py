@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.canvas import Canvas, Picks, rows_at_once
 from adjust_dlm.decoders.proposals import Logits, plain_logits
 from adjust_dlm.sampling import process

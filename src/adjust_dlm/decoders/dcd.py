@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.canvas import Canvas, Picks
 from adjust_dlm.sampling import ORDER, draw, process
 from adjust_dlm.types import State, is_number, require

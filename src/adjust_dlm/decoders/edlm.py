@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.canvas import Canvas, refuse_nan, rows_at_once
 from adjust_dlm.decoders.proposals import commit_best, plain_logits
 from adjust_dlm.sampling import DRAW, ORDER, SCORES, confidence, draw, process

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.canvas import Canvas, Picks, refuse_nan, rows_at_once
 from adjust_dlm.sampling import DRAW, confidence, draw, process
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import adjust_dlm
 from adjust_dlm.artifacts import from_pretrained
-from adjust_dlm.bases import Base, cut_at_end
-from adjust_dlm.bases.partner import Partner, load_partner
+from adjust_dlm.bases import Base, Partner, cut_at_end
+from adjust_dlm.bases.partner import load_partner
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, decode_many, read_variant, takes_fast
 from adjust_dlm.sampler import Sampler, default_sampler

@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.bases import Base, load_base
+from adjust_dlm.bases import Base, Partner, load_base
 from adjust_dlm.bases.adapted import load_ar
-from adjust_dlm.bases.partner import Partner
 from adjust_dlm.data.prompts import unconditional
 from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import read_variant

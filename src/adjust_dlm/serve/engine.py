@@ -18,8 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from adjust_dlm.bases import Base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders import DECODERS, Plan, fast, make_plan
 from adjust_dlm.decoders.fast_rounds import Held, Rounds
 from adjust_dlm.sampler import Sampler

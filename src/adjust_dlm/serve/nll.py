@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from adjust_dlm.bases import Base
-from adjust_dlm.bases.partner import Partner
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.types import State
 
 
