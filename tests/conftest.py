@@ -1,6 +1,7 @@
 """One thread per worker, property tests that are the same on every run, and a time limit for slow ones."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -23,3 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(name) for name in ("slow", "smol", "gpu")):
             item.add_marker(pytest.mark.timeout(1200, method="thread"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was left out and how to have it, in one line."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"left out: {told}")

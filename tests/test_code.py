@@ -43,7 +43,7 @@ from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 REAL = os.environ.get("ADJUST_DATA", "")
-real = pytest.mark.skipif(not REAL, reason="ADJUST_DATA names no folder with humaneval/ and mbpp/")
+real = pytest.mark.skipif(not REAL, reason="want the published data (ADJUST_DATA=FOLDER)")
 
 PROMPT = '''import math
 from typing import List

@@ -24,7 +24,7 @@ from scripted import answer_with
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "lm_eval" / "scores.json").read_text(encoding="utf-8"))
 REAL = os.environ.get("ADJUST_DATA")
-real = pytest.mark.skipif(REAL is None, reason="ADJUST_DATA names no folder with the published data")
+real = pytest.mark.skipif(REAL is None, reason="want the published data (ADJUST_DATA=FOLDER)")
 
 SHORT = [  # the form of the 500
     {

@@ -16,8 +16,8 @@ from serving import Served, Typist, byte_tokenizer, serving, typing_engine
 from tiny_ar import chat_base, tiny_partner
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")]
+playwright = pytest.importorskip("playwright.sync_api", reason="wants playwright (pip install playwright)")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="want a browser (apt-get install chromium)")]
 expect = playwright.expect
 HALVES = (b"\xf0\x9f", b"\x98\x80")
 EMOJI = "a\U0001f600 <b>\ud55c</b>\u00e9"

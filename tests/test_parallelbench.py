@@ -399,7 +399,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         read_problems(tmp_path, "waiting_line", "sort")
 
 
-@pytest.mark.skipif("ADJUST_DATA" not in os.environ, reason="the public rows carry no licence: ADJUST_DATA names them")
+@pytest.mark.skipif("ADJUST_DATA" not in os.environ, reason="want the published data (ADJUST_DATA=FOLDER)")
 @pytest.mark.parametrize("task", TASKS)
 def test_every_public_answer_is_right_and_an_empty_reply_is_not(task: str) -> None:
     folder = Path(os.environ["ADJUST_DATA"]) / "parallelbench"
