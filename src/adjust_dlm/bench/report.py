@@ -15,7 +15,7 @@ from adjust_dlm.bench.page import Contents, side_by_side, to_html
 from adjust_dlm.bench.records import Block, Result, blocks_of, read_result, rows_of
 from adjust_dlm.bench.samples import samples_of
 from adjust_dlm.bench.tables import Table, all_tables, summary, to_csv, to_markdown
-from adjust_dlm.data.store import write_atomic
+from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
@@ -68,14 +68,14 @@ def make_report(config: ReportConfig) -> dict[str, Any]:
     texts = [sample for result in results if config.samples for sample in samples_of(result, config.samples)]
     contents = Contents(config.title, summary(blocks), tables, figures, side_by_side(texts, config.samples), results)
     folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = _write_tables(folder, [contents.summary, *tables]) + (_draw(folder, figures) if config.plot else [])
-    write_atomic(folder / PAGE, to_html(contents).encode())
+    files = _tables([contents.summary, *tables]) | {PAGE: to_html(contents).encode()}
+    write_whole({folder / name: content for name, content in files.items()})
+    drawn = _draw(folder, figures) if config.plot else []
     unused = [str(result.source) for result in results if _gave_nothing(result, rows, contents)]
     for name in unused:
         log.warning("%s: nothing in it for a table or a figure; it is listed under provenance", name)
     counts = [{"folder": name, "rows": len(found)} for name, found in rows.items()]
-    return {"page": str(folder / PAGE), "files": [*files, PAGE], "folders": counts, "blocks": _about(blocks)}
+    return {"page": str(folder / PAGE), "files": [*files, *drawn], "folders": counts, "blocks": _about(blocks)}
 
 
 def _gave_nothing(result: Result, rows: dict[str, list[Any]], contents: Contents) -> bool:
@@ -83,19 +83,14 @@ def _gave_nothing(result: Result, rows: dict[str, list[Any]], contents: Contents
     return not (rows[str(result.source)] or shown or result.command in ("eval paired", "eval nll", "eval mauve"))
 
 
-def _write_tables(folder: Path, tables: list[Table]) -> list[str]:
-    """Tables of one name share a .md and a .csv; the files."""
-    files = []
+def _tables(tables: list[Table]) -> dict[str, bytes]:
+    """Tables of one name share a .md and a .csv."""
+    files: dict[str, bytes] = {}
     for name in dict.fromkeys(table.name for table in tables if table.rows):
         mine = [table for table in tables if table.name == name]
-        write_atomic(folder / f"{name}.md", _encoded("\n".join(map(to_markdown, mine))))
-        write_atomic(folder / f"{name}.csv", _encoded(to_csv(mine)))
-        files += [f"{name}.md", f"{name}.csv"]
+        texts = {f"{name}.md": "\n".join(map(to_markdown, mine)), f"{name}.csv": to_csv(mine)}
+        files |= {file: text.encode("utf-8", "replace") for file, text in texts.items()}
     return files
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "replace")
 
 
 def _draw(folder: Path, figures: list[Figure]) -> list[str]:

@@ -23,10 +23,10 @@ from adjust_dlm.bench.clock import Ceilings, ceilings, limit
 from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import COLUMNS, draw, markdown, with_ratios
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
 from adjust_dlm.types import DecodeConfig, OrderRule, require
@@ -195,9 +195,7 @@ def _told(cell: Cell, rows: list[Row]) -> str:
 
 def _write(config: RuntimeConfig, out: Row) -> None:
     folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "runtime.csv", to_csv(out["rows"], COLUMNS).encode())
-    write_atomic(folder / "runtime.md", markdown(out).encode())
+    write_whole({folder / "runtime.csv": to_csv(out["rows"], COLUMNS), folder / "runtime.md": markdown(out)})
     if config.plot:
         draw(out["rows"], folder / "runtime.png")
 

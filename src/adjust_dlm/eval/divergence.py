@@ -13,10 +13,10 @@ import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, build_options, read_variant
 from adjust_dlm.decoders.divergence import MEASURES, Observation, Source, observe, why_not
 from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
@@ -125,9 +125,7 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
     lines.sort(key=lambda line: cells.index((line["temperature"], line["decoder"])))
     compare_with_parallel(lines)
     if rank == 0:
-        folder = Path(config.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "divergence.md", render(lines).encode())
+        write_whole({Path(config.output, "divergence.md"): render(lines)})
     distributed.barrier()
     return {"config": asdict(config), "first_row": EVALUATION_ROWS, "rows": lines}
 

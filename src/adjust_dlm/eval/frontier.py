@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import costs, generate_rows, open_helpers
 from adjust_dlm.eval.lists import held_out_tasks, score_lists
 from adjust_dlm.eval.table import TableConfig, make_table, open_base
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
@@ -143,8 +143,7 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
     best = compare(rows)
     if rank == 0:
         folder = Path(config.output)
-        write_atomic(folder / "frontier.csv", to_csv(rows).encode())
-        write_atomic(folder / "frontier.md", markdown(rows, best).encode())
+        write_whole({folder / "frontier.csv": to_csv(rows), folder / "frontier.md": markdown(rows, best)})
         if config.plot:
             draw(rows, folder / "frontier.png")
     distributed.barrier()

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from adjust_dlm.data.store import write_atomic
+from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -68,7 +68,7 @@ def _run_id(folder: Path, resume_step: int) -> str:
     if resume_step and path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["run"])
     run = uuid.uuid4().hex[:12]
-    write_atomic(path, (json.dumps({"run": run}) + "\n").encode())
+    write_whole({path: json.dumps({"run": run}) + "\n"})
     return run
 
 
