@@ -31,11 +31,12 @@ import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.commands.settings import filled, read_yaml
-from adjust_dlm.data.store import open_stores, write_atomic
+from adjust_dlm.data.store import open_stores
 from adjust_dlm.eval.generation import Generated, costs
 from adjust_dlm.eval.mauve import mauve
 from adjust_dlm.eval.nll import NllScore, score_nll
 from adjust_dlm.eval.table import TableConfig, gap_facts, generate_cell, open_judge, score_line, text_features
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.trainer import Run, TrainConfig, train
@@ -179,7 +180,7 @@ def open_references(args: argparse.Namespace, base: Base) -> Judged:
             score_line(*cell, rows, score) | mauve_of(table, reference, text_features(judge[0], rows))
             for cell, rows, score in zip(cells, texts, scores, strict=True)
         ]
-        write_atomic(done, json.dumps(lines).encode())
+        write_whole({done: json.dumps(lines)})
     return Judged(table, judge, scores[0], dict(zip(args.ks, scores[1:], strict=True)), reference)
 
 

@@ -219,7 +219,7 @@ def test_a_full_disk_leaves_the_old_files_or_nothing(
 
         monkeypatch.setattr(os, "fsync", fsync)
         code, _, err = run(*EXACT, "--seed", "1", "--output", folder)
-        assert code == 1 and f"adjust: error: No space left on device: {folder}" in err
+        assert code == 1 and f"adjust: error: cannot write {folder}" in err and "No space left on device" in err
         assert (left is None and not (tmp_path / "new").exists()) or left == {
             path.name: path.read_bytes() for path in folder.iterdir()
         }

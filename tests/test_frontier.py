@@ -15,7 +15,7 @@ from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.data.lists import KINDS, ListTask, write_list
 from adjust_dlm.decoders import decode, fast
-from adjust_dlm.eval import frontier, table
+from adjust_dlm.eval import frontier, plots, table
 from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
 from adjust_dlm.eval.generation import generate_rows
 from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
@@ -166,7 +166,7 @@ def test_bad_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         FrontierConfig(list_n=-1, variants=(), list_variants=())
     with pytest.raises(InputError, match="n and list_n are both 0"):
         FrontierConfig(n=0, list_n=0)
-    monkeypatch.setattr(frontier, "find_spec", lambda _: None)
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
     with pytest.raises(InputError, match="--no-plot"):
         FrontierConfig(variants=(), list_variants=())
 

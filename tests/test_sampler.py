@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,16 +358,14 @@ def test_a_full_disk_leaves_the_old_files_whole(saved, monkeypatch, full_at: str
     base, _, folder = saved
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
 
-    def no_space(path: Path) -> None:
-        with open(path, "wb") as file:
-            file.write(b"half a fi")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    calls = iter(["weights", "config"])
 
-    if full_at == "weights":
-        monkeypatch.setattr(Path, "write_bytes", lambda self, data: no_space(self))
-    else:
-        monkeypatch.setattr(Path, "write_text", lambda self, text: no_space(self))
-    with pytest.raises(OSError, match="No space left"):
+    def fsync(_: int) -> None:
+        if next(calls) == full_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=rf"cannot write .*{WEIGHTS if full_at == 'weights' else CONFIG}: No space left"):
         tiny_sampler(base, seed=1).save(folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before  # nothing changed, no part file left
     monkeypatch.undo()

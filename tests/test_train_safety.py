@@ -588,8 +588,11 @@ def test_tensorboard_gets_what_the_log_gets_and_goes_on_after_a_stop(
 
 
 SERVICE = """
+import sys
 calls = []
-def init(**given): calls.append(("init", given))
+def init(**given):
+    calls.append(("init", given))
+    return sys.modules[__name__]
 def log(values, step): calls.append(("log", step, values))
 def finish(): calls.append(("finish",))
 """

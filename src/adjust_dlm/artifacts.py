@@ -7,7 +7,6 @@ HF_HOME, HF_TOKEN) count.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -18,6 +17,7 @@ import yaml
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler
 from adjust_dlm.types import require
 
@@ -65,9 +65,8 @@ def write_artifact(
     card = model_card(sampler, facts, plain(results or {}), sections=sections, tags=tags)
     _check_foreign(folder, run)
     sampler.save(folder, **facts)
-    if run is not None:
-        write_text(folder / RUN, yaml.safe_dump(plain(run), sort_keys=False, allow_unicode=True))
-    write_text(folder / CARD, card)
+    texts = {} if run is None else {RUN: yaml.safe_dump(plain(run), sort_keys=False, allow_unicode=True)}
+    write_whole({folder / name: text for name, text in (texts | {CARD: card}).items()})
     return folder
 
 
@@ -314,14 +313,3 @@ def _interval(cell: Mapping[str, Any], key: str, *, percent: bool = False) -> st
 def plain(value: Any) -> Any:
     """Dataclasses, tuples and paths as the types that JSON and YAML know."""
     return json.loads(json.dumps(value, default=lambda x: asdict(x) if is_dataclass(x) else str(x)))  # type: ignore[arg-type]
-
-
-def write_text(path: Path, text: str) -> None:
-    """The whole file or the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

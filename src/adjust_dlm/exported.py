@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from adjust_dlm.artifacts import artifact_folder, plain, public_name, write_artifact, write_text
+from adjust_dlm.artifacts import artifact_folder, plain, public_name, write_artifact
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.dream import DreamBase
 from adjust_dlm.bases.layers import Body
@@ -24,6 +24,7 @@ from adjust_dlm.bases.llada import LladaBase
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, InputError, require
 
@@ -63,9 +64,9 @@ def export(
         sampler, Path(folder), run=run, results=results, provenance={"base": facts["spec"]["name"], **provenance},
         sections=[section], tags=["custom_generate"],
     )  # fmt: skip
-    write_text(folder / FACTS, json.dumps(facts, indent=2) + "\n")
-    write_text(folder / GENERATE, _GENERATE_PY)
-    write_text(folder / REQUIREMENTS, f"adjust-dlm>={adjust_dlm.__version__}\n")
+    needs = f"adjust-dlm>={adjust_dlm.__version__}\n"
+    texts = {FACTS: json.dumps(facts, indent=2) + "\n", GENERATE: _GENERATE_PY, REQUIREMENTS: needs}
+    write_whole({folder / name: text for name, text in texts.items()})
     return folder
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases import Base, smol
 from adjust_dlm.bases.layers import BidirectionalLayer
 from adjust_dlm.bases.shape import Shape
+from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, State, is_number, require, require_whole
 
 CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
@@ -231,14 +231,11 @@ class Sampler(nn.Module):
         from safetensors.torch import save
 
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in self.state_dict().items()}
         known = {} if self.trained_on is None else {"trained_on": self.trained_on}
         facts = {"config": asdict(self.config), "base_fingerprint": self.base_fingerprint, **known, **provenance}
         text = json.dumps(facts, indent=2) + "\n"
-        _replace(
-            {folder / WEIGHTS: lambda p: p.write_bytes(save(weights)), folder / CONFIG: lambda p: p.write_text(text)}
-        )
+        write_whole({folder / WEIGHTS: save(weights), folder / CONFIG: text})
 
 
 def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
@@ -251,19 +248,6 @@ class _NoNorm(nn.Identity):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-
-
-def _replace(writers: dict[Path, Callable[[Path], Any]]) -> None:
-    """Writes temporary neighbours first, so that a full disk leaves all the old files whole."""
-    parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in writers}
-    try:
-        for path, write in writers.items():
-            write(parts[path])
-        for path, part in parts.items():
-            os.replace(part, path)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
 
 
 def default_sampler(base_name: str) -> Path | None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,10 @@ from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.placement import Quantize, check_placement, quantize_body
-from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir, write_synced
+from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir
 from adjust_dlm.bases.text import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.files import new_folder, write_whole
 from adjust_dlm.types import InputError, require
 
 FACTS, LORA = "base.json", "adapter_config.json"
@@ -190,19 +189,12 @@ def _merge(path: Path, facts: dict[str, Any]) -> Any:
 
 
 def _write_merged(body: Any, merged: Path) -> None:
-    """Rounds to bf16; the folder appears whole or not at all. The caller holds the lock: a work folder is a crash's."""
+    """Rounds to bf16; the folder appears whole or not at all. The caller holds the lock."""
     from safetensors.torch import save
 
-    work = merged.with_name(f"{merged.name}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir()
-        weights = {name: w.to(torch.bfloat16).contiguous() for name, w in body.state_dict().items()}
+    weights = {name: w.to(torch.bfloat16).contiguous() for name, w in body.state_dict().items()}
+    config = body.config.to_diff_dict() | {"architectures": [type(body).__name__], "dtype": "bfloat16"}
+    with new_folder(merged) as made:
         # save, not save_file: a full disk is then an OSError like any other.
-        write_synced(work / "model.safetensors", save(weights, {"format": "pt"}))
-        facts = {"architectures": [type(body).__name__], "dtype": "bfloat16"}
-        write_synced(work / "config.json", body.config.to_diff_dict() | facts)
-        shutil.rmtree(merged, ignore_errors=True)
-        os.replace(work, merged)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        tensors = save(weights, {"format": "pt"})
+        write_whole({made / "model.safetensors": tensors, made / "config.json": json.dumps(config, indent=2)})

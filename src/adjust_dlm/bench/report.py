@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from adjust_dlm.bench.figures import Figure, all_figures, draw
+from adjust_dlm.bench.figures import all_figures
 from adjust_dlm.bench.page import Contents, side_by_side, to_html
 from adjust_dlm.bench.records import Block, Result, blocks_of, read_result, rows_of
 from adjust_dlm.bench.samples import samples_of
 from adjust_dlm.bench.tables import Table, all_tables, summary, to_csv, to_markdown
-from adjust_dlm.data.store import write_atomic
+from adjust_dlm.eval.plots import check_plot, draw, to_png, to_svg
+from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class ReportConfig:
         output: where tables (.md, .csv), figures (.png) and report.html go.
         title: of the page.
         samples: rows shown side by side, of every task; 0 leaves texts out.
-        plot: draw the .png figures (needs matplotlib); the page has its own.
+        plot: draw the figures, beside the page and in it (needs matplotlib).
     """
 
     results: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -48,8 +48,7 @@ class ReportConfig:
         twice = [name for name, at in zip(self.results, folders, strict=True) if folders.count(at) > 1]
         require(not twice, f"{', '.join(twice[:2])}: the same folder twice")
         require(Path(self.output).resolve() not in folders, f"{self.output} is a folder of results; write elsewhere")
-        require(not self.plot or find_spec("matplotlib") is not None, "figures need matplotlib: use --no-plot, or "
-                "pip install 'adjust-dlm[eval]'")  # fmt: skip
+        check_plot(self.plot)
 
 
 def make_report(config: ReportConfig) -> dict[str, Any]:
@@ -64,18 +63,20 @@ def make_report(config: ReportConfig) -> dict[str, Any]:
     results = [read_result(Path(name)) for name in config.results]
     rows = {str(result.source): rows_of(result) for result in results}
     blocks = blocks_of(row for found in rows.values() for row in found)
-    tables, figures = all_tables(blocks, results), all_figures(blocks)
+    tables = all_tables(blocks, results)
     texts = [sample for result in results if config.samples for sample in samples_of(result, config.samples)]
-    contents = Contents(config.title, summary(blocks), tables, figures, side_by_side(texts, config.samples), results)
+    drawn = [(figure, draw(figure.panels)) for figure in all_figures(blocks) if config.plot]
+    shown = [(figure, to_svg(picture, figure.name, figure.title)) for figure, picture in drawn]
+    contents = Contents(config.title, summary(blocks), tables, shown, side_by_side(texts, config.samples), results)
     folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    files = _write_tables(folder, [contents.summary, *tables]) + (_draw(folder, figures) if config.plot else [])
-    write_atomic(folder / PAGE, to_html(contents).encode())
+    files = _tables([contents.summary, *tables])
+    files |= {f"{figure.name}.png": to_png(picture) for figure, picture in drawn} | {PAGE: to_html(contents).encode()}
+    write_whole({folder / name: content for name, content in files.items()})
     unused = [str(result.source) for result in results if _gave_nothing(result, rows, contents)]
     for name in unused:
         log.warning("%s: nothing in it for a table or a figure; it is listed under provenance", name)
     counts = [{"folder": name, "rows": len(found)} for name, found in rows.items()]
-    return {"page": str(folder / PAGE), "files": [*files, PAGE], "folders": counts, "blocks": _about(blocks)}
+    return {"page": str(folder / PAGE), "files": list(files), "folders": counts, "blocks": _about(blocks)}
 
 
 def _gave_nothing(result: Result, rows: dict[str, list[Any]], contents: Contents) -> bool:
@@ -83,25 +84,14 @@ def _gave_nothing(result: Result, rows: dict[str, list[Any]], contents: Contents
     return not (rows[str(result.source)] or shown or result.command in ("eval paired", "eval nll", "eval mauve"))
 
 
-def _write_tables(folder: Path, tables: list[Table]) -> list[str]:
-    """Tables of one name share a .md and a .csv; the files."""
-    files = []
+def _tables(tables: list[Table]) -> dict[str, bytes]:
+    """Tables of one name share a .md and a .csv."""
+    files: dict[str, bytes] = {}
     for name in dict.fromkeys(table.name for table in tables if table.rows):
         mine = [table for table in tables if table.name == name]
-        write_atomic(folder / f"{name}.md", _encoded("\n".join(map(to_markdown, mine))))
-        write_atomic(folder / f"{name}.csv", _encoded(to_csv(mine)))
-        files += [f"{name}.md", f"{name}.csv"]
+        texts = {f"{name}.md": "\n".join(map(to_markdown, mine)), f"{name}.csv": to_csv(mine)}
+        files |= {file: text.encode("utf-8", "replace") for file, text in texts.items()}
     return files
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "replace")
-
-
-def _draw(folder: Path, figures: list[Figure]) -> list[str]:
-    for figure in figures:
-        draw(figure, folder / f"{figure.name}.png")
-    return [f"{figure.name}.png" for figure in figures]
 
 
 def _about(blocks: list[Block]) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from adjust_dlm.bench.clock import Ceilings, ceilings, limit
 from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import COLUMNS, draw, markdown, with_ratios
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.eval.plots import check_plot, to_png
+from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
 from adjust_dlm.types import DecodeConfig, OrderRule, require
@@ -114,8 +114,7 @@ class RuntimeConfig:
         require(self.layers >= 0, f"layers is {self.layers}; it must be >= 0 (0 keeps the shape's own)")
         require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
         check_placement(self.quantize, None)
-        require(not self.plot or find_spec("matplotlib") is not None, "the plot needs matplotlib: use --no-plot, or "
-                "pip install 'adjust-dlm[eval]'")  # fmt: skip
+        check_plot(self.plot)
         DecodeConfig(temperature=self.temperature, top_p=self.top_p, order=self.order)
 
 
@@ -195,11 +194,10 @@ def _told(cell: Cell, rows: list[Row]) -> str:
 
 def _write(config: RuntimeConfig, out: Row) -> None:
     folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "runtime.csv", to_csv(out["rows"], COLUMNS).encode())
-    write_atomic(folder / "runtime.md", markdown(out).encode())
+    files: dict[str, str | bytes] = {"runtime.csv": to_csv(out["rows"], COLUMNS), "runtime.md": markdown(out)}
     if config.plot:
-        draw(out["rows"], folder / "runtime.png")
+        files["runtime.png"] = to_png(draw(out["rows"]))
+    write_whole({folder / name: content for name, content in files.items()})
 
 
 def machine(bench: Bench) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -119,22 +118,18 @@ def markdown(out: Row) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row]) -> Any:
     """Tokens/s of every decode (left) and time over parallel decoding's (right), bars by decoder, groups by K, B, L."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     decodes = [row for row in rows if row["part"] == "decode"]
     groups = list(dict.fromkeys(_group(row) for row in decodes))
-    figure, axes = plt.subplots(1, 2, figsize=(15, 2 + 0.3 * max(len(decodes), 6)), squeeze=False)
-    panels: list[tuple[Any, str, str]] = [
-        (axes[0][0], "tokens_per_second", "tokens/s"), (axes[0][1], "over_parallel", "time / parallel, same form"),
-    ]  # fmt: skip
-    for axis, column, title in panels:
+    colours = {name: colormaps["tab20"](n % 20) for n, name in enumerate(dict.fromkeys(map(_label, decodes)))}
+    figure = Figure(figsize=(15, 2 + 0.3 * max(len(decodes), 6)), layout="constrained")
+    titles = {"tokens_per_second": "tokens/s", "over_parallel": "time / parallel, same form"}
+    for axis, (column, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         shown = [row for group in groups for row in decodes if _group(row) == group and row[column] is not None]
-        colours = {name: plt.get_cmap("tab20")(n) for n, name in enumerate(dict.fromkeys(map(_label, decodes)))}
         low, high = ([_error(row, column, side) for row in shown] for side in ("low", "high"))
         axis.barh(
             range(len(shown)), [row[column] for row in shown], xerr=[low, high], error_kw={"lw": 0.8},
@@ -144,10 +139,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_xlabel(title)
         axis.grid(alpha=0.3, axis="x")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 def _label(row: Row) -> str:

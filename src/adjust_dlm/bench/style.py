@@ -4,7 +4,7 @@ STYLE = """
 :root{--back:#fbfaf7;--card:#fff;--ink:#1d2126;--soft:#646b74;--rule:#e3e0d8;--mark:#0b62a8;--key:#0072b2}
 @media (prefers-color-scheme:dark){
 :root{--back:#14171a;--card:#1c2024;--ink:#e6e4df;--soft:#99a1aa;--rule:#31373d;--mark:#74b8f0;--key:#56b4e9}
-.panels g,.key svg{filter:brightness(1.3)}}
+figure svg{filter:invert(1) hue-rotate(180deg) brightness(1.3)}}
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%;scroll-behavior:smooth}
 body{margin:0;background:var(--back);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",sans-serif}
@@ -37,16 +37,12 @@ td b{color:var(--mark)}
 .prompt{margin:0 0 12px;padding:8px 12px;background:var(--back);border-radius:6px;white-space:pre-wrap;
 overflow-wrap:anywhere;font-size:.9rem;max-height:12em;overflow-y:auto}
 .score{background:var(--back);border:1px solid var(--rule);border-radius:99px;padding:1px 8px;margin-left:4px}
-.panels svg{display:block;width:100%;max-width:620px;height:auto}
-svg text{font-size:12px;fill:var(--soft);font-family:inherit}
-.grid{stroke:var(--rule);stroke-width:1}
-.axis{stroke:var(--soft);fill:none}
-.curve{fill:none;stroke-width:1.8}
-.bar{fill:none;stroke-width:1}
-.order rect{fill:var(--key);stroke:var(--rule)}
-.order rect[fill=none]{fill:none}
-.key{display:inline-flex;align-items:center;gap:7px;margin:0 16px 4px 0;font-size:.85rem}
-.key svg{width:26px;height:10px}
+figure svg{display:block;width:100%;min-width:640px;max-width:1040px;height:auto}
+figure svg *{stroke-linejoin:round}
+figure svg text{font-family:inherit!important}
+.order{display:flex;flex-wrap:wrap;max-width:448px}
+.order i{width:13px;height:13px;margin:0 1px 1px 0;background:var(--key);outline:1px solid var(--rule)}
+.order .none{background:none}
 details{margin:0 0 8px;padding:8px 14px;background:var(--card);border:1px solid var(--rule);border-radius:8px}
 summary{cursor:pointer;overflow-wrap:anywhere;font-weight:600;font-size:.95rem}
 details[open]>summary{margin-bottom:12px}

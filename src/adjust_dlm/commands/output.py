@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from adjust_dlm.files import write_whole
+
 RESULT, SAMPLES, RUN = "result.json", "samples.jsonl", "run.yaml"
 
 
@@ -85,36 +87,7 @@ def write_outcome(folder: Path, command: str, settings: Any, outcome: Outcome) -
     if outcome.samples is not None:
         texts[SAMPLES] = "".join(to_json(sample) + "\n" for sample in outcome.samples)
     texts[RESULT] = to_json(result, indent=2) + "\n"
-    write_together(folder, texts)
-
-
-def write_together(folder: Path, texts: Mapping[str, str]) -> None:
-    """All files or none: temporary neighbours first, then the renames. A folder made for nothing goes away again."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    parts = {folder / f".{name}.{os.getpid()}.part": folder / name for name in texts}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for part, path in parts.items():
-            _write_synced(part, texts[path.name])
-        for part, path in parts.items():
-            os.replace(part, path)
-    except BaseException:
-        for part in parts:
-            part.unlink(missing_ok=True)
-        for path in made:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-        raise
-
-
-def _write_synced(path: Path, text: str) -> None:
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path.parent)) from error  # a full disk names no file
+    write_whole({folder / name: text for name, text in texts.items()})
 
 
 def say(text: str) -> None:

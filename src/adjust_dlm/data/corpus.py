@@ -24,7 +24,7 @@ from torch import Tensor
 
 from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_sample
 from adjust_dlm.data.lists import list_tasks
-from adjust_dlm.data.store import write_atomic
+from adjust_dlm.files import write_whole
 from adjust_dlm.types import DecodeConfig, InputError, require, require_kinds
 
 KINDS = ("text", "chat", "lists", "files")
@@ -352,7 +352,7 @@ def _claim(folder: Path, config: CorpusConfig) -> None:
         for key, value in settings.items():
             require(then.get(key) == value, f"{folder} holds a corpus with {key} = {then.get(key)!r}, not {value!r}")
     text = json.dumps({"format": 1, "kinds": KINDS, "settings": settings, "shards": names}, indent=2)
-    write_atomic(path, (text + "\n").encode())
+    write_whole({path: text + "\n"})
 
 
 def _write(path: Path, canvases: list[Canvas], kind: str) -> None:
@@ -371,4 +371,4 @@ def _write(path: Path, canvases: list[Canvas], kind: str) -> None:
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    write_atomic(path, sink.getvalue())
+    write_whole({path: sink.getvalue()})

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from adjust_dlm.files import sweep, write_whole
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import MASKED, InputError, Trajectory, require
 
@@ -46,30 +45,10 @@ def shard_ranges(total: int, shard_rows: int, *, first_row: int = 0) -> list[Ran
     return [(start, min(start + shard_rows, stop)) for start in range(first_row, stop, shard_rows)]
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes through a temporary neighbour, synced, then renamed: readers see the whole file or none.
-
-    Raises:
-        OSError: no room, no permission, ...: names the file; the neighbour is gone.
-    """
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def clean(folder: Path) -> None:
-    """Removes what `write_atomic` left of shards whose writer was killed, once somebody else has written them."""
-    for part in folder.glob(".shard-*.part"):
-        if (folder / part.name[1:].rsplit(".", 2)[0]).exists():
-            part.unlink(missing_ok=True)
+    """Removes what writers that were killed left of shards, once somebody else has written them."""
+    for path in find_shards(folder).values():
+        sweep(path)
 
 
 @dataclass(frozen=True)
@@ -134,7 +113,7 @@ def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], promp
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     path = folder / shard_name(rows)
-    write_atomic(path, sink.getvalue())
+    write_whole({path: sink.getvalue()})
     return path
 
 
@@ -223,7 +202,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes `manifest.json` whole or not at all."""
-    write_atomic(folder / MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+    write_whole({folder / MANIFEST: json.dumps(manifest, indent=2, sort_keys=True) + "\n"})
 
 
 def check_same_run(folder: Path, manifest: dict[str, Any]) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, build_options, read_variant
 from adjust_dlm.decoders.divergence import MEASURES, Observation, Source, observe, why_not
 from adjust_dlm.eval.generation import digest, open_helpers
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
@@ -126,9 +126,7 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
     lines.sort(key=lambda line: cells.index((line["temperature"], line["decoder"])))
     compare_with_parallel(lines)
     if rank == 0:
-        folder = Path(config.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "divergence.md", render(lines).encode())
+        write_whole({Path(config.output, "divergence.md"): render(lines)})
     distributed.barrier()
     return {"config": asdict(config), "first_row": EVALUATION_ROWS, "rows": lines}
 
@@ -186,8 +184,7 @@ def measure(
             parts.append(observe(base, given, settings, sampler=needed.get("sampler"), **how, **options))
         summary, kl = Observation.cat(parts).summary(), {"own": "kl_qp", "base": "kl_pq"}[source]
         made = {source: summary, kl: summary[kl], f"{kl}_ci95": summary[f"{kl}_ci95"]}
-        keep.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, (json.dumps(made) + "\n").encode())
+        write_whole({kept: json.dumps(made) + "\n"})
         line |= made
         log.info("T=%g %s, K=%d, %s: %s %.4f", temperature, variant, settings.tokens_per_step, source, kl, made[kl])
     return line

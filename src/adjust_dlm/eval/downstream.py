@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import Generated, costs, generate_rows, half_width, open_helpers, to_line
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
@@ -187,7 +187,7 @@ def evaluate(
         log.info("%s %s: %s", task.name, variant, {k: f"{v['mean']:.3f}" for k, v in rows[-1]["metrics"].items()})
         if rank == 0:
             lines = _samples(variant, config, problems, grouped, scores, made)
-            write_atomic(folder / f"samples-{slug(variant)}.jsonl", lines.encode())
+            write_whole({folder / f"samples-{slug(variant)}.jsonl": lines})
     distributed.barrier()
     kinds = [
         {"variant": row["variant"], "kind": kind, "n": next(iter(metrics.values()))["n"], **flat(metrics)}

@@ -8,16 +8,16 @@ import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import costs, generate_rows, open_helpers
 from adjust_dlm.eval.lists import held_out_tasks, score_lists
+from adjust_dlm.eval.plots import Curve, Panel, Point, check_plot, draw, to_png
 from adjust_dlm.eval.table import TableConfig, make_table, open_base
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
@@ -120,8 +120,7 @@ class FrontierConfig(TableConfig):
             read_variant(variant)
         require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
         require(self.list_n >= 0, f"list_n is {self.list_n}; it must be >= 0 (0 leaves the lists out)")
-        require(not self.plot or find_spec("matplotlib") is not None, "the plot needs matplotlib: use --no-plot, or "
-                "pip install 'adjust-dlm[eval]'")  # fmt: skip
+        check_plot(self.plot)
 
 
 def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sampler | None = None) -> Row:
@@ -143,10 +142,10 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
     best = compare(rows)
     if rank == 0:
         folder = Path(config.output)
-        write_atomic(folder / "frontier.csv", to_csv(rows).encode())
-        write_atomic(folder / "frontier.md", markdown(rows, best).encode())
+        files: dict[str, str | bytes] = {"frontier.csv": to_csv(rows), "frontier.md": markdown(rows, best)}
         if config.plot:
-            draw(rows, folder / "frontier.png")
+            files["frontier.png"] = to_png(draw(panels(rows)))
+        write_whole({folder / name: content for name, content in files.items()})
     distributed.barrier()
     return {"first_row": EVALUATION_ROWS, "rows": rows, "best": best}
 
@@ -297,42 +296,15 @@ def markdown(rows: Sequence[Row], best: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Each task and measure against tokens per pass (left) and against speed-up over joint decoding (right)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    panels = [(t, m) for t in tasks for m in MEASURES if any(r["task"] == t and r[m.column] is not None for r in rows)]
-    kinds = {row["label"]: row["kind"] for row in rows}
-    labels = sorted(kinds)
-    colours: dict[str, Any] = {}
-    for kind, name in (("sampler", "autumn"), ("free", "winter"), ("partner", "summer"), ("joint", "gray")):
-        mine = [label for label in labels if kinds[label] == kind]
-        colours |= {label: plt.get_cmap(name)(n / max(len(mine), 2)) for n, label in enumerate(mine)}
-    figure, axes = plt.subplots(len(panels), 2, figsize=(13, 4 * len(panels)), squeeze=False)
-    for (task, (column, _)), pair in zip(panels, axes, strict=True):
-        for axis, x in zip(pair, ("tokens_per_pass", "speedup"), strict=True):
-            for label in labels:
-                curve = [r for r in rows if r["task"] == task and r["label"] == label and r[column] is not None]
-                curve.sort(key=lambda row: row[x])
-                if curve:
-                    style = {"sampler": "o-", "free": "s--", "partner": "^:", "joint": "*"}[curve[0]["kind"]]
-                    bars = [row[f"{column}_ci95"] or 0 for row in curve]
-                    axis.errorbar(
-                        [r[x] for r in curve], [r[column] for r in curve], bars, fmt=style, label=label, ms=4, lw=1,
-                        elinewidth=0.6, color=colours[label],
-                    )  # fmt: skip
-            axis.set(title=task, xlabel=x.replace("_", " "), ylabel=column, xscale="log")
-            axis.xaxis.set_major_locator(LogLocator(2))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-            axis.xaxis.set_minor_formatter(NullFormatter())
-            axis.grid(alpha=0.3, which="both")
-        pair[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Each task and measure against tokens per pass and against speed-up over joint decoding."""
+    found = []
+    for task, (measure, _) in itertools.product(dict.fromkeys(row["task"] for row in rows), MEASURES):
+        mine = [row for row in rows if row["task"] == task and row[measure] is not None]
+        for x in ("tokens_per_pass", "speedup") if mine else ():
+            curves = []
+            for label in dict.fromkeys(row["label"] for row in mine):
+                points = [Point(row[x], row[measure], row[f"{measure}_ci95"]) for row in mine if row["label"] == label]
+                curves.append(Curve(label, label.split()[0], sorted(points, key=lambda point: point.x)))
+            found.append(Panel(task, x.replace("_", " "), measure, 2, curves))
+    return found

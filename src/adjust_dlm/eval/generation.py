@@ -17,8 +17,8 @@ import adjust_dlm
 from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, Partner, cut_at_end
 from adjust_dlm.bases.partner import load_partner
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import DECODERS, decode_many, read_variant, takes_fast
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
@@ -139,7 +139,7 @@ class _Kept:
 
     def finish(self, lines: Iterable[Generated], about: dict[str, Any]) -> None:
         """The whole, in place of the parts."""
-        write_atomic(self.path, "".join(to_line(about | asdict(line)) for line in lines).encode())
+        write_whole({self.path: "".join(to_line(about | asdict(line)) for line in lines)})
         for part in self.folder.glob(f"{self.name}.*.part"):
             part.unlink(missing_ok=True)
 

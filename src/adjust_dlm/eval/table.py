@@ -13,7 +13,6 @@ from typing import Any
 from adjust_dlm.bases import Base, Partner, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.prompts import unconditional
-from adjust_dlm.data.store import write_atomic
 from adjust_dlm.decoders import read_variant
 from adjust_dlm.decoders.divergence import MEASURES
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, number, reason_against
@@ -22,6 +21,7 @@ from adjust_dlm.eval.generation import Generated, costs, generate_rows, open_hel
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
 from adjust_dlm.eval.scores import start_of
+from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
@@ -279,6 +279,4 @@ def _write(folder: Path, markdown: str, base: Base, texts: dict[Any, Texts], lim
             text = base.decode(ids) if base.tokenizer is not None else " ".join(map(str, ids))
             line = {"temperature": t, "decoder": decoder, "tokens_per_step": k, "row": row, "text": text}
             lines.append(json.dumps(line) + "\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "table.md", markdown.encode())
-    write_atomic(folder / "samples.jsonl", "".join(lines).encode())
+    write_whole({folder / "table.md": markdown, folder / "samples.jsonl": "".join(lines)})

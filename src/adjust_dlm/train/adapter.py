@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
-from adjust_dlm.data.store import write_atomic
+from adjust_dlm.files import write_whole
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, ce_chunk, chunked_ce
 from adjust_dlm.types import require
 
@@ -117,17 +117,16 @@ class AdapterModel(nn.Module):
         from peft import get_peft_model_state_dict
         from safetensors.torch import save
 
-        folder.mkdir(parents=True, exist_ok=True)
         weights = get_peft_model_state_dict(self.peft, save_embedding_layers=False)
         half = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in weights.items()}
-        write_atomic(folder / ADAPTER, save(half, {"format": "pt"}))
         mask = {"mask_embedding": self.mask_D.detach().to("cpu", torch.bfloat16)}
-        write_atomic(folder / MASK_EMBEDDING, save(mask, {"format": "pt"}))
+        tensors = {folder / ADAPTER: half, folder / MASK_EMBEDDING: mask}
+        write_whole({path: save(found, {"format": "pt"}) for path, found in tensors.items()})
         config = self.peft.peft_config["default"]
         was, config.inference_mode = config.inference_mode, True
         config.save_pretrained(str(folder))
         config.inference_mode = was
-        write_atomic(folder / FACTS, (json.dumps(facts, indent=2) + "\n").encode())
+        write_whole({folder / FACTS: json.dumps(facts, indent=2) + "\n"})
 
 
 def _forbidden(vocabulary: Vocabulary, device: torch.device) -> Tensor:

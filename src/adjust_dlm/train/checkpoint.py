@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import signal
 import threading
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adjust_dlm.data.store import write_atomic
+from adjust_dlm.files import sweep, write_whole
 from adjust_dlm.types import InputError, require
 
 if TYPE_CHECKING:
@@ -26,21 +25,15 @@ NAME = "checkpoint.pt"
 
 
 def save_checkpoint(folder: Path, payload: dict[str, Any]) -> None:
-    """Writes `checkpoint.pt` through a temporary neighbour: a full disk or a kill leaves the old one.
+    """Writes `checkpoint.pt` whole or not at all: a full disk or a kill leaves the old one.
 
     Raises:
         OSError: it cannot be written; names the file, the bytes it needs and those that are free.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{NAME}.part"
-    try:
-        with writing(folder / NAME, tensor_bytes(payload)), part.open("wb") as file:
-            torch.save(payload, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(part, folder / NAME)
-    finally:
-        part.unlink(missing_ok=True)
+    path = folder / NAME
+    sweep(path)  # what a killed run left is as large
+    with writing(path, tensor_bytes(payload)):
+        write_whole({path: lambda file: torch.save(payload, file)})
 
 
 @contextlib.contextmanager
@@ -53,8 +46,9 @@ def writing(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
+        found = (error.__cause__, error.__context__, error)  # `write_whole` has the reason as its cause
+        cause = next((cause for cause in found if isinstance(cause, OSError)), None)
+        if cause is None:
             raise
         old = "; the one before it stays" if path.exists() else ""
         message = f"cannot write {path}, {needed:,} bytes with {free_bytes(path):,} free: {cause.strerror}{old}"
@@ -115,9 +109,7 @@ class MetricsLog:
         """Opens the log; `enabled=False` on ranks other than 0. `tracking` gets the same lines."""
         self.path, self.enabled, self.tracking = folder / "metrics.jsonl", enabled, tracking
         if enabled:
-            folder.mkdir(parents=True, exist_ok=True)
-            kept = self._kept(resume_step)
-            write_atomic(self.path, "".join(line + "\n" for line in kept).encode())
+            write_whole({self.path: "".join(line + "\n" for line in self._kept(resume_step))})
 
     def _kept(self, step: int) -> list[str]:
         if not step or not self.path.is_file():

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
-from adjust_dlm.data.store import write_atomic
+from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 PROJECT, RECORD = "adjust-dlm", "tracking.json"
-
-
-class _Tracker(Protocol):
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -48,18 +41,18 @@ class Tracking:
         check_trackers(names)
         folder.mkdir(parents=True, exist_ok=True)
         run = _run_id(folder, resume_step) if set(names) - {"tensorboard"} else ""
-        self._trackers = [_OPEN[name](folder, settings, run, resume_step) for name in dict.fromkeys(names)]
+        self._trackers = [_tracker(name, folder, settings, run, resume_step) for name in dict.fromkeys(names)]
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """One point of every metric that is a number."""
         numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
         for tracker in self._trackers:
-            tracker.write(step, numbers)
+            tracker.log(numbers, step=step)
 
     def close(self) -> None:
         """Sends what is left."""
         for tracker in self._trackers:
-            tracker.close()
+            tracker.finish()
 
 
 def _run_id(folder: Path, resume_step: int) -> str:
@@ -68,50 +61,25 @@ def _run_id(folder: Path, resume_step: int) -> str:
     if resume_step and path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["run"])
     run = uuid.uuid4().hex[:12]
-    write_atomic(path, (json.dumps({"run": run}) + "\n").encode())
+    write_whole({path: json.dumps({"run": run}) + "\n"})
     return run
 
 
-class _TensorBoard:
-    """Event files in `OUTPUT/tensorboard`; what stands there behind the resumed step is struck out."""
+def _tracker(name: str, folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> Any:
+    """accelerate's, started: event files in `OUTPUT/tensorboard`, or the service's own run."""
+    from accelerate import PartialState, tracking
 
-    def __init__(self, folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
-        self.writer.add_text("settings", f"```\n{json.dumps(settings, indent=2)}\n```", resume_step + 1)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for key, value in values.items():
-            self.writer.add_scalar(key, value, step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _Service:
-    """W&B and trackio share the calls init, log and finish."""
-
-    def __init__(self, package: str, **given: Any) -> None:
-        self.module: Any = importlib.import_module(package)
-        self.module.init(project=os.environ.get(f"{package.upper()}_PROJECT", PROJECT), resume="allow", **given)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.module.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.module.finish()
-
-
-def _wandb(folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> _Service:
-    return _Service("wandb", id=run, name=folder.absolute().name, config=settings, dir=str(folder))
-
-
-def _trackio(folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> _Service:
-    return _Service("trackio", name=f"{folder.absolute().name}-{run}", config=settings)
-
-
-_OPEN: dict[str, Callable[[Path, dict[str, Any], str, int], _Tracker]] = {
-    "tensorboard": _TensorBoard, "wandb": _wandb, "trackio": _trackio,
-}  # fmt: skip
+    PartialState()  # its trackers ask it for the main process
+    if name == "tensorboard":  # what stands there behind the resumed step is struck out
+        board = tracking.TensorBoardTracker("tensorboard", folder, purge_step=resume_step + 1)
+        board.start()
+        board.log({"settings": f"```\n{json.dumps(settings, indent=2)}\n```"}, step=resume_step + 1)
+        return board
+    project, title = os.environ.get(f"{name.upper()}_PROJECT", PROJECT), folder.absolute().name
+    service: Any
+    if name == "wandb":
+        service = tracking.WandBTracker(project, resume="allow", config=settings, id=run, name=title, dir=str(folder))
+    else:
+        service = tracking.TrackioTracker(project, resume="allow", config=settings, name=f"{title}-{run}")
+    service.start()
+    return service

@@ -1,0 +1,158 @@
+"""Curves with error bars by matplotlib, and any of its figures as PNG or as SVG for the inside of a page."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+from xml.etree import ElementTree
+
+from adjust_dlm.types import require
+
+# Okabe-Ito for those that meet most often; the rest in hues that stay apart from them.
+COLOURS = {
+    "joint": "#7d7d7d", "parallel": "#d55e00", "edlm": "#e69f00", "apd": "#cc79a7", "dcd": "#8c6d31",
+    "adjust": "#0072b2", "adaptive": "#009e73", "cascade": "#56b4e9", "threshold": "#7b5ea7", "factor": "#a3492f",
+    "entropy_bound": "#6b8e23", "klass": "#b0304f",
+}  # fmt: skip
+OTHERS = ("#5f6b7a", "#94724e", "#3f7f7f", "#8a4f8a")
+DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (6, 2, 2, 2)))
+MARKERS = "osD^v"
+# What XML, HTML or UTF-8 cannot hold: control characters, lone halves of surrogate pairs and two more.
+_UNFIT = re.compile("[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Point:
+    """x, y, and half of the 95 % interval of y if known."""
+
+    x: float
+    y: float
+    half: float | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one form of a decoder, x ascending.
+
+    Attributes:
+        label: for the legend.
+        decoder: gives the colour, the same in every figure; its curves differ in dashes and markers.
+        points: at least one.
+    """
+
+    label: str
+    decoder: str
+    points: list[Point]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: stands above.
+        x, y: labels.
+        base: 2 or 10: the logarithmic x axis' ticks.
+        curves: at least one.
+    """
+
+    title: str
+    x: str
+    y: str
+    base: int
+    curves: list[Curve]
+
+
+def check_plot(plot: bool) -> None:
+    """Raises InputError where figures are wanted and matplotlib is not installed."""
+    require(not plot or find_spec("matplotlib") is not None, "figures need matplotlib: use --no-plot, or "
+            "pip install 'adjust-dlm[eval]'")  # fmt: skip
+
+
+def fit(text: str) -> str:
+    """Any text, as far as a page can hold it."""
+    return _UNFIT.sub("\ufffd", text)
+
+
+def draw(panels: Sequence[Panel]) -> Any:
+    """A figure with one row of two axes for every two panels, and one legend below."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    styles = _styles(curve for panel in panels for curve in panel.curves)
+    columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
+    below = 0.24 * math.ceil(len(styles) / 4) + 0.3
+    figure = Figure(figsize=(6 * columns, 4 * rows + below), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    handles: dict[str, Any] = {}
+    for axis, panel in zip(axes, panels, strict=False):
+        for curve in panel.curves:
+            xs, ys, halves = zip(*((p.x, p.y, p.half or 0) for p in curve.points), strict=True)
+            handles[_plain(curve.label)] = axis.errorbar(
+                xs, ys, halves, ms=4, lw=1.4, elinewidth=0.8, capsize=2, **styles[curve.label]
+            )
+        axis.set_title(textwrap.fill(_plain(panel.title), 64), fontsize=10)
+        axis.set(xlabel=_plain(panel.x), ylabel=_plain(panel.y), xscale="log")
+        axis.xaxis.set_major_locator(LogLocator(panel.base, (1, 1.5) if panel.base == 2 else (1, 2, 5)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.grid(alpha=0.3)
+    for axis in list(axes)[len(panels) :]:
+        axis.set_axis_off()
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+def _styles(curves: Iterable[Curve]) -> dict[str, dict[str, Any]]:
+    """Of every label, as matplotlib takes them."""
+    forms: dict[str, dict[str, int]] = {}
+    styles = {}
+    for curve in curves:
+        mine = forms.setdefault(curve.decoder, {})
+        form = mine.setdefault(curve.label, len(mine))
+        colour = COLOURS.get(curve.decoder) or OTHERS[sum(map(ord, curve.decoder)) % len(OTHERS)]
+        dashes, marker = DASHES[form % len(DASHES)], MARKERS[form % len(MARKERS)]
+        styles[curve.label] = {"color": colour, "ls": dashes, "marker": marker}
+    return styles
+
+
+def _plain(text: str) -> str:
+    """Text in which matplotlib finds no formula."""
+    return fit(text).replace("$", r"\$")
+
+
+def to_png(figure: Any) -> bytes:
+    """The file."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=130)
+    return out.getvalue()
+
+
+def to_svg(figure: Any, name: str, title: str) -> str:
+    """For the inside of a page: same figure, same text; all ids begin with the name, and nothing points outside."""
+    import matplotlib as mpl
+
+    out = io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    root = ElementTree.fromstring(out.getvalue())
+    for parent in list(root.iter()):
+        for child in [child for child in parent if _local(child.tag) in ("metadata", "style")]:
+            parent.remove(child)
+        parent.tag, found = _local(parent.tag), {_local(key): value for key, value in parent.items()}
+        parent.attrib = {
+            key: f"{name}-{value}" if key == "id" else re.sub(r"^(url\()?#", rf"\g<1>#{name}-", value)
+            for key, value in found.items()
+        }
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": fit(title)}
+    return ElementTree.tostring(root, "unicode")
+
+
+def _local(name: str) -> str:
+    return name.rpartition("}")[2]
