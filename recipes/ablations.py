@@ -68,7 +68,6 @@ CHANGES: dict[str, Line] = {
     "no-ends": {"trajectories": ["text", "text-t06"]},  # chats and lists have the only end tokens
     "anchor": {"anchor": True, "mlp": 0.8},
     "token-pairing": {"pairing": "token"},
-    "ema": {"ema": 0.99},
     "all-rows": {"rows": None},
     "deep-weights": {"depth_weights": [1, 1.5, 2]},
     "late-features": {"features": [24, 28]},

@@ -12,7 +12,7 @@
 # scaling    windows/s of one process and of one a card, on the default model; needs OUTPUT/text (adjust trajectories)
 # small      memory and time at the settings that docs/training.md has for a card of 24 GB
 # tasks      GSM8K, MATH, HumanEval, MBPP and ParallelBench with the default model (runs what the model writes, in the sandbox)
-# ablations  some knobs of g's training on an equal budget, on a few trajectories made here: ONLY="shipped ema" picks them
+# ablations  some knobs of g's training on an equal budget, on a few trajectories made here: ONLY="shipped seed-1" picks them
 # rivals     EDLM and APD beside ADJUST, n = 1,024
 # law        distance to the joint law: T = 1 in bf16 and fp32, T = .6; and the rule that tunes rivals
 # forms      the paper's two forms and our recipe on the forward KL, FORM_SECONDS of training each, then their K-tables
@@ -64,7 +64,7 @@ for stage in "$@"; do
         rows lists 128 --prompts lists --max-new-tokens 48 --seed 3
         for ((card = 0; card < gpus; card++)); do CUDA_VISIBLE_DEVICES=$card python3 recipes/ablations.py --trajectories "$out"/{text,text-t06,chat,lists} \
             --output "$out/ablations" --share "$card/$gpus" --seconds 30 --slices 32 --ks 4 --n 1024 --heldout 256 --stop-after 440 \
-            --only ${ONLY:-shipped seed-1 seed-2 ema text-alone no-ends all-rows slices-8} & done
+            --only ${ONLY:-shipped seed-1 seed-2 text-alone no-ends all-rows slices-8} & done
         wait ;;
     rivals) many eval table --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
         apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,candidates=16,sparse=true" --output "$out/rivals" ;;

@@ -61,7 +61,7 @@ def test_the_recipe_trains_decodes_and_scores_each_variant_once(
         TrajectoriesConfig(base="dream", num=16, output=str(tmp_path / "t"), max_new_tokens=NEW, suppress_eos=True),
         base=base,
     )
-    (tmp_path / "v.yaml").write_text("small: {mlp: 0.5}\ndeep: {layers: 2, anchor: true, rollouts: [1, 3], ema: 0.5}\n")
+    (tmp_path / "v.yaml").write_text("small: {mlp: 0.5}\ndeep: {layers: 2, anchor: true, rollouts: [1, 3]}\n")
     argv = command(tmp_path, "--variants", str(tmp_path / "v.yaml"), "--steps", "3")
     shown = recipe.main(argv, base)
     (lines,) = [[json.loads(x) for x in p.read_text().splitlines()] for p in (tmp_path / "out").glob("results-*.jsonl")]
@@ -107,7 +107,7 @@ def test_a_budget_by_the_clock_leaves_the_first_steps_out(
         TrajectoriesConfig(base="dream", num=16, output=str(tmp_path / "t"), max_new_tokens=NEW, suppress_eos=True),
         base=base,
     )
-    (tmp_path / "v.yaml").write_text("a: {}\nb: {ema: 0.9}\nbroken: {trajectories: [nowhere]}\n")
+    (tmp_path / "v.yaml").write_text("a: {}\nb: {reverse: 0.5}\nbroken: {trajectories: [nowhere]}\n")
     common = ["--variants", str(tmp_path / "v.yaml"), "--seconds", "0.2", "--untimed", "2", "--candidates", "3"]
     shown = recipe.main(command(tmp_path, *common, "--share", "0/2"), base)
     assert "failed: broken" in shown

@@ -23,7 +23,6 @@ from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
 from adjust_dlm.sampling import draw, negative_entropy, score_rows
 from adjust_dlm.train.batches import lots, pack, random_slices
-from adjust_dlm.train.ema import follow
 from adjust_dlm.train.objective import batch_loss, depth_shares, drawn_rollout, state_gap
 from adjust_dlm.train.on_policy import unroll_on_policy
 from adjust_dlm.train.trainer import Run, TrainConfig, train
@@ -456,17 +455,7 @@ def test_the_store_knows_the_temperature_of_each_row(exact: ExactBase, tmp_path:
     assert [x.temperature for x in open_stores([tmp_path])] == [1.0, 0.5] * 3
 
 
-# EMA and the trainer ---------------------------------------------------------------------------------------------
-
-
-def test_a_running_mean_by_hand() -> None:
-    mean, module = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(mean.weight, 1.0)
-    torch.nn.init.constant_(module.weight, 2.0)
-    follow(mean, module, decay=0.99, step=0)  # d = 1/10
-    assert mean.weight.item() == pytest.approx(1.9)
-    follow(mean, module, decay=0.5, step=100)
-    assert mean.weight.item() == pytest.approx(1.95)
+# The trainer -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -487,7 +476,7 @@ def settings(folder: Path, output: Path, **changes: object) -> TrainConfig:
 
 
 EVERYTHING: dict[str, object] = {
-    "layers": 2, "mlp": 0.5, "anchor": True, "rollouts": (1, 3), "detach_every": 2, "on_policy": 0.5, "ema": 0.9,
+    "layers": 2, "mlp": 0.5, "anchor": True, "rollouts": (1, 3), "detach_every": 2, "on_policy": 0.5,
     "next_decay": 1.0, "next_share": 0.5, "reverse": 0.5,
 }  # fmt: skip
 
@@ -499,8 +488,7 @@ def test_a_run_with_every_knob_resumes_bit_for_bit(exact: ExactBase, folder: Pat
     assert not first["finished"] and 0 < first["steps"] < 9
     assert train(settings(folder, tmp_path / "parts", **EVERYTHING), exact)["heldout"] == whole["heldout"]
     a, b = (torch.load(tmp_path / p / "checkpoint.pt", weights_only=True) for p in ("whole", "parts"))
-    for name in ("sampler", "averaged"):
-        assert all(torch.equal(a[name][k], b[name][k]) for k in a[name])
+    assert all(torch.equal(a["sampler"][k], b["sampler"][k]) for k in a["sampler"])
     files = [(tmp_path / p / "sampler" / "sampler.safetensors").read_bytes() for p in ("whole", "parts")]
     assert files[0] == files[1]
 
@@ -517,17 +505,6 @@ def test_the_reverse_share_is_that_of_the_loss(exact: ExactBase, folder: Path, t
     assert mixed == pytest.approx(0.75 * forward + 0.25 * backward, rel=1e-5)
     files = [(tmp_path / f"{share}" / "sampler" / "sampler.safetensors").read_bytes() for share in (0.0, 0.25, 1.0)]
     assert len(set(files)) == 3
-
-
-def test_the_running_mean_is_what_is_saved_and_measured(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
-    plain = train(settings(folder, tmp_path / "plain", lr=1e-2), exact)
-    mean = train(settings(folder, tmp_path / "mean", lr=1e-2, ema=0.9), exact)
-    saved = torch.load(tmp_path / "mean" / "checkpoint.pt", weights_only=True)
-    alike = torch.load(tmp_path / "plain" / "checkpoint.pt", weights_only=True)
-    assert all(torch.equal(saved["sampler"][k], v) for k, v in alike["sampler"].items())  # training itself is the same
-    g = load_sampler(tmp_path / "mean" / "sampler", exact).state_dict()
-    assert all(torch.equal(g[k], saved["averaged"][k].bfloat16().float()) for k in g)
-    assert mean["heldout"] != plain["heldout"]
 
 
 def test_on_policy_training_brings_the_kl_down(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
@@ -569,7 +546,6 @@ def test_a_second_stage_goes_on_from_the_first_and_says_so(exact: ExactBase, fol
         ({"reverse": 2.0}, r"reverse is 2.0; it is a share"),
         ({"next_share": -0.1}, r"next_share is -0.1; it is a share"),
         ({"next_decay": 0}, "next_decay is 0; it must be a positive number"),
-        ({"ema": 1.0}, "ema is 1.0; it must lie in 0..1, below 1"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
         ({"match_states": -0.1}, "match_states is -0.1; it must be a finite number >= 0"),
     ],
@@ -586,7 +562,7 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
         "norms": True, "residual": True, "output_norm_init": 0.1, "pairing": "state", "layers": 1, "mlp": 1.0,
         "anchor": False, "features": (),
     }  # fmt: skip
-    assert (config.next_decay, config.next_share, config.on_policy, config.ema, config.rollouts) == (3.0, 0.9, 0, 0, ())
+    assert (config.next_decay, config.next_share, config.on_policy, config.rollouts) == (3.0, 0.9, 0, ())
     assert (config.init, config.match_states, config.reverse) == ("fresh", 0.0, 0.0)
 
 

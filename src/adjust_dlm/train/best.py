@@ -45,7 +45,7 @@ def save_sampler(run: Run, folder: Path, **facts: Any) -> None:
         facts["started_from"] = {key: value for key, value in run.started_from.items() if key != "trained_on"}
     facts["trained_on"] = trained_on(run)
     with writing(folder / WEIGHTS, sampler_bytes(run)):
-        run.best_g.save(folder, training=run.settings(), step=run.step, **facts)
+        run.sampler.save(folder, training=run.settings(), step=run.step, **facts)
 
 
 def sampler_bytes(run: Run) -> int:

@@ -18,7 +18,7 @@ FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "
 _RECIPE: dict[str, Any] = {  # what both forms share: the paper's, and the released code's
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "weights": "uniform", "rollout": 3,
     "slice_states": 4, "slices": 32, "rollouts": (), "detach_every": 0, "depth_weights": (), "match_states": 0.0,
-    "reverse": 0.0, "on_policy": 0.0, "ema": 0.0, "init": "fresh",
+    "reverse": 0.0, "on_policy": 0.0, "init": "fresh",
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "printed": {**_RECIPE, **asdict(SamplerConfig.printed()), "loss": "sum"},
@@ -50,7 +50,6 @@ class TrainConfig:
         weights: "next" or "uniform" row weights.
         next_decay: of "next": weights fall as exp(-rank / next_decay).
         next_share: of "next": weight on that part; the rest is spread over all masked rows.
-        ema: weight of the past in a running mean of g's weights, which is then what is measured and saved; 0 is off.
         optimizer: "muon" (matrices; AdamW for the rest) or "adamw".
         lr: peak rate of Muon, or of AdamW.
         warmup: steps of linear warm-up.
@@ -98,7 +97,6 @@ class TrainConfig:
     weights: RowWeights = "next"
     next_decay: float = NEXT_DECAY
     next_share: float = NEXT_SHARE
-    ema: float = 0.0
     optimizer: Literal["muon", "adamw"] = "muon"
     lr: float = 2e-3
     warmup: int = 50
@@ -150,7 +148,6 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(self.seed < 2**63, f"seed is {self.seed}; it must be below 2**63")
         require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
-        require(0 <= self.ema < 1, f"ema is {self.ema}; it must lie in 0..1, below 1")
         check_objective(self)
         self.sampler_config()
         require(math.isfinite(self.lr) and self.lr > 0, f"lr is {self.lr}; it must be a positive number")

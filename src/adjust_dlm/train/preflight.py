@@ -133,16 +133,15 @@ def _steps_to_time(run: Run, step: Callable[[Run], Any]) -> int:
 def memory_bytes(run: Run) -> dict[str, int]:
     """Bytes on the device, an upper bound within the limits of `activation_bytes`.
 
-    base = its tensors. g = 4 P, its running mean (`ema`) as much, and gradients = 4 P (all fp32). Optimiser: 4 bytes a
-    parameter with Muon (one momentum), 8 with AdamW (two moments). KL = 6 fp32 tensors of [min(chunk, rows), V], rows
-    as in `activation_bytes`.
+    base = its tensors. g = 4 P, gradients = 4 P (both fp32). Optimiser: 4 bytes a parameter with Muon (one momentum), 8
+    with AdamW (two moments). KL = 6 fp32 tensors of [min(chunk, rows), V], rows as in `activation_bytes`.
     """
     parameters = sum(p.numel() for p in run.sampler.parameters())
     rows = run.config.slices * (run.config.slice_states - min(_rollouts(run))) * longest(run)
     chunk = min(rows, KL_CHUNK)
     sizes = {
-        "base": base_bytes(run.base), "sampler": 4 * parameters * (1 + (run.averaged is not None)),
-        "gradients": 4 * parameters, "optimizer": optimizer_bytes(run), "activations": activation_bytes(run),
+        "base": base_bytes(run.base), "sampler": 4 * parameters, "gradients": 4 * parameters,
+        "optimizer": optimizer_bytes(run), "activations": activation_bytes(run),
         "kl": _CHUNK_COPIES * 4 * chunk * run.base.spec.vocab_size,
     }  # fmt: skip
     if run.pool is not None:
@@ -223,10 +222,10 @@ def _device_memory(device: torch.device) -> dict[str, int]:
 def disk_bytes(run: Run, folder: Path) -> dict[str, int]:
     """Bytes in the output folder: a checkpoint is g and optimiser state in fp32 (and pools), a sampler bf16.
 
-    needed = two checkpoints (the old one stays until the new one is whole; with the running mean, if any) + three
-    samplers (last, best, and one being written) - what is there already.
+    needed = two checkpoints (the old one stays until the new one is whole) + three samplers (last, best, and one being
+    written) - what is there already.
     """
-    weights = sum(p.numel() for p in run.sampler.parameters()) * (1 + (run.averaged is not None))
+    weights = sum(p.numel() for p in run.sampler.parameters())
     checkpoint = 4 * weights + optimizer_bytes(run) + (0 if run.pool is None else run.world * run.pool.saved_bytes)
     there = [folder / NAME, *(file for name in (LAST, BEST) for file in (folder / name).glob("*.safetensors"))]
     kept = sum(path.stat().st_size for path in there if path.is_file())

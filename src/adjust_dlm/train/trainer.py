@@ -27,7 +27,6 @@ from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import FREE, TrainConfig
-from adjust_dlm.train.ema import follow
 from adjust_dlm.train.metrics import divergence, held_out
 from adjust_dlm.train.objective import batch_loss, drawn_rollout
 from adjust_dlm.train.one_pass import Pool, start_pool
@@ -63,18 +62,12 @@ class Run:
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     step_g: Step | None = None
-    averaged: Sampler | None = None
     data_digest: str = ""
     pool: Pool | None = None
     pool_end: int = 0  # the row behind the last that a rank's pool had taken when g was last measured
     held: Sequence[Trajectory] | None = None
     best: dict[str, float] = field(default_factory=dict)
     started_from: dict[str, Any] | None = None
-
-    @property
-    def best_g(self) -> Sampler:
-        """What is measured and saved: the running mean, if there is one."""
-        return self.averaged or self.sampler
 
     @functools.cached_property
     def training_rows(self) -> list[int]:
@@ -140,7 +133,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
             tracking.close()
     law: dict[str, Any] = {}
     if rank == 0 and not _unfinished(run):
-        law = divergence(run.base.eager(), run.best_g, *_held_rows(run), config, _autocast(run))
+        law = divergence(run.base.eager(), run.sampler, *_held_rows(run), config, _autocast(run))
         log.info(
             "KL(q || p), nats a token: %s", {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
         )
@@ -169,7 +162,6 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         torch.manual_seed(config.seed)
         resumes = config.resume == "auto" and (Path(config.output) / CHECKPOINT).is_file()
         sampler = start_sampler(base, config.sampler_config(), "fresh" if resumes else config.init)
-        averaged = Sampler(base, sampler.config) if config.ema else None
     facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
     if config.init not in ("fresh", "base") and not resumes:
@@ -177,9 +169,6 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         check_unseen(run)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)
     run.delta = pick_delta(config.kernel, base.device, compiled=config.compile, reverse=config.reverse)
-    if averaged is not None:
-        run.averaged = averaged.to(base.device).requires_grad_(False)
-        run.averaged.load_state_dict(sampler.state_dict())
     if config.compile:
         with torch.no_grad():  # its passes have no gradients: fused kernels then do without a compiler, and sooner
             fused = isinstance(base, TransformerBase) and fuses(base.head_matrix)
@@ -224,7 +213,7 @@ def _held_out(run: Run) -> dict[str, float]:
     if run.pool is not None:  # here, where every rank is; g is saved by the first alone
         run.pool_end = max(distributed.from_all_ranks([run.pool.end]))
     base = run.base.eager()  # its batches have a shape of their own
-    return held_out(base, run.best_g, *_held_rows(run), run.config, _autocast(run), run.pad_to)
+    return held_out(base, run.sampler, *_held_rows(run), run.config, _autocast(run), run.pad_to)
 
 
 def _held_rows(run: Run) -> tuple[Sequence[Trajectory], list[int]]:
@@ -249,8 +238,6 @@ def _step(run: Run) -> dict[str, float]:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * scale
         optimizer.step()
-    if run.averaged is not None:
-        follow(run.averaged, run.sampler, decay=config.ema, step=run.step)
     value, size = _settle(run, total, norm)
     if not math.isfinite(value + size):  # g is spoilt by now, but nothing of it has been saved
         raise FloatingPointError(f"loss {value}, gradient norm {size} at step {run.step}: training stopped")
@@ -297,7 +284,6 @@ def _payload(run: Run) -> dict[str, Any]:
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
         "optimizers": [o.state_dict() for o in run.optimizers], "best": run.best, "started_from": run.started_from,
         "pools": None if run.pool is None else distributed.from_all_ranks([run.pool.state()]),
-        "averaged": None if run.averaged is None else run.averaged.state_dict(),
     }  # fmt: skip
 
 
@@ -307,7 +293,5 @@ def _restore(run: Run, saved: dict[str, Any]) -> None:
     run.sampler.load_state_dict(saved["sampler"])
     if run.pool is not None:
         run.pool.load(saved["pools"][run.rank])
-    if run.averaged is not None:
-        run.averaged.load_state_dict(saved["averaged"])
     for optimizer, state in zip(run.optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(state)
