@@ -58,7 +58,6 @@ CHANGES: dict[str, Line] = {
     "one-layer": {"layers": 1, "mlp": 1.0},
     "no-features": {"features": []},
     "lr-6e-3": {"lr": 6e-3},
-    "mixed-rollouts": {"rollouts": [1, 3, 7]},
     "slices-8": {"slices": 8},
     "near-rows": {"next_decay": 1.5, "next_share": 0.95},
     "uniform-rows": {"weights": "uniform"},
@@ -69,7 +68,6 @@ CHANGES: dict[str, Line] = {
     "anchor": {"anchor": True, "mlp": 0.8},
     "token-pairing": {"pairing": "token"},
     "all-rows": {"rows": None},
-    "deep-weights": {"depth_weights": [1, 1.5, 2]},
     "late-features": {"features": [24, 28]},
     "seed-1": {"seed": 1},  # how far apart equal settings end up
     "seed-2": {"seed": 2},

@@ -61,7 +61,7 @@ def test_the_recipe_trains_decodes_and_scores_each_variant_once(
         TrajectoriesConfig(base="dream", num=16, output=str(tmp_path / "t"), max_new_tokens=NEW, suppress_eos=True),
         base=base,
     )
-    (tmp_path / "v.yaml").write_text("small: {mlp: 0.5}\ndeep: {layers: 2, anchor: true, rollouts: [1, 3]}\n")
+    (tmp_path / "v.yaml").write_text("small: {mlp: 0.5}\ndeep: {layers: 2, rollout: 2}\n")
     argv = command(tmp_path, "--variants", str(tmp_path / "v.yaml"), "--steps", "3")
     shown = recipe.main(argv, base)
     (lines,) = [[json.loads(x) for x in p.read_text().splitlines()] for p in (tmp_path / "out").glob("results-*.jsonl")]
@@ -69,7 +69,7 @@ def test_the_recipe_trains_decodes_and_scores_each_variant_once(
     for line in lines:
         g = load_sampler(tmp_path / "out" / line["key"] / "sampler", base)
         assert line["parameters"] == sum(p.numel() for p in g.parameters())
-        rollout = 2 if line["variant"] == "deep" else 3  # the mean of 1 and 3
+        rollout = 2 if line["variant"] == "deep" else 3
         assert (line["steps"], line["windows"]) == (3, 3 * 2 * (11 - rollout))
         assert {f"kl_{d}" for d in range(1, 8)} <= line["depths"].keys()
         assert_cells_are_those_of_the_texts(base, g, judge, line["cells"])

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
 from adjust_dlm.sampling import draw, negative_entropy, score_rows
 from adjust_dlm.train.batches import lots, pack, random_slices
-from adjust_dlm.train.objective import batch_loss, depth_shares, drawn_rollout, state_gap
+from adjust_dlm.train.objective import batch_loss, depth_shares
 from adjust_dlm.train.on_policy import unroll_on_policy
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
@@ -188,14 +187,8 @@ def test_row_weights_with_another_decay_and_share_by_hand() -> None:
 
 
 def test_depths_and_their_shares() -> None:
-    assert depth_shares(TrainConfig(), 3, (0,)) == {1: 1 / 3, 2: 1 / 3, 3: 1 / 3}
-    assert depth_shares(TrainConfig(loss="last"), 3, (0,)) == {3: 1.0}
-    assert depth_shares(TrainConfig(depth_weights=(1, 0, 3)), 3, (0,)) == {1: 0.25, 3: 0.75}
-    assert depth_shares(TrainConfig(depth_weights=(1, 0, 3)), 2, (0,)) == {1: 1.0}
-    drawn = Counter(drawn_rollout(3, (1, 3, 7), (0, step)) for step in range(3000))
-    assert sorted(drawn) == [1, 3, 7]
-    assert all(abs(n / 3000 - 1 / 3) < 0.04 for n in drawn.values())
-    assert drawn_rollout(3, (), (0,)) == 3
+    assert depth_shares(TrainConfig(), (0,)) == {1: 1 / 3, 2: 1 / 3, 3: 1 / 3}
+    assert depth_shares(TrainConfig(loss="last"), (0,)) == {3: 1.0}
 
 
 KEY = (4, 1, 2)
@@ -210,8 +203,6 @@ KEY = (4, 1, 2)
         ({"next_share": 0.5}, {}, {"next_share": 0.5}),
         ({"loss": "last"}, {}, {"depths": (2,)}),
         ({"rows": 4}, {}, {"rows": 4}),
-        ({"match_states": 0.5}, {}, {"match_states": 0.5}),
-        ({"detach_every": 1}, {"detach_every": 1}, {}),
         ({"on_policy": 1.0}, {"share": 1.0}, {}),
         ({"on_policy": 1.0, "suppress_eos": True}, {"share": 1.0, "suppress_eos": True}, {"suppress_eos": True}),
     ],
@@ -233,13 +224,13 @@ def test_every_setting_of_the_objective_reaches_loss_and_gradient(
         form = functools.partial(unroll_on_policy, key=KEY) if "share" in unrolled else unroll
         run = form(base, g, slices, rollout=2, **unrolled)
         how = {"depths": (1, 2), **counted}
-        limit, matched = how.pop("rows", None), how.pop("match_states", 0.0)
+        limit = how.pop("rows", None)
         if limit:
             how["share_BL"] = row_shares(run.rank_BL, limit, lots(run.rank_BL, KEY))
-        return both(unrolled_kl(base, run, **how) + matched * state_gap(run, {1: 0.5, 2: 0.5}, base.width))
+        return both(unrolled_kl(base, run, **how))
 
     config = TrainConfig(rollout=2, slice_states=4, slices=3, **changes)
-    got = both(batch_loss(base, g, slices, config, rollout=2, key=KEY, delta=kl_and_delta))
+    got = both(batch_loss(base, g, slices, config, key=KEY, delta=kl_and_delta))
     torch.testing.assert_close(got, by_hand(unrolled, counted), rtol=1e-4, atol=1e-5)
     parts = [(name, part) for part in (unrolled, counted) for name in part if name != "share"]
     for name, part in parts:
@@ -254,46 +245,6 @@ def test_lots_are_others_for_every_seed_step_and_micro_batch() -> None:
     numbers = torch.stack(drawn).flatten()
     assert len(numbers.unique()) == 4 * 3 * 50 and (numbers >= 0).all() and (numbers < 1).all()
     assert torch.equal(lots(rank, (0, 1, 0)), drawn[2])
-
-
-def test_the_distance_of_states_by_hand(exact: ExactBase, trajectories: list[Trajectory]) -> None:
-    g = tiny_sampler(exact, anchor=True)
-    slices = random_slices(trajectories, range(50), count=6, length=4, rollout=2, key=(1, 2), pad_id=exact.spec.pad_id)
-    run = unroll(exact, g, slices, rollout=2)
-    wanted = 0.0
-    for k, share in ((1, 0.25), (2, 0.75)):
-        rows = (run.rank[k - 1] >= 0).nonzero().tolist()
-        pairs = [(run.teacher[k - 1][b, i, : exact.width], run.student[k - 1][b, i, : exact.width]) for b, i in rows]
-        wanted += share * sum(float((s - t).norm() ** 2 / t.norm() ** 2) for t, s in pairs) / len(pairs)
-    assert float(state_gap(run, {1: 0.25, 2: 0.75}, exact.width)) == pytest.approx(wanted, rel=1e-4)
-
-
-def test_a_cut_gradient_is_that_of_the_steps_alone() -> None:
-    """detach_every=1: every depth's gradient is that of one g step from given states; 2 differs from 1 and from all."""
-    base = tiny_base("dream")
-    result = decode(base, [[2, 5], [7, 3]], DecodeConfig(max_new_tokens=8, suppress_eos=True), decoder="joint")
-    slices = pack([result.trajectory(b) for b in range(2)], [0, 1], 5, 0)
-    g = tiny_sampler(base).requires_grad_(True)
-
-    def gradient(every: int) -> Tensor:
-        g.zero_grad()
-        run = unroll(base, g, slices, rollout=3, detach_every=every)
-        sum(unrolled_kl(base, run, k) for k in (1, 2, 3)).backward()  # type: ignore[union-attr]
-        return torch.cat([p.grad.flatten() for p in g.parameters() if p.grad is not None])
-
-    whole = unroll(base, g, slices, rollout=3)
-    states = [whole.stale_BLD, *[h.detach() for h in whole.student]]
-    g.zero_grad()
-    x, n = slices.states(base.spec.mask_id), 2
-    for k in (1, 2, 3):
-        rows = slice(k * n, (k + 2) * n)
-        x_k = State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
-        whole.student[k - 1] = g(states[k - 1], x_k)
-        unrolled_kl(base, whole, k).backward()
-    alone = torch.cat([p.grad.flatten() for p in g.parameters() if p.grad is not None])
-    torch.testing.assert_close(gradient(1), alone)
-    assert not torch.allclose(gradient(2), gradient(1)) and not torch.allclose(gradient(2), gradient(0))
-    torch.testing.assert_close(gradient(3), gradient(0))
 
 
 # States that g chooses -------------------------------------------------------------------------------------------
@@ -476,7 +427,7 @@ def settings(folder: Path, output: Path, **changes: object) -> TrainConfig:
 
 
 EVERYTHING: dict[str, object] = {
-    "layers": 2, "mlp": 0.5, "anchor": True, "rollouts": (1, 3), "detach_every": 2, "on_policy": 0.5,
+    "layers": 2, "mlp": 0.5, "anchor": True, "on_policy": 0.5,
     "next_decay": 1.0, "next_share": 0.5, "reverse": 0.5,
 }  # fmt: skip
 
@@ -536,18 +487,12 @@ def test_a_second_stage_goes_on_from_the_first_and_says_so(exact: ExactBase, fol
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollouts": (1, 0)}, r"rollouts is \(1, 0\); all must be at least 1"),
-        ({"rollouts": (1, 7)}, r"slice_states is 4; it must exceed every rollout \(7\)"),
-        ({"detach_every": -1}, "detach_every is -1"),
-        ({"depth_weights": (1.0,)}, r"depth_weights is \(1.0,\); give 3"),
-        ({"depth_weights": (0.0, 1.0, 1.0)}, "the first above 0"),
-        ({"depth_weights": (1.0, 1.0, 1.0), "loss": "last"}, "depth_weights belong to loss sum; loss is 'last'"),
+        ({"rollout": 7}, r"slice_states is 4; it must exceed the rollout \(7\)"),
         ({"on_policy": 1.5}, r"on_policy is 1.5; it is a share"),
         ({"reverse": 2.0}, r"reverse is 2.0; it is a share"),
         ({"next_share": -0.1}, r"next_share is -0.1; it is a share"),
         ({"next_decay": 0}, "next_decay is 0; it must be a positive number"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
-        ({"match_states": -0.1}, "match_states is -0.1; it must be a finite number >= 0"),
     ],
 )
 def test_bad_knobs_of_training_are_named(folder: Path, tmp_path: Path, changes: dict[str, object], said: str) -> None:
@@ -562,8 +507,8 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
         "norms": True, "residual": True, "output_norm_init": 0.1, "pairing": "state", "layers": 1, "mlp": 1.0,
         "anchor": False, "features": (),
     }  # fmt: skip
-    assert (config.next_decay, config.next_share, config.on_policy, config.rollouts) == (3.0, 0.9, 0, ())
-    assert (config.init, config.match_states, config.reverse) == ("fresh", 0.0, 0.0)
+    assert (config.next_decay, config.next_share, config.on_policy) == (3.0, 0.9, 0)
+    assert (config.init, config.reverse) == ("fresh", 0.0)
 
 
 # Features --------------------------------------------------------------------------------------------------------

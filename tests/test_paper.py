@@ -26,7 +26,7 @@ BASES = {
 }  # fmt: skip
 RUNS = "runs/paper"
 PRINTED: dict[str, Any] = {
-    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "rollout": 3, "rollouts": (),
+    "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "rollout": 3,
     "slices": 32, "slice_states": 4, "accumulate": 1, "weights": "uniform", "loss": "sum", "reverse": 0.0,
     "preset": "printed", "norms": False, "residual": False, "pairing": "token", "layers": 1, "init": "fresh",
 }  # fmt: skip

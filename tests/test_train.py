@@ -708,8 +708,8 @@ def test_values_of_another_type_are_refused_by_name(settings_of: Any, given: dic
 
 
 def test_what_a_type_allows_is_taken() -> None:
-    config = TrainConfig(lr=1, rollouts=[1, 2], output=Path("o"), rows=4)  # type: ignore[arg-type]
-    assert (config.lr, config.rollouts, config.output, config.rows) == (1, [1, 2], Path("o"), 4)
+    config = TrainConfig(lr=1, features=[1, 2], output=Path("o"), rows=4)  # type: ignore[arg-type]
+    assert (config.lr, config.features, config.output, config.rows) == (1, [1, 2], Path("o"), 4)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(exact: ExactBase, folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What a training run says before it starts, keeps while it runs, and leaves when it fails."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -514,12 +513,8 @@ def test_activations_by_formula_bound_what_autograd_keeps(dream_run: trainer.Run
     graph += config.rollout * 3 * rows * shape.hidden_size * 4
     assert 0.7 * graph < sum(kept.values()) <= graph
     assert preflight.activation_bytes(run) > graph
-    # 2 x (6 - 2) = 8 unrolled states a slice are less than 3 x (6 - 3) = 9, and 1 x (6 - 1) = 5 are less still.
-    drawn = dataclasses.replace(run, config=dataclasses.replace(config, rollout=1, rollouts=(2, 3)))
-    assert preflight.activation_bytes(drawn) == preflight.activation_bytes(run)
     per_state = run.world * config.accumulate * config.slices
     assert preflight.windows_of(run, 10) == 10 * per_state * (config.slice_states - config.rollout)
-    assert preflight.windows_of(drawn, 10) == 5 * per_state * (config.slice_states - 2 + config.slice_states - 3)
 
 
 # --- several processes ---------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from adjust_dlm.types import require, require_kinds
 FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
 _RECIPE: dict[str, Any] = {  # what both forms share: the paper's, and the released code's
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "weights": "uniform", "rollout": 3,
-    "slice_states": 4, "slices": 32, "rollouts": (), "detach_every": 0, "depth_weights": (), "match_states": 0.0,
-    "reverse": 0.0, "on_policy": 0.0, "init": "fresh",
+    "slice_states": 4, "slices": 32, "reverse": 0.0, "on_policy": 0.0, "init": "fresh",
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "printed": {**_RECIPE, **asdict(SamplerConfig.printed()), "loss": "sum"},
@@ -39,11 +38,7 @@ class TrainConfig:
         preset: "default", "printed" (g and loss as printed in the paper) or "released" (as in the authors' code). The
             latter two share AdamW at 5e-5, constant after 250 warm-up steps, uniform rows, rollout 3 and batch 32.
         rollout: unrolled g steps (K - 1 of training).
-        rollouts: lengths of which each micro-batch draws one, in place of `rollout` (which metrics keep).
-        detach_every: g steps through which a gradient flows back; 0 is all.
         loss: "sum" over depths, "last" depth alone, or "released": one depth, drawn for each micro-batch.
-        depth_weights: of "sum": share of each depth, scaled to their sum; none is equal shares.
-        match_states: weight of the relative squared distance |h^_k - h_k|^2 / |h_k|^2 on masked rows beside the KL.
         reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the former spreads g over all that the base
             finds possible, the latter keeps it from what the base finds impossible.
         on_policy: share of the slices whose windows follow g itself (`train/on_policy.py`).
@@ -87,11 +82,7 @@ class TrainConfig:
     output: str = "runs/sampler"
     preset: Literal["default", "printed", "released"] = "default"
     rollout: int = 3
-    rollouts: tuple[int, ...] = ()
-    detach_every: int = 0
     loss: Literal["sum", "last", "released"] = "sum"
-    depth_weights: tuple[float, ...] = ()
-    match_states: float = 0.0
     reverse: float = 0.0
     on_policy: float = 0.0
     weights: RowWeights = "next"

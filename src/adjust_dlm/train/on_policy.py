@@ -17,14 +17,14 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import rows_at_once
 from adjust_dlm.sampling import draw, score_rows
-from adjust_dlm.train.unroll import Slices, Step, Unrolled, cut, rows_of
+from adjust_dlm.train.unroll import Slices, Step, Unrolled, rows_of
 from adjust_dlm.types import CERTAINTY, GIVEN, DecodeConfig, State, require
 
 _COLDEST = 1e-4  # stands for T = 0
 
 
 def unroll_on_policy(
-    base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detach_every: int = 0, share: float,
+    base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, share: float,
     suppress_eos: bool = False, key: tuple[int, ...] = (0,),
 ) -> Unrolled:  # fmt: skip
     """As `unroll`, but the windows of the first `share` of the slices follow g behind their first commit.
@@ -37,7 +37,6 @@ def unroll_on_policy(
         sampler: g, or any function of states and canvas.
         slices: consecutive states of stored trajectories.
         rollout: K - 1, the number of unrolled g steps.
-        detach_every: g steps through which a gradient flows back; 0 is all.
         share: of the slices, rounded; the others stay as stored.
         suppress_eos: must say what decoding will say.
         key: integers that decide the draws.
@@ -64,7 +63,7 @@ def unroll_on_policy(
             x_k.tokens_BL = x_k.tokens_BL.index_copy(0, own_R, policy.state.tokens_BL)
             x_k.masked_BL = x_k.masked_BL.index_copy(0, own_R, policy.state.masked_BL)
             teacher_BLD = teacher_BLD.index_copy(0, own_R, base.hidden(policy.state))
-        h_k = sampler(cut(h_k, k, detach_every), x_k)  # line 9
+        h_k = sampler(h_k, x_k)  # line 9
         students.append(h_k)
         states.append(teacher_BLD)
         ranks.append(torch.where(begun_B1, rank_BL[rows], -1).index_copy(0, own_R, policy.rank(h_k[own_R])))

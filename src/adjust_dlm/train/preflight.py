@@ -103,10 +103,9 @@ def _lacks_room(folder: Path, disk: dict[str, int]) -> str:
 
 
 def windows_of(run: Run, steps: int) -> int:
-    """Of that many steps on all ranks; where several rollouts are drawn, as many as there are on average."""
-    config, rollouts = run.config, _rollouts(run)
-    each = config.slice_states - sum(rollouts) / len(rollouts)
-    return round(steps * run.world * config.accumulate * config.slices * each)
+    """Of that many steps on all ranks."""
+    config = run.config
+    return steps * run.world * config.accumulate * config.slices * (config.slice_states - config.rollout)
 
 
 def _timed(call: Callable[[], Any], clock: Callable[[], float], *, times: int = TIMED, warmup: int = WARMUP) -> float:
@@ -137,7 +136,7 @@ def memory_bytes(run: Run) -> dict[str, int]:
     with AdamW (two moments). KL = 6 fp32 tensors of [min(chunk, rows), V], rows as in `activation_bytes`.
     """
     parameters = sum(p.numel() for p in run.sampler.parameters())
-    rows = run.config.slices * (run.config.slice_states - min(_rollouts(run))) * longest(run)
+    rows = run.config.slices * (run.config.slice_states - run.config.rollout) * longest(run)
     chunk = min(rows, KL_CHUNK)
     sizes = {
         "base": base_bytes(run.base), "sampler": 4 * parameters, "gradients": 4 * parameters,
@@ -175,15 +174,13 @@ def activation_bytes(run: Run) -> int:
     graph of g, every depth:      rollout x layers x R (11 D + 5 H d + 4 mlp I) b, and in half precision fp32 copies of
                                   what enters two norms, 8 R D a depth, and a half-precision copy of g, 2 P
     rows of the KL, every depth:  rollout x 3 R D b  (teacher, student, gradient; if every row were masked)
-
-    Of several `rollouts`, the one with the most rollout x R counts.
     """
     config, shape = run.config, run.base.layer_config
     b = run.base.dtype.itemsize
     width, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     base_rows = config.slices * config.slice_states * longest(run)
-    unrolled = max(rollout * (config.slice_states - rollout) for rollout in _rollouts(run))
-    g_rows = unrolled * config.slices * longest(run)  # of all depths together
+    windows = config.slices * (config.slice_states - config.rollout)
+    g_rows = config.rollout * windows * longest(run)  # of all depths together
     handed_out = 0
     if run.pool is not None:
         handed_out = base_rows * width * (1 + len(run.base.keep)) * b
@@ -194,11 +191,6 @@ def activation_bytes(run: Run) -> int:
     if b < 4:
         graph += 8 * g_rows * width + 2 * sum(p.numel() for p in run.sampler.parameters())
     return passed + graph + 3 * g_rows * width * b
-
-
-def _rollouts(run: Run) -> tuple[int, ...]:
-    """The unroll lengths that a micro-batch may have."""
-    return run.config.rollouts or (run.config.rollout,)
 
 
 def longest(run: Run) -> int:

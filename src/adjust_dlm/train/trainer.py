@@ -28,7 +28,7 @@ from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import FREE, TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
-from adjust_dlm.train.objective import batch_loss, drawn_rollout
+from adjust_dlm.train.objective import batch_loss
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
 from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_of
@@ -259,18 +259,17 @@ def _settle(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float]:
 def _micro_loss(run: Run, micro: int) -> Tensor:
     config = run.config
     key = (config.seed, run.step, micro)
-    rollout = drawn_rollout(config.rollout, config.rollouts, key)
     g = run.sampler if run.step_g is None else run.step_g
     if run.pool is not None:
         seen: Slices | Frames = run.pool.frames()  # decoding: not under autocast
     else:
         slices = random_slices(
-            run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=rollout,
+            run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
             key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
         )  # fmt: skip
         seen = to_device(slices, run.device)
     with _autocast(run):
-        return batch_loss(run.base, g, seen, config, rollout=rollout, key=key, delta=run.delta)
+        return batch_loss(run.base, g, seen, config, key=key, delta=run.delta)
 
 
 def _autocast(run: Run) -> Any:

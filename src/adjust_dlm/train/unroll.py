@@ -128,7 +128,7 @@ class Unrolled:
         return [self.h_BLD[self.rows(k)] for k in range(1, len(self.student) + 1)]
 
 
-def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
+def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Unrolled:
     """Algorithm 2, lines 3-10: the S - rollout windows of a slice share its S base passes.
 
     Args:
@@ -136,18 +136,17 @@ def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3, detac
         sampler: g, or any function of states and canvas.
         slices: consecutive states of stored trajectories.
         rollout: K - 1, the number of unrolled g steps.
-        detach_every: g steps through which a gradient flows back; 0 is all.
     """
-    return unroll_frames(sampler, observe(base, slices), rollout=rollout, detach_every=detach_every)
+    return unroll_frames(sampler, observe(base, slices), rollout=rollout)
 
 
-def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3, detach_every: int = 0) -> Unrolled:
+def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
     """Algorithm 2, lines 8-10."""
     text_SN = frames.text_SN
     out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
     h_k = out.stale_BLD
     for k in range(1, rollout + 1):  # line 8
-        h_k = sampler(cut(h_k, k, detach_every), rows_of(frames.x, out.rows(k)))  # line 9
+        h_k = sampler(h_k, rows_of(frames.x, out.rows(k)))  # line 9
         out.student.append(h_k)
         begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
         out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[out.rows(k)], -NEVER))
@@ -157,11 +156,6 @@ def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3, detach_eve
 def rows_of(x: State, rows: Tensor | slice) -> State:
     """Some of the canvases."""
     return State(x.tokens_BL[rows], x.real_BL[rows], x.masked_BL[rows], x.padded)
-
-
-def cut(h_BLD: Tensor, k: int, every: int) -> Tensor:
-    """What g step k starts from: without its history after each `every` steps."""
-    return h_BLD.detach() if every and (k - 1) % every == 0 else h_BLD
 
 
 def unrolled_kl(
