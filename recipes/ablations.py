@@ -7,8 +7,8 @@ One process a GPU: `CUDA_VISIBLE_DEVICES=0 ... --share 0/2` and `CUDA_VISIBLE_DE
 variant is one line of `ABL/results-*.jsonl`, written as soon as it is scored; the same command goes on where it was
 stopped and leaves finished variants out. Texts of joint and parallel decoding are made once (by share 0) and kept in
 ABL/texts, or in `--references DIR`, an output folder of this recipe or of `adjust eval table` without --compile.
-The table of all variants is printed at the end. Compiled kernels serve every variant of the same shapes: more slices,
-on-policy states and each choice of features cost a compilation of the base of their own, before the clock starts.
+The table of all variants is printed at the end. Compiled kernels serve every variant of the same shapes: more slices
+and each choice of features cost a compilation of the base of their own, before the clock starts.
 `--only a b` picks variants, `--variants FILE` reads others (YAML: name -> settings of `adjust train`).
 """
 
@@ -54,7 +54,6 @@ CHANGES: dict[str, Line] = {
     "shipped": {},
     "reverse": {"reverse": 0.9},
     "half-reverse": {"reverse": 0.5},
-    "on-policy": {"on_policy": 0.5},
     "one-layer": {"layers": 1, "mlp": 1.0},
     "no-features": {"features": []},
     "lr-6e-3": {"lr": 6e-3},

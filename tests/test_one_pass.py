@@ -403,11 +403,6 @@ def test_a_folder_that_ends_in_a_part_of_a_shard_is_not_gone_on_with(tmp_path: P
         Keeper(made, base, ONE)
 
 
-def test_knobs_that_one_pass_training_has_not_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one_pass decodes what it trains on, once; leave on_policy out"):
-        run_settings(tmp_path, on_policy=0.5)
-
-
 @pytest.mark.parametrize("rows", [None, 3])
 def test_features_and_a_limit_on_rows_go_with_it(tmp_path: Path, rows: int | None) -> None:
     """A middle layer, a decay: the first loss is the objective on the same frames."""

@@ -56,7 +56,7 @@ def test_a_preset_sets_these_values_and_no_others(preset: str) -> None:
         ("released", ["--loss=last"], "preset released sets loss to 'released'; 'last' was"),
         ("released", ["--slices=16"], "preset released sets slices to 32; 16 was"),
         ("released", ["--reverse=0.9"], r"preset released sets reverse to 0\.0; 0\.9 was"),
-        ("released", ["--init=base"], "preset released sets init to 'fresh'; 'base' was"),
+        ("released", ["--init=DIR"], "preset released sets init to 'fresh'; 'DIR' was"),
         ("default", ["--output-norm-init=nan"], "output_norm_init is nan; it must be a finite number"),
     ],
 )

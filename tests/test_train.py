@@ -680,8 +680,6 @@ def test_bad_input_is_named(exact: ExactBase, folder: Path, tmp_path: Path) -> N
             settings(folder, tmp_path, **{name: -1})
     with pytest.raises(InputError, match="seed is 9223372036854775808; it must be below"):
         settings(folder, tmp_path, seed=2**63)
-    with pytest.raises(InputError, match=r"on_policy is 0\.5: that is none of 1 slices"):
-        settings(folder, tmp_path, on_policy=0.5, slices=1)
 
 
 CONFIGS: list[tuple[Any, dict[str, Any]]] = [

@@ -293,27 +293,14 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
     Args:
         base: what it will sit on.
         config: its form.
-        init: "fresh"; "base", whose last layers g's layers then copy, while all else is fresh; or the folder of a
-            sampler of this base and form.
+        init: "fresh", or the folder of a sampler of this base and form.
 
     Raises:
-        InputError: a base without layers of that shape, or with quantized ones; a sampler of another base or form.
+        InputError: no such folder, or a sampler of another base or form.
     """
     sampler = Sampler(base, config)
-    if init == "base":
-        count = len(sampler.layers)
-        layers: list[Any] = list(getattr(getattr(base, "model", None), "layers", []))[-count:]
-        require(len(layers) == count, f"init is base, but base {base.spec.name!r} has not {count} layers to copy")
-        for mine, theirs in zip(sampler.layers, layers, strict=True):
-            weights = {k: v for k, v in theirs.state_dict().items() if type(v) is Tensor}
-            wanted = {k: v.shape for k, v in mine.layer.state_dict().items()}
-            require(
-                {k: v.shape for k, v in weights.items()} == wanted,
-                "init is base, but its last layers have not the shape of g's (mlp other than 1, or quantized weights)",
-            )
-            mine.layer.load_state_dict(weights)
-    elif init != "fresh":
-        require(Path(init).is_dir(), f"init is {init!r}; it must be fresh, base or the folder of a sampler")
+    if init != "fresh":
+        require(Path(init).is_dir(), f"init is {init!r}; it must be fresh or the folder of a sampler")
         other = load_sampler(init, base)
         require(other.config == config, f"the sampler in {init} has {other.config}; this run has {config}")
         sampler.load_state_dict({k: v.float() for k, v in other.state_dict().items()})

@@ -59,9 +59,8 @@ def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_i
         at = longest - len(x.tokens_L)
         tokens_NL[n, at:], order_NL[n, at:], real_NL[n, at:] = x.tokens_L, x.order_L, True
     return Slices(
-        tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all()),
-        temperature_N=torch.tensor([x.temperature for x in chosen]),
-    )  # fmt: skip
+        tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all())
+    )
 
 
 def lots(rank_BL: Tensor, key: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from adjust_dlm.types import require, require_kinds
 FREE = ("output", "compile", "kernel", "trajectories", "heldout_trajectories", "resume", "track", "dry_run")
 _RECIPE: dict[str, Any] = {  # what both forms share: the paper's, and the released code's
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "weights": "uniform", "rollout": 3,
-    "slice_states": 4, "slices": 32, "reverse": 0.0, "on_policy": 0.0, "init": "fresh",
+    "slice_states": 4, "slices": 32, "reverse": 0.0, "init": "fresh",
 }  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "printed": {**_RECIPE, **asdict(SamplerConfig.printed()), "loss": "sum"},
@@ -41,7 +41,6 @@ class TrainConfig:
         loss: "sum" over depths, "last" depth alone, or "released": one depth, drawn for each micro-batch.
         reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the former spreads g over all that the base
             finds possible, the latter keeps it from what the base finds impossible.
-        on_policy: share of the slices whose windows follow g itself (`train/on_policy.py`).
         weights: "next" or "uniform" row weights.
         next_decay: of "next": weights fall as exp(-rank / next_decay).
         next_share: of "next": weight on that part; the rest is spread over all masked rows.
@@ -62,8 +61,7 @@ class TrainConfig:
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
         norms, residual, output_norm_init, pairing, layers, mlp, anchor, features: see `SamplerConfig`.
-        init: what g starts from: "fresh" weights, "base" (its layers are copies of the base's last ones), or the folder
-            of a sampler of the same base and form.
+        init: what g starts from: "fresh" weights, or the folder of a sampler of the same base and form.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         rows: limit on the masked rows of a state that go through the head, the same loss on average; none takes all.
         kernel: of the KL: "triton" (fused, CUDA), "torch", or "auto", the former where it can be had.
@@ -84,7 +82,6 @@ class TrainConfig:
     rollout: int = 3
     loss: Literal["sum", "last", "released"] = "sum"
     reverse: float = 0.0
-    on_policy: float = 0.0
     weights: RowWeights = "next"
     next_decay: float = NEXT_DECAY
     next_share: float = NEXT_SHARE

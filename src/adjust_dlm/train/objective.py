@@ -11,8 +11,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.train.batches import lots
-from adjust_dlm.train.on_policy import unroll_on_policy
-from adjust_dlm.train.unroll import Frames, Slices, Step, unroll, unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Slices, Step, observe, unroll_frames, unrolled_kl
 from adjust_dlm.types import require
 
 
@@ -20,17 +19,13 @@ def check_objective(config: Any) -> None:
     """Raises `InputError` for settings of `TrainConfig` that make no objective."""
     states, rollout = config.slice_states, config.rollout
     require(states > rollout, f"slice_states is {states}; it must exceed the rollout ({rollout})")
-    apart = config.one_pass and config.on_policy
-    require(not apart, "one_pass decodes what it trains on, once; leave on_policy out")
     stored = config.trajectories if config.one_pass else ()
     require(
         not stored,
         f"trajectories is {stored}; one_pass decodes what it trains on: give stored rows as heldout_trajectories",
     )
-    for name in ("on_policy", "next_share", "reverse"):
+    for name in ("next_share", "reverse"):
         require(0 <= getattr(config, name) <= 1, f"{name} is {getattr(config, name)}; it is a share, 0..1")
-    own = round(config.on_policy * config.slices)
-    require(own > 0 or not config.on_policy, f"on_policy is {config.on_policy}: that is none of {config.slices} slices")
     require(0 < config.next_decay < math.inf, f"next_decay is {config.next_decay}; it must be a positive number")
 
 
@@ -47,14 +42,8 @@ def batch_loss(
         key: integers that decide what is drawn.
         delta: from `pick_delta`, with `config.reverse`.
     """
-    if isinstance(seen, Frames):
-        states = unroll_frames(g, seen, rollout=config.rollout)
-    elif config.on_policy:
-        states = unroll_on_policy(
-            base, g, seen, rollout=config.rollout, share=config.on_policy, suppress_eos=config.suppress_eos, key=key
-        )
-    else:
-        states = unroll(base, g, seen, rollout=config.rollout)
+    frames = seen if isinstance(seen, Frames) else observe(base, seen)
+    states = unroll_frames(g, frames, rollout=config.rollout)
     share_BL = None if config.rows is None else row_shares(states.rank_BL, config.rows, lots(states.rank_BL, key))
     return unrolled_kl(
         base, states, depth_shares(config, key), weights=config.weights, next_decay=config.next_decay,

@@ -164,7 +164,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         sampler = start_sampler(base, config.sampler_config(), "fresh" if resumes else config.init)
     facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
-    if config.init not in ("fresh", "base") and not resumes:
+    if config.init != "fresh" and not resumes:
         run.started_from = read_config(Path(config.init))
         check_unseen(run)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)

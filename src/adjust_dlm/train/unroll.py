@@ -38,7 +38,6 @@ class Slices:
         start_N: t of each slice's first state; states before 0 or past the end are filler and do not count.
         length: S.
         padded: False promises that `real_NL` is all True.
-        temperature_N: of the decodes that made them; None is 1.
     """
 
     tokens_NL: Tensor
@@ -47,7 +46,6 @@ class Slices:
     start_N: Tensor
     length: int
     padded: bool = True
-    temperature_N: Tensor | None = None
 
     def rank(self) -> Tensor:
         """[S, N, L] commits from each state until a position is revealed; negative once it is.
