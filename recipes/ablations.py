@@ -64,7 +64,6 @@ CHANGES: dict[str, Line] = {
     "adamw": {"optimizer": "adamw", "lr": 1e-3},
     "text-alone": {"trajectories": ["text"]},
     "no-ends": {"trajectories": ["text", "text-t06"]},  # chats and lists have the only end tokens
-    "anchor": {"anchor": True, "mlp": 0.8},
     "token-pairing": {"pairing": "token"},
     "all-rows": {"rows": None},
     "late-features": {"features": [24, 28]},

@@ -3,9 +3,9 @@
     python recipes/decoding_errors.py [--tables cache depth quantized] [--base smol] [--rows 64] [--device cuda]
 
 Rows are decoded with K = 1; on the way the same canvases are looked at through caches of several periods, by g from
-round starts that lie 16 commits apart (also a g that begins again from the base's states after every third call, and
-the states of the round's start as they are), and by the base with other weights. Printed is the KL divergence from the
-exact distribution in nats, mean over open positions, as a table in Markdown each.
+round starts that lie 16 commits apart (also the states of the round's start as they are), and by the base with other
+weights. Printed is the KL divergence from the exact distribution in nats, mean over open positions, as a table in
+Markdown each.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]
 
 
 @torch.no_grad()
-def drift(base: Base, sampler: Sampler, config: DecodeConfig, rows: int, depth: int, restart: int) -> Sums:
+def drift(base: Base, sampler: Sampler, config: DecodeConfig, rows: int, depth: int) -> Sums:
     """By number of commits since the base pass."""
     base = sampler.on(base)
     canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
@@ -69,11 +69,10 @@ def drift(base: Base, sampler: Sampler, config: DecodeConfig, rows: int, depth: 
         h_BLD = base.hidden(canvas)
         k = step % depth
         if k == 0:
-            start_BLD = chain_BLD = again_BLD = h_BLD
+            start_BLD = chain_BLD = h_BLD
         else:
             chain_BLD = sampler(chain_BLD, canvas)
-            again_BLD = sampler(start_BLD if (k - 1) % restart == 0 else again_BLD, canvas)
-            for name, states in (("g", chain_BLD), (f"g, restart={restart}", again_BLD), ("stale", start_BLD)):
+            for name, states in (("g", chain_BLD), ("stale", start_BLD)):
                 out[name, k] += [divergences(base, h_BLD, states, canvas.open_BL)[0]]
         canvas.start_round()
         canvas.commit(pick(base, h_BLD, canvas))
@@ -120,7 +119,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--periods", type=int, nargs="+", default=[2, 4, 8, 32])
     parser.add_argument("--depth", type=int, default=16)
-    parser.add_argument("--restart", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", default=["int8", "fp8", "fp8-dynamic"], help="of quantized weights")
     parser.add_argument("--device", default="auto")
     flags = parser.parse_args(argv)
@@ -130,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         errors = cache_errors(base, config.but(block_length=flags.block_length), flags.rows, flags.periods)
         sys.stdout.write(table(errors, "period, passes since computed whole") + "\n\n")
     if "depth" in flags.tables:
-        depths = drift(base, load_sampler(None, base), config, flags.rows, flags.depth, flags.restart)
+        depths = drift(base, load_sampler(None, base), config, flags.rows, flags.depth)
         sys.stdout.write(table(depths, "commits since the base pass") + "\n\n")
     if "quantized" in flags.tables:
         others = {kind: load_base(flags.base, device=flags.device, quantize=kind) for kind in flags.kinds}

@@ -508,25 +508,3 @@ def test_a_result_carries_its_settings() -> None:
     assert result.seconds > 0
     trajectory = result.trajectory(0)
     assert (trajectory.row, trajectory.seed, trajectory.order_L.tolist()) == (41, 8, result.order_BL[0].tolist())
-
-
-def test_g_begins_again_from_the_base_as_asked() -> None:
-    """K=6, restart=2: calls 1, 3 and 5 of g get the base's states, the others the last ones of g."""
-    base, seen = tiny_base("dream", end_ids=NONE), []
-    hidden = base.hidden
-
-    def f(state: State) -> Tensor:
-        seen.append(hidden(state))
-        return seen[-1]
-
-    def g(h_BLD: Tensor, state: State) -> Tensor:
-        given.append("base" if h_BLD is seen[-1] else "g" if h_BLD is last[-1] else "?")
-        last.append(h_BLD + 0.01)
-        return last[-1]
-
-    base.hidden, given, last = f, [], [None]  # type: ignore[method-assign, assignment]
-    config = DecodeConfig(max_new_tokens=6, tokens_per_step=6)
-    decode(base, [[BOS]], config, decoder="adjust", sampler=g, restart=2)
-    assert given == ["base", "g", "base", "g", "base"]
-    with pytest.raises(InputError, match="restart is 0"):
-        decode(base, [[BOS]], config, decoder="adjust", sampler=g, restart=0)

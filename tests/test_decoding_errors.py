@@ -80,10 +80,8 @@ def test_the_oracle_does_not_drift_and_stale_states_do_as_enumeration_has_it(rec
     base, rows = exact_base(words=2, length=8, order="random"), 5
     base.spec = dataclasses.replace(base.spec, bos_id=1)
     config = CONFIG.but(max_new_tokens=7)
-    errors = recipe.drift(base, Oracle(), config, rows, 3, 2)
-    assert {key: kls for key, kls in errors.items() if key[0] != "stale"} == {
-        (name, k): [0.0] * 2 for name in ("g", "g, restart=2") for k in (1, 2)
-    }
+    errors = recipe.drift(base, Oracle(), config, rows, 3)
+    assert {key: kls for key, kls in errors.items() if key[0] != "stale"} == {("g", k): [0.0] * 2 for k in (1, 2)}
     p, texts = target(base), decode(base, [[1]] * rows, config, decoder="joint")
     assert len(set(map(tuple, texts.order_BL.tolist()))) > 1
 
@@ -102,21 +100,21 @@ def test_the_oracle_does_not_drift_and_stale_states_do_as_enumeration_has_it(rec
 
 @pytest.mark.parametrize("features", [(), (1,)])
 def test_drift_is_that_of_calls_made_by_hand(recipe: ModuleType, features: tuple[int, ...]) -> None:
-    """Commits 0..5 in rounds of four; a g that restarts every second call begins again at the third."""
+    """Commits 0..5 in rounds of four."""
     base = tiny_base("dream", num_hidden_layers=3)
     g = tiny_sampler(base, features=features)
-    errors = recipe.drift(base, g, CONFIG, 2, 4, 2)
+    errors = recipe.drift(base, g, CONFIG, 2, 4)
     seen, texts = g.on(base), decode(base, [[BOS]] * 2, CONFIG, decoder="joint")
     wanted: dict[tuple[str, int], list[float]] = defaultdict(list)
     canvases = [[texts.trajectory(b).state(t, MASK)[0].tolist() for b in range(2)] for t in range(6)]
     states = [left_pad(rows) for rows in canvases]
     h = [seen.hidden(state) for state in states]
     for start, depth in ((0, 4), (4, 2)):
-        own = again = h[start]
+        own = h[start]
         for k in range(1, depth):
             state = states[start + k]
-            own, again = g(own, state), g(h[start] if k in (1, 3) else again, state)
-            for name, got in (("g", own), ("g, restart=2", again), ("stale", h[start])):
+            own = g(own, state)
+            for name, got in (("g", own), ("stale", h[start])):
                 true, other = (
                     torch.distributions.Categorical(logits=base.logits(part[state.masked_BL]))
                     for part in (h[start + k], got)
@@ -125,7 +123,6 @@ def test_drift_is_that_of_calls_made_by_hand(recipe: ModuleType, features: tuple
     assert errors.keys() == wanted.keys()
     for key, kls in errors.items():
         assert kls == pytest.approx(wanted[key], rel=1e-3) and min(kls) > 1e-3
-    assert errors["g", 2] == errors["g, restart=2", 2] and errors["g", 3] != errors["g, restart=2", 3]
     assert recipe.table(errors, "commits").splitlines()[0] == "| commits | 1 | 2 | 3 |"
 
 
@@ -139,7 +136,7 @@ def test_its_command_line_prints_the_tables_it_is_asked_for(
     recipe.main(flags)
     assert [line.split(" |")[0] for line in capsys.readouterr().out.splitlines() if "|---" not in line] == [
         "| period, passes since computed whole", "| 2", "| 2 argmax", "",
-        "| commits since the base pass", "| g", "| g, restart=3", "| stale", "",
+        "| commits since the base pass", "| g", "| stale", "",
     ]  # fmt: skip
     recipe.main(["--tables=quantized", "--kinds=int8", *flags])
     assert "| int8 | 0.0000 |" in capsys.readouterr().out

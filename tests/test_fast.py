@@ -69,8 +69,8 @@ BASES = {family: tiny_base(family, end_ids=(1, 5)) for family in FAMILIES}
 SAMPLERS = {family: tiny_sampler(base) for family, base in BASES.items()}
 FORMS: dict[str, dict[str, Any]] = {
     "one layer": {}, "two layers": {"layers": 2}, "three narrow layers": {"layers": 3, "mlp": 0.5},
-    "anchor": {"anchor": True}, "feature": {"features": (1,)}, "features": {"features": (1, 2), "layers": 2},
-    "everything": {"features": (2,), "anchor": True, "layers": 3, "mlp": 1.5},
+    "feature": {"features": (1,)}, "features": {"features": (1, 2), "layers": 2},
+    "everything": {"features": (2,), "layers": 3, "mlp": 1.5},
 }  # fmt: skip
 DEEP = {family: tiny_base(family, end_ids=(1, 5), num_hidden_layers=3) for family in FAMILIES}
 ALL = {(family, form): tiny_sampler(DEEP[family], **FORMS[form]) for family in FAMILIES for form in FORMS}
@@ -89,29 +89,26 @@ def both(base: Any, given_: list[list[int]], config: DecodeConfig, decoder: str,
 @settings(max_examples=100)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
-    slots=st.sampled_from([None, 1, 2]), restart=st.sampled_from([None, 1, 2]), sparse=st.booleans(),
+    slots=st.sampled_from([None, 1, 2]), sparse=st.booleans(),
 )  # fmt: skip
 def test_the_same_results_whatever_the_settings(
-    family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, restart: int | None,
-    sparse: bool,
+    family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, sparse: bool
 ) -> None:  # fmt: skip
     config = heeded(config, decoder)
-    options = {"restart": restart, "sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
+    options = {"sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
     both(BASES[family], given_, config, decoder, sampler=SAMPLERS[family], slots=slots, **options)
 
 
 @settings(max_examples=60)
 @given(
     family=st.sampled_from(FAMILIES), form=st.sampled_from(sorted(FORMS)), config=configs,
-    given_=prompts(MASK, 12, [BOS]), slots=st.sampled_from([None, 1, 2]), restart=st.sampled_from([None, 1, 2]),
-    sparse=st.booleans(),
+    given_=prompts(MASK, 12, [BOS]), slots=st.sampled_from([None, 1, 2]), sparse=st.booleans(),
 )  # fmt: skip
 def test_the_same_results_whatever_g_sees(
-    family: str, form: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, restart: int | None,
-    sparse: bool,
+    family: str, form: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, sparse: bool
 ) -> None:  # fmt: skip
     """All forms of g in turn on one base, which keeps buffers and graphs for them."""
-    options = {"restart": restart, "sparse": sparse and config.candidates > 0}
+    options = {"sparse": sparse and config.candidates > 0}
     both(DEEP[family], given_, config, "adjust", sampler=ALL[family, form], slots=slots, **options)
 
 
@@ -288,17 +285,14 @@ def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pairing", ["state", "token"])
-@pytest.mark.parametrize("restart", [None, 1])
 @pytest.mark.parametrize("form", FORMS)
-def test_sparse_steps_with_all_columns_are_whole_steps(
-    form: str, family: str, pairing: Any, restart: int | None
-) -> None:
+def test_sparse_steps_with_all_columns_are_whole_steps(form: str, family: str, pairing: Any) -> None:
     base = DEEP[family]
     g = tiny_sampler(base, pairing=pairing, **FORMS[form])
     for temperature in (0.0, 0.8):
         config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=temperature)
-        whole = decode(base, PROMPTS, config, sampler=g, restart=restart)
-        sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, restart=restart, sparse=True)
+        whole = decode(base, PROMPTS, config, sampler=g)
+        sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, sparse=True)
         for b in range(len(PROMPTS)):
             assert row_of(whole, b) == row_of(sparse, b)
 
@@ -541,14 +535,13 @@ def test_every_form_of_g_is_fast_and_captured_once(form: str, caplog: pytest.Log
 
 
 def test_forms_of_g_do_not_share_what_differs() -> None:
-    """States of other layers, an anchor in their place, keys of fewer layers; joint decoding in between."""
+    """States of other layers, keys of fewer layers; joint decoding in between."""
     base = tiny_base("dream", num_hidden_layers=3)
     config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0.0, candidates=4)
     shapes = [
         {"features": (1,)},
         {"features": (2,)},
-        {"anchor": True},
-        {"layers": 2, "anchor": True},
+        {"layers": 2, "features": (1,)},
         {"layers": 3},
         {},
     ]

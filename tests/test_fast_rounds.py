@@ -79,14 +79,14 @@ def lockstep(
 @settings(max_examples=40)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, together=st.integers(1, 5),
-    restart=st.sampled_from([None, 1, 2]), sparse=st.booleans(), chance=st.booleans(),
+    sparse=st.booleans(), chance=st.booleans(),
 )  # fmt: skip
 def test_every_round_is_the_references_whatever_the_settings(
-    family: str, decoder: str, config: DecodeConfig, together: int, restart: int | None, sparse: bool, chance: bool
+    family: str, decoder: str, config: DecodeConfig, together: int, sparse: bool, chance: bool
 ) -> None:
     """Buffers and graphs of all settings stay with the base, so one that is missing from a key shows."""
     config = heeded(config, decoder).but(schedule="exact", cache_period=None, cache_window=None)
-    options = {"restart": restart, "sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
+    options = {"sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
     lockstep(BASES[family], SAMPLERS[family], config, decoder, together=together, chance=chance, **options)
 
 
@@ -175,7 +175,7 @@ def test_what_is_held_is_bounded_and_told(caplog: pytest.LogCaptureFixture) -> N
         for rows in (1, 2, 4):
             rounds.play(join(rows_of(base, config, [([BOS] * 40, 3, n, 0) for n in range(rows)])), decoder="joint")
         assert rounds.held.shapes == 3 and "dropped" not in caplog.text
-        cell = 2 * 4 * base.width + 3 * 8 + 4 + 3  # states twice; tokens, order, schedule; chance; three masks
+        cell = 4 * base.width + 3 * 8 + 4 + 3  # states; tokens, order, schedule; chance; three masks
         assert 7 * 64 * cell < rounds.held.buffer_bytes < 1.2 * 7 * 64 * cell
         rounds.play(join(rows_of(base, config, [([BOS] * 40, 3, n, 0) for n in range(8)])), decoder="joint")
     assert [shape.shape[:2] for shape in rounds._engine.lanes] == [(8, 64)]  # larger than allowed, but needed

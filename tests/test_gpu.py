@@ -207,7 +207,7 @@ def test_captured_steps_write_the_same_tokens(decoder: str, changes: dict[str, o
     base, g = wide("cuda")
     if decoder == "parallel":
         changes = {**changes, "candidates": 0}
-    own = [{"sparse": True}, {"restart": 1}, {}] if decoder == "adjust" and changes.get("candidates") else [{}]
+    own = [{"sparse": True}, {}] if decoder == "adjust" and changes.get("candidates") else [{}]
     for seed in (0, 1):  # the second decode replays what the first captured
         config = DecodeConfig(**{"tokens_per_step": 4, "max_new_tokens": 13, "seed": seed, **changes})
         for options in own:
@@ -224,7 +224,7 @@ def test_captured_steps_write_the_same_tokens(decoder: str, changes: dict[str, o
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "form",
-    [{"layers": 3}, {"anchor": True}, {"features": (1,)}, {"layers": 2, "features": (1,), "anchor": True}],
+    [{"layers": 3}, {"features": (1,)}, {"layers": 2, "features": (1,)}],
     ids=str,
 )
 def test_every_form_of_g_is_captured(

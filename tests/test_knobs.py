@@ -49,23 +49,6 @@ def test_more_layers_are_applied_one_after_another() -> None:
     assert len({layer.layer.mlp.up_proj.weight.data_ptr() for layer in (g.layer, *g.more)}) == 3
 
 
-def test_an_anchor_shows_the_states_of_the_round_to_every_step() -> None:
-    """Two steps by hand: the second sees h_1 and h_0; its columns behind D change neither logits nor loss."""
-    base, state = tiny_base("dream"), left_pad(ROWS)
-    g, h_0 = tiny_sampler(base, anchor=True), base.hidden(state)
-    e_BLD = g.norm_embed(base.to_frame(base.embed(state.tokens_BL), state))
-
-    def step(h_BLD: Tensor) -> Tensor:
-        z_BLD = g.mix(torch.cat([e_BLD, g.norm_hidden(h_BLD), g.norm_anchor(h_0)], -1))
-        return h_BLD + g.norm_out(g.layer(z_BLD, state))
-
-    one = g(h_0, state)
-    assert torch.equal(one, torch.cat([step(h_0), h_0], -1))
-    two = g(one, state)
-    assert torch.equal(two, torch.cat([step(step(h_0)), h_0], -1))
-    assert torch.equal(base.logits(two[0]), base.logits(step(step(h_0))[0]))
-
-
 def test_mlp_scales_the_width_and_the_parameters_are_those_of_the_formula() -> None:
     base = tiny_base("dream")
 
@@ -76,39 +59,28 @@ def test_mlp_scales_the_width_and_the_parameters_are_those_of_the_formula() -> N
     layer = sum(p.numel() for p in Sampler(base).layer.parameters())
     assert count(layers=2) == plain + layer
     assert count(mlp=1.5) == plain + 3 * 32 * 32
-    assert count(anchor=True) == plain + 32 * 32 + 32
     assert count(layers=2, mlp=0.5) == plain + layer - 2 * 3 * 32 * 32
 
 
 def test_a_g_with_knobs_comes_back_and_an_older_file_loads(tmp_path: Path) -> None:
     base, state = tiny_base("dream"), left_pad(ROWS)
-    tiny_sampler(base, layers=2, mlp=0.5, anchor=True).save(tmp_path / "new")
+    tiny_sampler(base, layers=2, mlp=0.5).save(tmp_path / "new")
     again = load_sampler(tmp_path / "new", base)
-    assert again.config == SamplerConfig(layers=2, mlp=0.5, anchor=True, output_norm_init=1.0)
+    assert again.config == SamplerConfig(layers=2, mlp=0.5, output_norm_init=1.0)
     again.save(tmp_path / "twice")
     assert torch.equal(
         load_sampler(tmp_path / "twice", base)(base.hidden(state), state), again(base.hidden(state), state)
     )
     tiny_sampler(base).save(tmp_path / "old")
     facts = json.loads((tmp_path / "old" / CONFIG).read_text())
-    for name in ("layers", "mlp", "anchor", "features"):
+    for name in ("layers", "mlp", "features"):
         del facts["config"][name]
-    (tmp_path / "old" / CONFIG).write_text(json.dumps(facts))
-    assert load_sampler(tmp_path / "old", base).config == SamplerConfig(output_norm_init=1.0)
-
-
-@pytest.mark.parametrize("decoder", ["adjust", "adaptive", "cascade", "verified"])
-def test_decoders_take_an_anchored_g(decoder: str) -> None:
-    """With W h alone in the logits and no weight on the anchor, it decodes what the same g without one does."""
-    base = tiny_base("dream")
-    plain, anchored = tiny_sampler(base), tiny_sampler(base, anchor=True)
-    weights = plain.state_dict()
-    weights["mix.weight"] = torch.cat([weights["mix.weight"], torch.zeros(32, 32)], 1)
-    anchored.load_state_dict(weights, strict=False)
-    config = DecodeConfig(max_new_tokens=10, tokens_per_step=3 if decoder == "adjust" else 1, seed=3)
-    one, other = (decode(base, [[2, 5], [7]], config, decoder=decoder, sampler=g) for g in (plain, anchored))
-    assert torch.equal(one.tokens_BL, other.tokens_BL)
-    assert torch.equal(one.order_BL, other.order_BL)
+    for config in ({}, {"anchor": False}):  # the latter was a choice once
+        (tmp_path / "old" / CONFIG).write_text(json.dumps({**facts, "config": {**facts["config"], **config}}))
+        assert load_sampler(tmp_path / "old", base).config == SamplerConfig(output_norm_init=1.0)
+    (tmp_path / "old" / CONFIG).write_text(json.dumps({**facts, "config": {**facts["config"], "anchor": True}}))
+    with pytest.raises(InputError, match=r"unknown settings \['anchor'\]"):
+        load_sampler(tmp_path / "old", base)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +90,6 @@ def test_decoders_take_an_anchored_g(decoder: str) -> None:
         ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
         ({"mlp": 0}, "mlp is 0; it is a multiple"),
         ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
-        ({"anchor": 1}, "anchor is 1; it must be true or false"),
         ({"norms": "no"}, "norms is 'no'; it must be true or false"),
         ({"residual": None}, "residual is None; it must be true or false"),
         ({"output_norm_init": float("nan")}, "output_norm_init is nan; it must be a finite number"),
@@ -244,7 +215,7 @@ def settings(folder: Path, output: Path, **changes: object) -> TrainConfig:
 
 
 EVERYTHING: dict[str, object] = {
-    "layers": 2, "mlp": 0.5, "anchor": True,
+    "layers": 2, "mlp": 0.5,
     "next_decay": 1.0, "next_share": 0.5, "reverse": 0.5,
 }  # fmt: skip
 
@@ -313,7 +284,7 @@ def test_the_defaults_are_the_recipe_as_it_was() -> None:
     assert config.sampler_config() == SamplerConfig()
     assert dataclasses.asdict(SamplerConfig()) == {
         "norms": True, "residual": True, "output_norm_init": 0.1, "pairing": "state", "layers": 1, "mlp": 1.0,
-        "anchor": False, "features": (),
+        "features": (),
     }  # fmt: skip
     assert (config.next_decay, config.next_share) == (3.0, 0.9)
     assert (config.init, config.reverse) == ("fresh", 0.0)
@@ -337,23 +308,23 @@ def test_features_are_states_of_earlier_layers_in_the_frame(family: str) -> None
     assert base.with_features(()) is base and twin.fingerprint == base.fingerprint
 
 
-def test_g_sees_features_and_anchor_at_every_step(tmp_path: Path) -> None:
+def test_g_sees_features_at_every_step(tmp_path: Path) -> None:
     base, state = tiny_base("dream", num_hidden_layers=3), left_pad(ROWS)
-    g = tiny_sampler(base, features=(1, 2), anchor=True)
+    g = tiny_sampler(base, features=(1, 2))
     wide = g.on(base).hidden(state)
     h_0, f_1, f_2 = wide.split(32, -1)
     e_BLD = g.norm_embed(base.to_frame(base.embed(state.tokens_BL), state))
 
     def step(h_BLD: Tensor) -> Tensor:
-        features = [g.norm_features[0](f_1), g.norm_features[1](f_2), g.norm_anchor(h_0)]
+        features = [g.norm_features[0](f_1), g.norm_features[1](f_2)]
         z_BLD = g.mix(torch.cat([e_BLD, g.norm_hidden(h_BLD), *features], -1))
         return h_BLD + g.norm_out(g.layer(z_BLD, state))
 
     two = g(g(wide, state), state)
-    assert torch.equal(two, torch.cat([step(step(h_0)), f_1, f_2, h_0], -1))
+    assert torch.equal(two, torch.cat([step(step(h_0)), f_1, f_2], -1))
     g.save(tmp_path)
     assert load_sampler(tmp_path, base).config == g.config
-    assert sum(p.numel() for p in g.parameters()) == sum(p.numel() for p in Sampler(base).parameters()) + 3 * 33 * 32
+    assert sum(p.numel() for p in g.parameters()) == sum(p.numel() for p in Sampler(base).parameters()) + 2 * 33 * 32
 
 
 @pytest.mark.parametrize("cache", [None, 3])

@@ -72,8 +72,7 @@ def clock_of(bench: Bench, seconds: Iterable[float]) -> None:
 # Arithmetic ----------------------------------------------------------------------------------------------------
 
 FORMS: list[dict[str, Any]] = [
-    {}, {"layers": 2, "mlp": 0.5}, {"anchor": True}, {"features": (1,)},
-    {"layers": 3, "features": (1,), "anchor": True},
+    {}, {"layers": 2, "mlp": 0.5}, {"features": (1,)}, {"layers": 3, "features": (1,)},
 ]  # fmt: skip
 
 
@@ -153,11 +152,11 @@ def test_traffic_is_weights_once_and_states_twice() -> None:
     assert keys_work(base, tiny_sampler(base), 3, 7).bytes == 4 * (32 * 32 + 2 * 32 * 32 + 3 * 7 * (32 + 32))
     some = sampler_work(base, tiny_sampler(base), 3, 7, columns=4).bytes
     assert some == 4 * (layer + 2 * 32 * 32 + 3 * (2 * 4 * 32 + 7 * 32))
-    g = tiny_sampler(base, layers=2, features=(1,), anchor=True)  # mixes four states: e, h, a feature and h_0
-    seen, weights = g.on(base), 2 * layer + 4 * 32 * 32
+    g = tiny_sampler(base, layers=2, features=(1,))  # mixes three states: e, h and a feature
+    seen, weights = g.on(base), 2 * layer + 3 * 32 * 32
     assert base_work(seen, 3, 7).bytes == 4 * (2 * layer + 3 * 3 * 7 * 32)  # tokens' states in, h and a feature out
-    assert sampler_work(base, g, 3, 7).bytes == 4 * (weights + 4 * 3 * 7 * 32)
-    assert keys_work(base, g, 3, 7).bytes == 4 * (layer + 4 * 32 * 32 + 32 * 32 + 3 * 7 * (3 * 32 + 2 * 32))
+    assert sampler_work(base, g, 3, 7).bytes == 4 * (weights + 3 * 3 * 7 * 32)
+    assert keys_work(base, g, 3, 7).bytes == 4 * (layer + 3 * 32 * 32 + 32 * 32 + 3 * 7 * (2 * 32 + 2 * 32))
 
 
 def test_shares_refer_to_the_slower_ceiling_part_by_part() -> None:

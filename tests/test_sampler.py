@@ -159,7 +159,7 @@ def test_g_owns_neither_embedding_nor_head(family: str) -> None:
 
 # Columns -------------------------------------------------------------------------------------------------------
 
-KNOBS = list(itertools.product((1, 2, 3), (1.0, 0.5), ((), (1,), (1, 2)), (False, True)))
+KNOBS = list(itertools.product((1, 2, 3), (1.0, 0.5), ((), (1,), (1, 2))))
 LENGTHS = {"padded": [5, 3, 6], "equal": [6, 6, 6]}
 
 
@@ -184,11 +184,11 @@ def test_a_step_at_some_columns_is_the_whole_step_there(family: str, pairing: An
     two = after(one, [4, 4, 5])
     column_BN = torch.tensor([[4, 1], [5, 3], [0, 2]])
     every_BN = torch.tensor([[5, 0, 4, 1, 3, 2], [0, 1, 2, 3, 4, 5], [3, 2, 5, 0, 4, 1]])
-    for layers, mlp, features, anchor in KNOBS:
-        g = tiny_sampler(base, pairing=pairing, layers=layers, mlp=mlp, features=features, anchor=anchor)
+    for layers, mlp, features in KNOBS:
+        g = tiny_sampler(base, pairing=pairing, layers=layers, mlp=mlp, features=features)
         h_0 = g.on(base).hidden(one)
         h_1 = g(h_0, one)
-        assert h_1.shape[-1] == g.anchored(h_0).shape[-1] == 32 * (1 + len(features) + anchor)
+        assert h_1.shape[-1] == h_0.shape[-1] == 32 * (1 + len(features))
         stale = g.keys(h_0, one)
         assert len(stale) == layers
         for h_BLD, state in ((h_0, one), (h_1, two)):

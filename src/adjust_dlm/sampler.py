@@ -41,8 +41,7 @@ class SamplerConfig:
             "token", the state that scores position i. The two differ only for bases with a shifted frame.
         layers: decoder layers, one after another.
         mlp: width of their MLPs, as a multiple of the base's own.
-        anchor: every step of a round also sees h_0, the base's own states: z = layers(Linear([e; u; RMSNorm(h_0)])).
-        features: layers of the base, from 1, whose states each step also sees, in the same way.
+        features: layers of the base, from 1, whose states f each step also sees: z = layers(Linear([e; u; RMSNorm(f)]))
     """
 
     norms: bool = True
@@ -51,7 +50,6 @@ class SamplerConfig:
     pairing: Literal["state", "token"] = "state"
     layers: int = 1
     mlp: float = 1.0
-    anchor: bool = False
     features: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,7 +58,7 @@ class SamplerConfig:
         require(self.layers >= 1, f"layers is {self.layers}; it must be at least 1")
         wide = is_number(self.mlp) and 0 < self.mlp < math.inf
         require(wide, f"mlp is {self.mlp!r}; it is a multiple of the base's MLP width, above 0")
-        for name in ("norms", "residual", "anchor"):
+        for name in ("norms", "residual"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name} is {value!r}; it must be true or false")
         start = self.output_norm_init
@@ -95,7 +93,7 @@ class Sampler(nn.Module):
         config: the choices above.
 
     Attributes:
-        states: how many times D columns it gives: h, the features and, with an anchor, h_0.
+        states: how many times D columns it gives: h and the features.
         trained_on: the rows that its file names (`train/record.py`); `save` writes them again.
     """
 
@@ -110,7 +108,7 @@ class Sampler(nn.Module):
         self.width = width
         if self.config.features:
             base.with_features(self.config.features)  # refuses what it does not have
-        self.states = 1 + len(self.config.features) + self.config.anchor
+        self.states = 1 + len(self.config.features)
         self.mix = nn.Linear((1 + self.states) * width, width)
         shape = self.config.shape(Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)
@@ -119,8 +117,6 @@ class Sampler(nn.Module):
         eps = shape.rms_norm_eps
         self.norm_embed, self.norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
         self.norm_features = nn.ModuleList(norm(width, eps=eps) for _ in self.config.features)
-        if self.config.anchor:
-            self.norm_anchor = norm(width, eps=eps)
         self.norm_out = norm(width, eps=eps)
         for weight in self.norm_out.parameters():
             nn.init.constant_(weight, self.config.output_norm_init)
@@ -139,8 +135,8 @@ class Sampler(nn.Module):
             column_BN: the only columns that are wanted, [B, N, ...]: queries and MLP of the last layer run there alone.
 
         Returns:
-            The next states, same shape and frame. Behind their D columns stand the features and, with an anchor, h_0,
-            which are carried along through the round; `Base.head` reads the first D columns.
+            The next states, same shape and frame. Behind their D columns stand the features, which are carried along
+            through the round; `Base.head` reads the first D columns.
         """
         *before, last = self.layers
         z_BLD = self._mixed(h_BLD, self._paired(state, h_BLD.dtype))
@@ -155,11 +151,6 @@ class Sampler(nn.Module):
     def on(self, base: Base) -> Base:
         """The base, giving the features that g wants."""
         return base.with_features(self.config.features)
-
-    def anchored(self, h_BLD: Tensor) -> Tensor:
-        """States of a base pass as wide as g gives them back: with an anchor, h_0 stands behind them."""
-        wide = h_BLD.shape[-1] == self.states * self.width
-        return h_BLD if wide else torch.cat(self._parts(h_BLD), -1)
 
     def keys(self, h_BLD: Tensor, state: State) -> Keys:
         """The keys and values of each layer in one whole step, for `rows`."""
@@ -205,23 +196,16 @@ class Sampler(nn.Module):
             token_BL = self._to_frame(token_BL[..., None], state)[..., 0]
         return self._embed(token_BL).to(dtype)
 
-    def _parts(self, h_BLD: Tensor) -> list[Tensor]:
-        """h, the features and, with an anchor, h_0."""
-        parts = list(h_BLD.split(self.width, -1))
-        if self.config.anchor and len(parts) == 1 + len(self.config.features):
-            parts.append(parts[0])  # the base's own states are their own anchor
-        return parts
-
     def _mixed(self, h_BLD: Tensor, e_BLD: Tensor) -> Tensor:
         """What enters the first layer."""
-        norms = [self.norm_hidden, *self.norm_features, *([self.norm_anchor] if self.config.anchor else [])]
-        parts = [norm(part) for norm, part in zip(norms, self._parts(h_BLD), strict=True)]
+        norms = [self.norm_hidden, *self.norm_features]
+        parts = [norm(part) for norm, part in zip(norms, h_BLD.split(self.width, -1), strict=True)]
         z_BLD: Tensor = self.mix(torch.cat([self.norm_embed(e_BLD), *parts], -1))
         return z_BLD
 
     def _out(self, h_BLD: Tensor, z_BLD: Tensor) -> Tensor:
         """The next states, from these and what leaves the last layer."""
-        h_BLD, *rest = self._parts(h_BLD)
+        h_BLD, *rest = h_BLD.split(self.width, -1)
         z_BLD = self.norm_out(z_BLD)
         h_BLD = h_BLD + z_BLD if self.config.residual else z_BLD
         return torch.cat([h_BLD, *rest], -1) if rest else h_BLD
@@ -314,6 +298,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(path.read_text())
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}
+        if "anchor" in unknown and facts["config"]["anchor"] is False:  # a choice that is no more; older files name it
+            unknown.remove("anchor")
+            del facts["config"]["anchor"]
         facts["base_fingerprint"][:16]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a sampler config: {error!r}") from error

@@ -288,8 +288,7 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     scored = int(canvas.masked_BL[0].sum())
     slots, columns = slot_bucket(rows), length_bucket(length, rows, base.spec.context)
     width, padded = width_bucket(scored, columns), (slots, columns) != (rows, length)
-    anchor = sampler is not None and sampler.config.anchor
-    lane, graphs = Lane(base, slots, columns, padded=padded, config=config, anchor=anchor), Graphs(base.device)
+    lane, graphs = Lane(base, slots, columns, padded=padded, config=config), Graphs(base.device)
     lane.start(config)
     lane.load(canvas, list(range(rows)), 0)
     if base.device.type == "cuda":  # as the fast form does
@@ -299,8 +298,7 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     lane.begin_round()
 
     def state() -> None:
-        h_BLD = base.hidden(lane)
-        lane.h_BLD.copy_(h_BLD if sampler is None else sampler.anchored(h_BLD))
+        lane.h_BLD.copy_(base.hidden(lane))
 
     def step() -> None:
         assert sampler is not None

@@ -92,7 +92,7 @@ def base_work(base: Base, rows: int, length: int) -> Work:
 
 
 def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, columns: int | None = None) -> Work:
-    """One step of g, with features and anchor among what it takes.
+    """One step of g, with features among what it takes.
 
     With `columns` it runs at that many columns of each canvas only, and takes the keys and values of all.
     """

@@ -12,7 +12,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import Canvas, pick
 from adjust_dlm.decoders.columns import columns_of
 from adjust_dlm.sampler import Keys, Sampler, at_columns
-from adjust_dlm.types import State, require, require_count
+from adjust_dlm.types import State, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +20,13 @@ class AdjustOptions:
     """Settings of `adjust`.
 
     Attributes:
-        restart: calls of g after which it begins again from the base's states, seeing all tokens of the round at once;
-            None goes on from its own. For rounds much longer than the rollouts that g was trained on.
         sparse: run g at the `candidates` of a round and at the columns that see its tokens; everything else keeps its
             state and g's keys and values from the round's first step. Exact once the candidates are the whole canvas.
     """
 
-    restart: int | None = None
     sparse: bool = False
 
     def __post_init__(self) -> None:
-        require_count("restart", self.restart, 1, optional=True)
         require(isinstance(self.sparse, bool), f"sparse is {self.sparse!r}; it must be true or false")
 
     def check(self, sampler: object, candidates: int) -> None:
@@ -38,10 +34,6 @@ class AdjustOptions:
         require(not self.sparse or candidates > 0, "sparse steps run at candidates: set candidates too")
         able = not self.sparse or isinstance(sampler, Sampler)
         require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
-
-    def starts_again(self, k: int) -> bool:
-        """Whether call k = 1, 2, ... of a round begins from the base's states."""
-        return self.restart is not None and (k - 1) % self.restart == 0
 
 
 def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: AdjustOptions) -> None:
@@ -54,11 +46,10 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
     sparse = sampler if options.sparse and isinstance(sampler, Sampler) else None
     canvas.follows = sparse is None  # what a sparse step leaves out stays out
     while canvas.open:  # line 2
-        h_BLD = start_BLD = base.hidden(canvas)  # line 3
+        h_BLD = base.hidden(canvas)  # line 3
         keys: Keys | None = None
         for k in canvas.round():  # line 4
             if k:
-                h_BLD = start_BLD if options.starts_again(k) else h_BLD
                 if sparse is None:
                     h_BLD = sampler(h_BLD, canvas)  # line 8
                 else:
@@ -69,7 +60,6 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
 
 def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Keys, k: int) -> Tensor:
     """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
-    h_BLD = sampler.anchored(h_BLD)
     column_BN, valid_BN = columns_of(canvas.active(sampler.carriers), canvas.config.candidates + 1 + k)
     new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
     new_BND = torch.where(valid_BN[..., None], new_BND, at_columns(h_BLD, column_BN))

@@ -213,11 +213,11 @@ class Engine:
             for layer in sampler.layers:
                 layer.compiled = compiled
 
-    def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig, anchor: bool) -> Lane:
+    def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> Lane:
         """Buffers of a shape."""
-        key = (slots, length, padded, base.keep, anchor)
+        key = (slots, length, padded, base.keep)
         if key not in self._lanes:
-            self._lanes[key] = Lane(base, slots, length, padded=padded, config=config, anchor=anchor)
+            self._lanes[key] = Lane(base, slots, length, padded=padded, config=config)
             self._evict()
         self._lanes.move_to_end(key)
         lane = self._lanes[key]
@@ -250,8 +250,7 @@ class Engine:
             return
         size, columns = slot_bucket(count), length_bucket(length, count, base.spec.context)
         padded = canvas.padded or (size, columns) != (count, length)
-        anchor = sampler is not None and sampler.config.anchor
-        lane = self.lane(base, size, columns, padded=padded, config=canvas.config, anchor=anchor)
+        lane = self.lane(base, size, columns, padded=padded, config=canvas.config)
         living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
         lane.load(canvas, [row.number for row in living if row], 0)
         work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
@@ -280,8 +279,8 @@ class Engine:
     def _move(self, base: Base, lane: Lane, living: list[_Row | None]) -> tuple[Lane, list[_Row | None]]:
         """A smaller lane for the rows that are left."""
         slots = [b for b, row in enumerate(living) if row]
-        size, (_, columns, padded, _, anchor) = slot_bucket(len(slots)), lane.shape
-        smaller = self.lane(base, size, columns, padded=padded or size > len(slots), config=lane.config, anchor=anchor)
+        size, (_, columns, padded, _) = slot_bucket(len(slots)), lane.shape
+        smaller = self.lane(base, size, columns, padded=padded or size > len(slots), config=lane.config)
         smaller.take(lane, slots)
         return smaller, [living[b] for b in slots]
 

@@ -110,10 +110,10 @@ class Rounds:
     def _on_device(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
-    def _lane(self, base: Base, state: State, config: DecodeConfig, *, anchor: bool) -> Lane:
+    def _lane(self, base: Base, state: State, config: DecodeConfig) -> Lane:
         rows, length = state.tokens_BL.shape
         slots, columns = slot_bucket(rows), column_bucket(length, base.spec.context)
-        return self._engine.lane(base, slots, columns, padded=True, config=config, anchor=anchor)
+        return self._engine.lane(base, slots, columns, padded=True, config=config)
 
     @torch.no_grad()
     def _hidden(self, base: Base, state: State) -> Tensor:
@@ -121,7 +121,7 @@ class Rounds:
         if self._large(state):
             return base.hidden(state)
         with self._on_device():
-            lane = self._lane(base, state, _ANY, anchor=False)
+            lane = self._lane(base, state, _ANY)
             lane.look(state)
             return self._run(lane, state, "base", base.hidden)
 
@@ -134,10 +134,10 @@ class Rounds:
             return sampler(h_BLD, state)
         with self._on_device():
             self._engine.meet(sampler, compiled=self._compiled)
-            lane = self._lane(base, state, _ANY, anchor=sampler.config.anchor)
+            lane = self._lane(base, state, _ANY)
             lane.look(state)
             rows, length = state.tokens_BL.shape
-            lane.h_BLD[:rows, -length:] = sampler.anchored(h_BLD)
+            lane.h_BLD[:rows, -length:] = h_BLD
             return self._run(lane, state, "step", lambda lane: sampler(lane.h_BLD, lane))
 
     def _large(self, state: State) -> bool:
@@ -159,7 +159,7 @@ class Rounds:
         sampler = self.sampler if decoder == "adjust" else None
         self._engine.meet(sampler, compiled=self._compiled)  # someone else may decode with this base, too
         base, config, rows = canvas.base, canvas.config, len(canvas.tokens_BL)
-        lane = self._lane(base, canvas, config, anchor=sampler is not None and sampler.config.anchor)
+        lane = self._lane(base, canvas, config)
         lane.noting = canvas.chance_BL is not None
         lane.load(canvas, list(range(rows)), 0)
         count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)

@@ -36,9 +36,8 @@ class Lane(Canvas):
     """B slots of L columns, the last ones new; shorter canvases get more left pads.
 
     Attributes:
-        h_BLD, start_BLD: states now, and those of the round's base pass; behind their D columns features and h_0, where
-            the base gives or g wants them.
-        shape: slots, columns, whether padded, features and whether with h_0: lanes of one shape do the same work.
+        h_BLD: states now; behind their D columns features, where the base gives them.
+        shape: slots, columns, whether padded, and features: lanes of one shape do the same work.
         keys: keys and values of g's layers, where a decoder keeps some.
         slot_B: 0 to B - 1.
         kernels: take the Triton forms of what has one.
@@ -49,12 +48,10 @@ class Lane(Canvas):
             since, as rounds of a schedule may commit nothing.
     """
 
-    def __init__(
-        self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig, anchor: bool = False
-    ) -> None:
+    def __init__(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> None:
         """All slots idle. `padded=False` promises rows of exactly this length in all of them."""
         self.base, self.config, self.padded, self.watch = base, config, padded, None
-        self.shape = (slots, length, padded, base.keep, anchor)
+        self.shape = (slots, length, padded, base.keep)
         self.kernels = has_kernels(base.device)
         shape, device = (slots, length), base.device
         self.tokens_BL = torch.full(shape, base.spec.pad_id, device=device)
@@ -79,9 +76,8 @@ class Lane(Canvas):
         self.chance_BL: Tensor = torch.full(shape, torch.nan, device=device)
         self.noting = False
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        wide = base.width * (1 + len(base.keep) + anchor)
+        wide = base.width * (1 + len(base.keep))
         self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
-        self.start_BLD = torch.zeros_like(self.h_BLD)
         self.keys: Keys = ()
 
     def start(self, config: DecodeConfig) -> None:

@@ -46,10 +46,9 @@ class Work:
             count: no row commits more.
             most: no row has more open positions.
         """
-        lane, options = self.lane, self.options
+        lane = self.lane
         width = width_bucket(most, lane.tokens_BL.shape[1])
-        again = options.restart is not None and count > options.restart + 1
-        self._run(("base", again), lambda: self._base_pass(again))
+        self._run(("base",), self._base_pass)
         if self.decoder == "parallel":
             if count:
                 self._pick(width, count)
@@ -61,44 +60,36 @@ class Work:
                 self._step(k, width, last=k == count - 1)
             self._pick(width, 1, first=k == 0 and lane.config.candidates > 0)
 
-    def _base_pass(self, keep: bool) -> None:
-        lane = self.lane
-        lane.begin_round()
-        h_BLD = self.base.hidden(lane)
-        lane.h_BLD.copy_(h_BLD if self.sampler is None else self.sampler.anchored(h_BLD))
-        if keep:
-            lane.start_BLD.copy_(lane.h_BLD)
+    def _base_pass(self) -> None:
+        self.lane.begin_round()
+        self.lane.h_BLD.copy_(self.base.hidden(self.lane))
 
     def _step(self, k: int, width: int, *, last: bool) -> None:
         """g after commit k; the last call of a round only where something may still be picked."""
-        again = k > 1 and self.options.starts_again(k)
         if self.options.sparse:
-            key: tuple[Any, ...] = ("step", "sparse", k, again)
-            self._run(key, lambda: self._sparse(k, again))
+            self._run(("step", "sparse", k), lambda: self._sparse(k))
         elif last and width < self.lane.tokens_BL.shape[1]:
-            self._run(("step", "last", width, again), lambda: self._last(width, again))
+            self._run(("step", "last", width), lambda: self._last(width))
         else:
-            self._run(("step", "whole", again), lambda: self._whole(again))
+            self._run(("step", "whole"), self._whole)
 
-    def _begin_step(self, again: bool) -> Sampler:
+    def _begin_step(self) -> Sampler:
         assert self.sampler is not None
         self.lane.sampler_calls_B += self.lane.busy_B
-        if again:
-            self.lane.h_BLD.copy_(self.lane.start_BLD)
         return self.sampler
 
-    def _whole(self, again: bool) -> None:
-        sampler = self._begin_step(again)
+    def _whole(self) -> None:
+        sampler = self._begin_step()
         self.lane.h_BLD.copy_(sampler(self.lane.h_BLD, self.lane))
 
-    def _last(self, width: int, again: bool) -> None:
-        sampler, lane = self._begin_step(again), self.lane
+    def _last(self, width: int) -> None:
+        sampler, lane = self._begin_step(), self.lane
         column_BN, _ = lane.open_columns(width)
         new_BND = sampler(lane.h_BLD, lane, column_BN)
         lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
 
-    def _sparse(self, k: int, again: bool) -> None:
-        sampler, lane = self._begin_step(again), self.lane
+    def _sparse(self, k: int) -> None:
+        sampler, lane = self._begin_step(), self.lane
         if k == 1:
             made = sampler.keys(lane.h_BLD, lane)
             for kept, new in zip(itertools.chain(*lane.keys), itertools.chain(*made), strict=True):

@@ -35,7 +35,6 @@ TEXT = (
     *_sweep("parallel:", "tokens_per_step", 2, 4, 8),
     "parallel:order=margin,tokens_per_step=4",
     *_sweep("adjust:", "tokens_per_step", 2, 4, 8, 16),
-    "adjust:restart=6,tokens_per_step=16",
     *_sweep("adjust:candidates=4", "tokens_per_step", 2, 4, 8),
     *_sweep("adjust:block_length=32", "tokens_per_step", 4, 8),
     "adjust:block_length=32,cache_period=8,tokens_per_step=4",
@@ -76,7 +75,7 @@ LISTS = (
     "apd:lookahead=16,mixture=0.8",
 )
 FORM = (
-    "order", "block_length", "cache_period", "cache_window", "candidates", "restart", "rule", "correct", "tau_g",
+    "order", "block_length", "cache_period", "cache_window", "candidates", "rule", "correct", "tau_g",
     "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
     "score", "temperature", "top_p",
 )  # fmt: skip

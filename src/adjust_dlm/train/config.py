@@ -60,7 +60,7 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
-        norms, residual, output_norm_init, pairing, layers, mlp, anchor, features: see `SamplerConfig`.
+        norms, residual, output_norm_init, pairing, layers, mlp, features: see `SamplerConfig`.
         init: what g starts from: "fresh" weights, or the folder of a sampler of the same base and form.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         rows: limit on the masked rows of a state that go through the head, the same loss on average; none takes all.
@@ -107,7 +107,6 @@ class TrainConfig:
     pairing: Literal["state", "token"] = "state"
     layers: int = 1
     mlp: float = 1.0
-    anchor: bool = False
     features: tuple[int, ...] = ()
     init: str = "fresh"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
