@@ -30,7 +30,7 @@ from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import load_sampler
 from adjust_dlm.train import best, distributed, preflight, trainer
 from adjust_dlm.train.batches import pack
-from adjust_dlm.train.checkpoint import save_checkpoint, tensor_bytes
+from adjust_dlm.train.checkpoint import load_checkpoint, save_checkpoint, tensor_bytes
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import InputError, State, Trajectory
@@ -655,3 +655,14 @@ def test_a_tracker_that_is_not_there_is_named_before_any_work(
 def test_best_kl_by_hand() -> None:
     assert best.heldout_kl({"kl_1": 1.0, "kl_2": 3.0, "stale_1": 9.0, "top1_1": 0.5}) == 2.0
     assert best.heldout_kl({}) == float("inf")
+
+
+def test_a_checkpoint_with_a_setting_that_is_gone_is_refused(tmp_path: Path) -> None:
+    """A run that used it would go on as another one; one that left it off goes on."""
+    for ema, goes_on in ((0.0, True), (0.99, False)):
+        torch.save({"run": {"lr": 0.1, "ema": ema}}, tmp_path / "checkpoint.pt")
+        if goes_on:
+            assert load_checkpoint(tmp_path, {"lr": 0.1}) == {"run": {"lr": 0.1, "ema": 0.0}}
+        else:
+            with pytest.raises(InputError, match="this version has no ema"):
+                load_checkpoint(tmp_path, {"lr": 0.1})

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adjust_dlm.sampler import WEIGHTS
 from adjust_dlm.train.checkpoint import writing
 from adjust_dlm.train.record import trained_on
-
-if TYPE_CHECKING:
-    from adjust_dlm.train.trainer import Run
+from adjust_dlm.train.run import Run
 
 LAST, BEST = "sampler", "sampler-best"
 

@@ -90,6 +90,8 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     for key, value in run.items():
         then = settings.get(key)
         require(then == value, f"cannot resume {folder}: {key} was {then!r} and is now {value!r}")
+    gone = sorted(key for key, then in settings.items() if then and key not in run)
+    require(not gone, f"cannot resume {folder}: this version has no {', '.join(gone)}")
     return payload
 
 

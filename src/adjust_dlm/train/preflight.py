@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.losses import weighted_kl
 from adjust_dlm.train.best import BEST, LAST, sampler_bytes
 from adjust_dlm.train.checkpoint import NAME, free_bytes
-
-if TYPE_CHECKING:
-    from adjust_dlm.train.trainer import Run
+from adjust_dlm.train.run import Run
 
 WARMUP, TIMED = 1, 3  # steps before the clock starts, and under it
 _CHUNK_COPIES = 6  # fp32 [chunk, V]: both logits, both log-softmaxes, p, and the gradient

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import manifest_of
+from adjust_dlm.train.run import Run
 from adjust_dlm.types import require
-
-if TYPE_CHECKING:
-    from adjust_dlm.train.trainer import Run
 
 Record = dict[str, Any]
 UNKNOWN: Record = {"use": "unknown"}  # of a sampler from before there were records
