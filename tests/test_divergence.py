@@ -31,6 +31,7 @@ from helpers import (
     temper,
     tiny_base,
     tiny_sampler,
+    writer,
 )
 
 WORDS, LENGTH = 3, 4
@@ -124,6 +125,13 @@ def test_joint_and_every_decoder_with_the_oracle_have_none(decoder, settings, op
     found, _ = seen(decoder, source=source, n=300, options=options, **settings)
     assert float(found.value_BTM[..., :2].abs().max()) < 1e-6
     assert bool((found.depth_BT >= 0).all())
+
+
+@pytest.mark.parametrize("decoder", ["parallel", "adjust"])
+def test_places_are_counted_from_the_base_pass_on(decoder: str) -> None:
+    """ADJUST commits one by one and parallel decoding all at once: the round is what counts."""
+    found, _ = seen(decoder, 3, n=2)
+    assert found.depth_BT.tolist() == [[0, 1, 2, 0]] * 2
 
 
 def law_of_rule(chosen) -> Law:
@@ -233,6 +241,13 @@ def test_what_a_round_writes_behind_the_end_of_a_text_does_not_count(tokens_per_
         texts = [text[: text.index(end) + 1] if end in text else text for text in texts]
         assert (found.depth_BT >= 0).sum(-1).tolist() == [len(text) for text in texts]
         assert expected(found, texts, mine, name) == pytest.approx(kl(mine, other), rel=1e-5)
+
+
+def test_an_end_token_of_an_earlier_round_ends_a_text_too() -> None:
+    """Places 1 (the end) and 2 go first; then place 0 completes the text: place 3, of the same round, is behind it."""
+    base = writer([3, 1, 4, 5], [7.0, 9.0, 8.0, 6.0], end_ids=(1,))
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=4, temperature=0.0)
+    assert observe(base, [[]], config, decoder="parallel").depth_BT.tolist() == [[0, 1, 0, -1]]
 
 
 def test_of_all_that_a_rule_proposes_only_what_it_commits_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
