@@ -303,6 +303,10 @@ def test_an_empty_round_of_a_published_schedule_draws_nothing() -> None:
     assert causal.calls == len(schedule) - schedule.count(0)
     assert result.base_calls_B.tolist() == [len(schedule) + causal.calls]
     assert result.partner_calls_B.tolist() == [8]
+    settings: dict[str, Any] = {"decoder": "dcd", "partner": ar, "keep": "left_to_right"}
+    both = decode(base, [[BOS, 3], [BOS, MASK]], config, **settings)  # nine masks have no empty round
+    assert base.reference_schedule(9, 8)[0] > 0
+    assert both.base_calls_B.tolist() == [*result.base_calls_B.tolist(), 2 * len(schedule)]
 
 
 # Its tokens on tiny transformers -------------------------------------------------------------------------------
@@ -377,6 +381,7 @@ def test_alone_with_the_left_context_the_partner_writes_by_itself() -> None:
     alone = decode(base, prompts, config, alpha=0, **settings)
     assert torch.equal(decode(base, prompts, config, reference="remasked", **settings).tokens_BL, alone.tokens_BL)
     assert not torch.equal(decode(base, prompts, config, **settings).tokens_BL, alone.tokens_BL)
+    assert alone.base_calls_B.tolist() == [1, 1]  # nothing to correct, so no causal pass
 
 
 def test_forbidden_tokens_stay_out() -> None:

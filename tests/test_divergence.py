@@ -1,15 +1,16 @@
 """KL between the law of a decoder and the base's, read off its commits: equal to enumeration on the exact base."""
 
+import itertools
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from adjust_dlm.bases.exact import ExactBase
-from adjust_dlm.decoders import DECODERS, Decoder, decode
+from adjust_dlm.decoders import DECODERS, Decoder, decode, proposals
 from adjust_dlm.decoders.canvas import Picks
 from adjust_dlm.decoders.divergence import MEASURES, Observation, measures, observe, why_not
 from adjust_dlm.decoders.divergence import _Observed as Observed
@@ -21,6 +22,7 @@ from adjust_dlm.types import DecodeConfig, InputError
 from helpers import (
     Law,
     conditionals,
+    count_passes,
     empirical,
     exact_base,
     follow,
@@ -30,6 +32,7 @@ from helpers import (
     temper,
     tiny_base,
     tiny_sampler,
+    writer,
 )
 
 WORDS, LENGTH = 3, 4
@@ -125,6 +128,13 @@ def test_joint_and_every_decoder_with_the_oracle_have_none(decoder, settings, op
     assert bool((found.depth_BT >= 0).all())
 
 
+@pytest.mark.parametrize("decoder", ["parallel", "adjust"])
+def test_places_are_counted_from_the_base_pass_on(decoder: str) -> None:
+    """ADJUST commits one by one and parallel decoding all at once: the round is what counts."""
+    found, _ = seen(decoder, 3, n=2)
+    assert found.depth_BT.tolist() == [[0, 1, 2, 0]] * 2
+
+
 def law_of_rule(chosen) -> Law:
     """Of a decoder that commits, of the product of marginals, the positions that `chosen` names."""
     p = target(smooth_base())
@@ -170,6 +180,94 @@ def test_rules_that_look_at_the_canvas_have_the_enumerated_divergence(decoder, o
     assert expected(own, texts, q, "kl_qp") == pytest.approx(kl(q, p), rel=1e-5)
     base, texts = seen(decoder, source="base", options=options)
     assert expected(base, texts, p, "kl_pq") == pytest.approx(kl(p, q), rel=1e-5)
+
+
+def test_the_kl_of_a_random_order_is_that_of_order_and_text_together() -> None:
+    """By following every order: each is as likely as the next, and a round is two positions of it. Texts alone, whose
+    law is the mean over orders, are closer to the base's."""
+    p, kl_of_orders, texts = target(smooth_base()), [], dict.fromkeys(target(smooth_base()), 0.0)
+    orders = list(itertools.permutations(range(LENGTH)))
+    for order in orders:
+        front: dict = {(None,) * LENGTH: 1.0}
+        for pair in (order[:2], order[2:]):
+            following: dict = {}
+            for state, mass in front.items():
+                p_LV = conditionals(p, state)
+                for tokens in itertools.product(range(WORDS), repeat=2):
+                    after = list(state)
+                    after[pair[0]], after[pair[1]] = tokens
+                    chance = p_LV[pair[0], tokens[0]] * p_LV[pair[1], tokens[1]]
+                    following[tuple(after)] = following.get(tuple(after), 0.0) + mass * chance
+            front = following
+        kl_of_orders.append((kl(front, p), kl(p, front)))
+        texts = {s: mass + front[s] / len(orders) for s, mass in texts.items()}
+    for n, (source, name) in enumerate((("own", "kl_qp"), ("base", "kl_pq"))):
+        summary = observe(
+            smooth_base(), [[]] * 20_000, DecodeConfig(tokens_per_step=2, max_new_tokens=LENGTH, order="random"),
+            decoder="parallel", source=source,
+        ).summary()  # fmt: skip
+        mean, half = (summary[key] * LENGTH for key in (name, f"{name}_ci95"))
+        whole = sum(both[n] for both in kl_of_orders) / len(orders)
+        assert abs(mean - whole) < 2 * half < 0.1 * whole
+        assert mean - 2 * half > (kl(texts, p), kl(p, texts))[n]
+
+
+@pytest.mark.parametrize("tokens_per_step", [2, 3, 4])
+def test_what_a_round_writes_behind_the_end_of_a_text_does_not_count(tokens_per_step: int) -> None:
+    """ADJUST stops there, and parallel decoding writes its round to the end: both are held to texts up to their end."""
+    end, joint = 1, smooth_base().joint
+    base = ExactBase(joint, end_ids=(end,))
+
+    def cut(law: Law) -> Law:
+        out: Law = {}
+        for s, mass in law.items():
+            text = s[: s.index(end) + 1] if end in s else s
+            out[text] = out.get(text, 0.0) + mass
+        return out
+
+    p, whole = cut(target(base)), parallel_law(target(base), "left_to_right", tokens_per_step)
+    q = cut(whole)
+    config = DecodeConfig(tokens_per_step=tokens_per_step, max_new_tokens=LENGTH, order="left_to_right")
+    for source, name, mine, other in (("own", "kl_qp", q, p), ("base", "kl_pq", p, q)):
+        texts: list[tuple[int, ...]] = []
+        real_commit = Observed.commit
+
+        def commit(canvas, picks, texts=texts, real_commit=real_commit):
+            real_commit(canvas, picks)
+            texts[:] = [tuple(row) for row in canvas.tokens_BL.tolist()]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Observed, "commit", commit)
+            found = observe(base, [[]] * N, config, decoder="parallel", source=source)
+        texts = [text[: text.index(end) + 1] if end in text else text for text in texts]
+        assert (found.depth_BT >= 0).sum(-1).tolist() == [len(text) for text in texts]
+        assert expected(found, texts, mine, name) == pytest.approx(kl(mine, other), rel=1e-5)
+
+
+def test_an_end_token_of_an_earlier_round_ends_a_text_too() -> None:
+    """Places 1 (the end) and 2 go first; then place 0 completes the text: place 3, of the same round, is behind it."""
+    base = writer([3, 1, 4, 5], [7.0, 9.0, 8.0, 6.0], end_ids=(1,))
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=4, temperature=0.0)
+    assert observe(base, [[]], config, decoder="parallel").depth_BT.tolist() == [[0, 1, 0, -1]]
+
+
+def test_of_all_that_a_rule_proposes_only_what_it_commits_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a batch's every position are gigabytes at a real vocabulary; in chunks they come out the same."""
+    how = {"decoder": "threshold", "tau": 0.4, "score": "likeliest"}
+    config = DecodeConfig(max_new_tokens=LENGTH)
+    whole = observe(smooth_base(), [[]] * 50, config, **how)
+    kept, real = [], Observed._what_was_proposed
+
+    def noted(canvas, wanted_BL):
+        number_BL, q_RV = real(canvas, wanted_BL)
+        kept.append(len(q_RV) == int(wanted_BL.sum()) == int((number_BL >= 0).sum()))
+        return number_BL, q_RV
+
+    monkeypatch.setattr(Observed, "_what_was_proposed", noted)
+    monkeypatch.setattr(proposals, "rows_at_once", lambda _: 7)
+    chunks = observe(smooth_base(), [[]] * 50, config, **how)
+    assert all(kept) and torch.equal(whole.depth_BT, chunks.depth_BT)
+    assert torch.allclose(whole.value_BTM, chunks.value_BTM, atol=1e-6)
 
 
 def test_entropies_and_nll_of_joint_text_are_those_of_the_law() -> None:
@@ -272,6 +370,9 @@ def test_what_can_be_measured() -> None:
         ("threshold", {"temperature": 0.0}, ThresholdOptions(), ("own",)),
         ("parallel", {"top_p": 0.9}, None, ("own",)),
         ("parallel", {"order": "confidence", "temperature": 0.0}, None, ("own",)),
+        ("threshold", {"order": "confidence"}, likeliest, ("own", "base")),  # these three have an order of their own
+        ("entropy_bound", {"order": "confidence"}, None, ("own", "base")),
+        ("origin", {"order": "confidence"}, None, ("own", "base")),
     ):
         assert why_not(base, decoder, DecodeConfig(**settings), options, sources) is None
     with pytest.raises(InputError, match="temperature of the law is 0"):
@@ -344,6 +445,15 @@ def test_shares_below_parallel_by_hand() -> None:
     assert lines[1]["kl_qp_below_parallel_ci95"] == pytest.approx(0.25 * math.hypot(0.1, 0.05))
 
 
+def test_rounding_is_not_compared_with_rounding() -> None:
+    """At K = 1 parallel is joint; and a rule without a K is no rival of parallel at K = 1."""
+    line = {"temperature": 1.0, "tokens_per_step": 1, "kl_qp": 1e-9, "kl_qp_ci95": 1e-9}
+    others = ("joint", "adjust:tokens_per_step=1", "adaptive:gamma=2", "parallel:tokens_per_step=1,temperature=0.8")
+    lines = [line | {"decoder": decoder} for decoder in ("parallel:tokens_per_step=1", *others)]
+    compare_with_parallel(lines)
+    assert not any("kl_qp_below_parallel" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -353,6 +463,9 @@ def test_shares_below_parallel_by_hand() -> None:
         ({"sources": ()}, "sources is empty"),
         ({"sources": ("mine",)}, "sources is 'mine'"),
         ({"tokens_per_step": (0,)}, "tokens_per_step is"),
+        ({"tokens_per_step": (), "decoders": ("parallel", "adjust")}, "tokens_per_step is empty"),
+        ({"decoders": ("adjust:max_new_tokens=64",)}, "has a max_new_tokens of its own"),
+        ({"decoders": ("adjust:suppress_eos=false",)}, "has a suppress_eos of its own"),
     ],
 )
 def test_bad_settings_are_named(settings, said) -> None:
@@ -366,6 +479,11 @@ def test_the_command_refuses_before_anything_is_decoded(tmp_path) -> None:
     )
     with pytest.raises(InputError, match=r"'threshold:tau=0.5' cannot be measured: at temperature 1.0"):
         run(config, exact_base())
+    base = exact_base()
+    passes = count_passes(base)
+    with pytest.raises(InputError, match=r"candidates is 2; .* 'parallel' does not"):
+        run(replace(config, decoders=("joint", "parallel:candidates=2")), base)
+    assert passes.calls == 0
     assert not (tmp_path / "out").exists()
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
+from adjust_dlm.decoders.edlm import Completions, EdlmOptions, _energies
 from adjust_dlm.sampling import draw, process
 from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
 from helpers import (
@@ -220,6 +222,17 @@ def test_text_ends_at_its_first_end_token() -> None:
     assert distance(cut(law), whole) > 2 * distance_bound(whole, N)
 
 
+def test_texts_of_unlike_lengths_are_weighed_by_the_mean() -> None:
+    """A partner to whom all words are alike prefers no length: log 3 a token, of one token or of four."""
+    base = ExactBase(torch.ones((3,) * 4), end_ids=(2,))
+    canvas = Canvas(base, [[]], DecodeConfig(max_new_tokens=4))
+    token_CBL = torch.tensor([[[2, 0, 0, 0]], [[0, 1, 0, 1]]])
+    nothing_CBL = torch.zeros(2, 1, 4, dtype=torch.float64)
+    made = Completions(token_CBL, nothing_CBL, nothing_CBL)
+    energy_CR = _energies(base.partner(), canvas, made, torch.tensor([0]), EdlmOptions())
+    assert energy_CR[:, 0].tolist() == pytest.approx([math.log(3)] * 2, rel=1e-5)
+
+
 # A transformer and a causal partner ----------------------------------------------------------------------------
 
 
@@ -243,6 +256,7 @@ def test_one_completion_is_parallel_decoding(family: str, rule: str, on: str) ->
             )
             for name in ("tokens_BL", "order_BL", "base_calls_B"):
                 assert torch.equal(getattr(ours, name), getattr(plain, name)), name
+            assert not ours.partner_calls_B.any()  # there is nothing to choose
 
 
 @pytest.mark.parametrize("options", [{}, EVERYWHERE])

@@ -9,7 +9,8 @@ import torch
 
 from adjust_dlm.bases.exact import two_sentences
 from adjust_dlm.cli import main
-from adjust_dlm.decoders import DECODERS, decode
+from adjust_dlm.decoders import DECODERS, Canvas, decode
+from adjust_dlm.decoders.proposals import fill_by_rule, largest_probability
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, FAMILIES, TableBase, exact_base, tiny_base
 
@@ -54,6 +55,26 @@ def test_the_loosest_rule_is_one_parallel_pass(rule: str) -> None:
     assert torch.equal(ours.tokens_BL, parallel.tokens_BL)
     assert torch.equal(ours.order_BL, parallel.order_BL)
     assert ours.base_calls_B.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("options", [{"tau": 0.65}, {"tau": 0.65, "score": "likeliest"}], ids=str)
+def test_a_threshold_is_held_against_probabilities_before_temperature_and_filters(options: dict[str, Any]) -> None:
+    """.6 for the likeliest token, which T = .5 makes .77 and a nucleus of half the mass 1: below .65 all the same."""
+    base = TableBase(torch.tensor([[0.6, 0.3, 0.1]]).log().repeat(4, 1))
+    for changes in ({"temperature": 0.5}, {"top_p": 0.5}):
+        config = DecodeConfig(max_new_tokens=4, **changes)
+        assert decode(base, [[]] * 3, config, decoder="threshold", **options).base_calls_B.tolist() == [4] * 3
+
+
+def test_a_pass_commits_up_to_the_first_rank_that_is_not_allowed() -> None:
+    base = TableBase(torch.tensor([[3.0, 0], [2.5, 0], [2, 0], [1.5, 0], [1, 0]]))
+    canvas = Canvas(base, [[]], DecodeConfig(max_new_tokens=5))
+
+    def gap(score_BN: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([True, True, False, True, True])[: score_BN.shape[1]].expand_as(score_BN)
+
+    fill_by_rule(base, canvas, largest_probability, gap)
+    assert canvas.rounds_B.tolist() == [3]  # of two, two and one
 
 
 def naive_counts(logits: torch.Tensor, stop: Callable[[list[tuple[float, float]]], int]) -> list[int]:

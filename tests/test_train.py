@@ -29,6 +29,7 @@ from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.divergence import observe
 from adjust_dlm.losses import Student, kl_rows, row_shares, row_weights, weighted_kl
 from adjust_dlm.sampler import Sampler, load_sampler
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import trainer
 from adjust_dlm.train.adapt import AdaptConfig
 from adjust_dlm.train.batches import pack, random_slices
@@ -502,7 +503,7 @@ def test_held_out_metrics_are_means_over_these_windows() -> None:
 
 
 def test_training_ends_with_the_divergence_on_held_out_prompts(exact: ExactBase, tmp_path: Path) -> None:
-    """The prompts and rows of held-out trajectories, K = rollout + 1, at the temperature that most of them have."""
+    """Prompts of held-out trajectories, in rows for evaluation; K = rollout + 1, the temperature that most have."""
     for name, temperature in (("t", (1.0, 1.0, 0.5)), ("cold", (0.0,))):
         made = TrajectoriesConfig(
             base="exact", num=48, output=str(tmp_path / name), max_new_tokens=3, temperature=temperature,
@@ -520,7 +521,7 @@ def test_training_ends_with_the_divergence_on_held_out_prompts(exact: ExactBase,
     config = DecodeConfig(tokens_per_step=3, max_new_tokens=3)
     g, prompts = load_sampler(tmp_path / "run" / "sampler", exact), [x.tokens_L[:1].tolist() for x in warm]
     for decoder, helper in (("parallel", None), ("adjust", g)):
-        rows = [x.row for x in warm]
+        rows = [EVALUATION_ROWS + n for n in range(5)]  # of the texts' own, joint text may be training text
         direct = observe(exact, prompts, config, decoder=decoder, sampler=helper, rows=rows).summary()
         assert found[decoder]["kl_qp"] == pytest.approx(direct["kl_qp"], rel=0.02)  # g is saved in bf16
     saved = json.loads((tmp_path / "run" / "sampler" / "sampler.json").read_text())
@@ -529,6 +530,36 @@ def test_training_ends_with_the_divergence_on_held_out_prompts(exact: ExactBase,
     assert off["divergence"] == {}
     greedy = train(settings(tmp_path / "cold", tmp_path / "greedy", heldout=24, rollout=2, steps=1), exact)
     assert greedy["divergence"] == {}  # a law at T = 0 has one text
+    single = train(settings(tmp_path / "t", tmp_path / "one", heldout=24, heldout_texts=1, rollout=2, steps=1), exact)
+    assert single["divergence"] == {}  # no interval
+
+
+def test_training_on_a_base_whose_order_cannot_be_measured_ends_all_the_same(tmp_path: Path) -> None:
+    """LLaDA's confidence at T > 0; it was an error once the last step was done, and no sampler was written."""
+    base = tiny_base("llada")
+    made = TrajectoriesConfig(base="llada", num=8, output=str(tmp_path / "t"), max_new_tokens=4, suppress_eos=True)
+    make_trajectories(made, base=base)
+    run = settings(tmp_path / "t", tmp_path / "run", heldout=2, rollout=1, steps=1, suppress_eos=True)
+    result = train(run, base)
+    assert "order confidence looks at the drawn tokens" in result["divergence"]["no_divergence"]
+    saved = json.loads((tmp_path / "run" / "sampler" / "sampler.json").read_text())
+    assert saved["divergence"] == result["divergence"]
+
+
+def test_g_is_saved_before_its_divergence_is_measured(
+    exact: ExactBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for the logits")
+
+    monkeypatch.setattr(trainer, "divergence", full)
+    folder = tmp_path / "t"
+    source = PromptSource("two", [[0], [1]])
+    made = TrajectoriesConfig(base="exact", num=8, output=str(folder), max_new_tokens=3, prompts="x.jsonl")
+    make_trajectories(made, base=exact, source=source)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(settings(folder, tmp_path / "run", heldout=2, rollout=2, steps=1), exact)
+    assert load_sampler(tmp_path / "run" / "sampler", exact).config.layers == 1
 
 
 def test_a_bf16_base_trains_on_the_cpu(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ class State:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One finished K=1 decode: tokens, and when each was revealed.
+    """One finished decode: tokens, and when each was revealed.
 
     Attributes:
         tokens_L: int ids without padding.

@@ -253,12 +253,16 @@ class Canvas(State):
 
     def _close_finished(self) -> None:
         """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
-        end_BL = (self.tokens_BL[..., None] == self._ends_E).any(-1)
-        ended_BL = (end_BL & (self.order_BL >= 0)).long().cumsum(-1) > 0
-        finished_B = ended_BL.any(-1) & ~(self.masked_BL & ~ended_BL).any(-1)
+        finished_B = self._finished(self.tokens_BL, self.masked_BL, self.order_BL >= 0)
         filler_BL = finished_B[:, None] & self.masked_BL
         self.tokens_BL.masked_fill_(filler_BL, self._filler)
         self.masked_BL &= ~filler_BL
+
+    def _finished(self, tokens_BL: Tensor, masked_BL: Tensor, written_BL: Tensor) -> Tensor:
+        """Rows whose text is whole: nothing is masked left of the first end token among those written."""
+        end_BL = (tokens_BL[..., None] == self._ends_E).any(-1)
+        ended_BL = (end_BL & written_BL).long().cumsum(-1) > 0
+        return ended_BL.any(-1) & ~(masked_BL & ~ended_BL).any(-1)
 
     @property
     def _filler(self) -> int:

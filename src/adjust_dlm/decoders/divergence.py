@@ -6,7 +6,9 @@ A text's chance is the product of the chances of its commits, so the KL between 
 
 q_i what token i was drawn from, p_i the base looked at anew on the very same canvas. Each term is a sum over the
 vocabulary, so only the choice of canvases is sampled. It holds where the next position is a function of the tokens so
-far: then a text has one order. Where it is drawn apart from the tokens (rule random), the order is part of the law.
+far: then a text has one order. Where it is drawn apart from the tokens (rule random), the order is part of the law, and
+the KL between the laws of texts alone is at most that. A text is over at its end token: what a round still writes
+behind it does not count.
 
 Shapes beside the usual ones: M measures.
 """
@@ -36,6 +38,7 @@ _REASONS = {
     "dcd": _COMPLETIONS,
 }
 _BY_DRAWN = ("factor", "klass", "cascade", "guided")  # a position is taken for the token that was drawn there
+_OWN_ORDER = ("origin", "threshold", "entropy_bound")  # `DecodeConfig.order` plays no part in them
 
 _SILENT = "decoder {!r} cannot be measured: it does not tell the canvas what it draws from (`Canvas.note_chance`)"
 
@@ -48,7 +51,7 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, options: Any, source
     if config.temperature and by_drawn:
         hint = "; threshold:score=likeliest does not" if decoder == "threshold" else ""
         return f"at temperature {config.temperature} it chooses positions by the tokens drawn there{hint}"
-    if config.temperature and (config.order or base.spec.order) == "confidence" and decoder != "origin":
+    if config.temperature and (config.order or base.spec.order) == "confidence" and decoder not in _OWN_ORDER:
         return f"at temperature {config.temperature} order confidence looks at the drawn tokens; set another order"
     narrow = config.temperature == 0 or config.top_p < 1 or config.top_k > 0
     if narrow and "base" in sources:
@@ -164,11 +167,13 @@ class _Observed(Canvas):
         """Measures the tokens one after another, each on the canvas that those before it have made."""
         rank_BN = picks.valid_BN.cumsum(-1) - 1
         goes_BN = picks.valid_BN & (rank_BN < self.quota_B[:, None])
-        number_BL, q_RV = self._what_was_proposed()
+        number_BL, q_RV = self._what_was_proposed(self._at(picks, goes_BN))
         token_BN = picks.token_BN.clone()
         now = State(self.tokens_BL.clone(), self.real_BL, self.masked_BL.clone(), self.padded)
         for rank in range(int(goes_BN.sum(-1).max())):
-            row_R, n_R = (goes_BN & (rank_BN == rank)).nonzero(as_tuple=True)
+            written_BL = (self.order_BL >= 0) | (self.masked_BL & ~now.masked_BL)
+            over_B = self._finished(now.tokens_BL, now.masked_BL, written_BL)
+            row_R, n_R = (goes_BN & (rank_BN == rank) & ~over_B[:, None]).nonzero(as_tuple=True)
             at = row_R, picks.position_BN[row_R, n_R]
             require(bool((number_BL[at] >= 0).all()), _SILENT.format(self.decoder))
             h_RD = self.base.hidden(now)[at]
@@ -183,10 +188,21 @@ class _Observed(Canvas):
         super().commit(replace(picks, token_BN=token_BN))
         self._proposed.clear()
 
-    def _what_was_proposed(self) -> tuple[Tensor, Tensor]:
-        """The row of logits [R, V] that belongs to each position, -1 where none does: [B, L]."""
+    def _at(self, picks: Picks, goes_BN: Tensor) -> Tensor:
+        """Positions that are about to be written: bool [B, L]."""
+        out_BL = torch.zeros_like(self.masked_BL)
+        row_R, n_R = goes_BN.nonzero(as_tuple=True)
+        out_BL[row_R, picks.position_BN[row_R, n_R]] = True
+        return out_BL
+
+    def _what_was_proposed(self, wanted_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of logits [R, V] that belongs to each wanted position, -1 where none does: [B, L].
+
+        A rule proposes for every open position and commits few: only those are copied.
+        """
         require(bool(self._proposed), _SILENT.format(self.decoder))
-        rows, positions, logits = zip(*self._proposed, strict=True)
+        kept = [(row, position, wanted_BL[row, position], part) for row, position, part in self._proposed]
+        rows, positions, logits = zip(*((r[w], at[w], part[w]) for r, at, w, part in kept), strict=True)
         number_BL = torch.full_like(self.tokens_BL, -1)
         row_R, position_R = torch.cat(rows), torch.cat(positions)
         number_BL[row_R, position_R] = torch.arange(len(row_R), device=number_BL.device)

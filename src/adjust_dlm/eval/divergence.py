@@ -14,7 +14,7 @@ import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
-from adjust_dlm.decoders import DECODERS, build_options, read_variant
+from adjust_dlm.decoders import DECODERS, build_options, make_plan, read_variant
 from adjust_dlm.decoders.divergence import MEASURES, Observation, Source, observe, why_not
 from adjust_dlm.eval.generation import digest, open_helpers
 from adjust_dlm.files import write_whole
@@ -24,6 +24,7 @@ from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
 
 log = logging.getLogger(__name__)
 Line = dict[str, Any]
+OF_THE_LAW = ("max_new_tokens", "suppress_eos")  # with another value a variant is measured against another law
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,12 @@ class DivergenceConfig:
         require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(Source))}")
         require(bool(self.decoders), "decoders is empty; name at least one")
         for variant in self.decoders:
-            read_variant(variant)
+            for name, value in read_variant(variant).settings.items():
+                require(
+                    name not in OF_THE_LAW or value == getattr(self, name),
+                    f"decoder {variant!r} has a {name} of its own, which is the law's too: set it for all",
+                )
+        require(bool(self.cells()), "tokens_per_step is empty, and every decoder takes K; give at least one")
 
     def cells(self) -> list[tuple[float, str]]:
         """Temperature and full variant of each line."""
@@ -121,6 +127,8 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
         reason = reason_against(base, variant, _settings(config, temperature, variant), config.sources)
         require(reason is None, f"decoder {variant!r} cannot be measured: {reason}")
     helpers = open_helpers(config, base, [variant for _, variant in cells], sampler=sampler)
+    for temperature, variant in cells:
+        _plan(base, variant, _settings(config, temperature, variant), helpers)
     mine = [line_of(config, base, helpers, *cell) for cell in cells[rank::world]]
     lines = distributed.from_all_ranks(mine)
     lines.sort(key=lambda line: cells.index((line["temperature"], line["decoder"])))
@@ -137,6 +145,13 @@ def _settings(config: DivergenceConfig, temperature: float, variant: str) -> Dec
         suppress_eos=config.suppress_eos,
     )  # fmt: skip
     return shared.but(**read_variant(variant).settings)
+
+
+def _plan(base: Base, variant: str, settings: DecodeConfig, helpers: Line) -> None:
+    """Refuses now what decoding would refuse once its turn came."""
+    name, _, options = read_variant(variant)
+    needed = {"sampler": helpers["sampler"]} if DECODERS[name].needs_sampler else {}
+    make_plan(base, settings, decoder=name, **needed, **options)
 
 
 def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: float, variant: str) -> Line:
@@ -198,10 +213,15 @@ def reason_against(base: Base, variant: str, settings: DecodeConfig, sources: Se
 
 
 def compare_with_parallel(lines: list[Line]) -> None:
-    """How much less than parallel decoding's at the same T and K: a share, with the interval of a ratio of means."""
+    """How much less than parallel decoding's at the same T and K: a share, with the interval of a ratio of means.
+
+    At K = 1 both are joint decoding, and a decoder that decides for itself how many tokens to commit has no K.
+    """
 
     def k_of(line: Line) -> int:
-        return int(line["tokens_per_step"] or read_variant(line["decoder"]).settings.get("tokens_per_step", 0))
+        name, settings, _ = read_variant(line["decoder"])
+        k = int(line["tokens_per_step"] or settings.get("tokens_per_step", 0))
+        return k if k > 1 and DECODERS[name].takes_k else 0
 
     plain = [line for line in lines if line["decoder"] in ("parallel", f"parallel:tokens_per_step={k_of(line)}")]
     parallel = {(line["temperature"], k_of(line)): line for line in plain}

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.canvas import rows_at_once
-from adjust_dlm.decoders.divergence import observe
+from adjust_dlm.decoders.divergence import observe, why_not
 from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import SCORES
+from adjust_dlm.sampling import EVALUATION_ROWS, SCORES
 from adjust_dlm.train.batches import pack, to_device
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
 from adjust_dlm.types import CERTAINTY, DecodeConfig, Trajectory
@@ -66,24 +66,32 @@ def divergence(
 ) -> dict[str, Any]:
     """KL(q || p) of parallel decoding and of ADJUST, K = rollout + 1, on the prompts of held-out trajectories.
 
-    At most `config.heldout_texts` of them, all of the temperature that most have. Costs a base pass for each commit.
+    At most `config.heldout_texts` of them, all of the temperature that most have; decoded in rows for evaluation. Costs
+    a base pass for each commit.
 
     Returns:
         `tokens_per_step`, `temperature` and a summary of each decoder (`decoders.divergence.Observation`); nothing
-        where no held-out text was drawn at a temperature above 0.
+        where fewer than two held-out texts were drawn at one temperature above 0; `no_divergence`, the reason, where
+        the base's own order cannot be measured.
     """
     warm = [data[row] for row in rows if data[row].temperature > 0]
-    if not warm or not config.heldout_texts:
+    if not warm:
         return {}
     count = Counter(x.temperature for x in warm)
     temperature = max(count, key=lambda t: (count[t], t))
     texts = [x for x in warm if x.temperature == temperature][: config.heldout_texts]
+    if len(texts) < 2:  # no interval
+        return {}
     settings = DecodeConfig(
         tokens_per_step=config.rollout + 1, max_new_tokens=max(1, *(x.commits for x in texts)), temperature=temperature,
         suppress_eos=config.suppress_eos, seed=config.seed,
     )  # fmt: skip
+    reason = why_not(base, "adjust", settings, None, ("own",))
+    if reason is not None:
+        return {"no_divergence": reason}
     prompts = [x.state(0, base.spec.mask_id)[0].tolist() for x in texts]
-    how: dict[str, Any] = {"temperature": temperature, "rows": [x.row for x in texts], "new": [0] * len(texts)}
+    apart = [EVALUATION_ROWS + n for n in range(len(texts))]  # of the texts' own, some seed may be one of training
+    how: dict[str, Any] = {"temperature": temperature, "rows": apart, "new": [0] * len(texts)}
     out: dict[str, Any] = {"tokens_per_step": config.rollout + 1, "temperature": temperature}
     with autocast:
         for decoder, helper in (("parallel", None), ("adjust", sampler)):

@@ -77,11 +77,12 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
             tracking.close()
     law: dict[str, Any] = {}
     if rank == 0 and not _unfinished(run):
+        save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
         law = divergence(run.base.eager(), run.sampler, *_held_rows(run), config, _autocast(run))
-        log.info(
-            "KL(q || p), nats a token: %s", {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
-        )
-        save_sampler(run, folder / LAST, heldout=last, divergence=law)
+        told = {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
+        log.info("KL(q || p), nats a token: %s", told or law.get("no_divergence", "not measured"))
+        if law:
+            save_sampler(run, folder / LAST, heldout=last, divergence=law)
     distributed.barrier()
     return {
         "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
