@@ -212,6 +212,7 @@ def test_a_mixture_of_one_is_parallel_decoding_from_the_left(lookahead: int | No
     result = run(mixture=1.0, lookahead=lookahead, seed=11)
     assert_law(result.tokens_BL, law)
     assert set(result.base_calls_B.tolist()) == {rounds}
+    assert not result.partner_calls_B.any()  # whose word would not count
     assert result.order_BL.tolist() == [list(range(LENGTH))] * N
 
 
@@ -386,6 +387,9 @@ def test_passes_are_booked_and_none_is_wasted() -> None:
         assert int(result.partner_calls_B[b]) == sum(n > 1 for n in left)
     assert passes.calls == len(rounds) == int(result.base_calls_B.max())
     assert asked.calls == int(result.partner_calls_B.max())
+    config = DecodeConfig(max_new_tokens=1, suppress_eos=True)
+    unlike = decode(base, [[BOS, 3, 4], [BOS, MASK, MASK]], config, decoder="apd", partner=partner)
+    assert unlike.partner_calls_B[0] == 0 < unlike.partner_calls_B[1]  # its last token is its first
 
 
 def test_only_open_positions_are_drafted_and_never_over_a_shut_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,11 @@ def test_texts_of_unlike_lengths_are_weighed_by_the_mean() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_completion_is_parallel_decoding(family: str, rule: str, on: str) -> None:
     base = tiny_base(family)
-    for more in ({}, {"temperature": 0.7, "top_p": 0.9, "schedule": "reference"}, {"suppress_eos": True}):
+    for more in (
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "schedule": "reference"},
+        {"suppress_eos": True, "block_length": 4},
+    ):
         config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, order=rule, order_on=on, **more)
         plain = decode(base, PROMPTS, config, decoder="parallel")
         for options in ({}, EVERYWHERE):

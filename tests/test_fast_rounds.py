@@ -90,6 +90,13 @@ def test_every_round_is_the_references_whatever_the_settings(
     lockstep(BASES[family], SAMPLERS[family], config, decoder, together=together, chance=chance, **options)
 
 
+def test_chances_of_a_row_stay_when_others_commit_more_than_it_has_left() -> None:
+    """One mask beside four, three tokens a pass: what is looked at beyond the one was drawn long ago."""
+    rows = [([BOS], 4, seed, seed) for seed in range(6)]
+    config = DecodeConfig(tokens_per_step=3, suppress_eos=True)
+    lockstep(BASES["dream"], SAMPLERS["dream"], config, "parallel", rows=rows, chance=True)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_round_is_the_references_whatever_g_sees(form: str) -> None:
     base, g = DEEP["dream"], ALL["dream", form]

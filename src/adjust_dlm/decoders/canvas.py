@@ -295,9 +295,14 @@ class Canvas(State):
         return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - start_B[row]
 
     def note_chance(self, row: Tensor, position: Tensor, processed_RV: Tensor, token_R: Tensor) -> None:
-        """Keeps the probability of drawn tokens, if anyone wants to know: (row index, position index) of each."""
+        """Keeps the probability of drawn tokens, if anyone wants to know: (row index, position index) of each.
+
+        A row with fewer masks than others has picks that are none; those of its tokens that stand keep their chance.
+        """
         if self.chance_BL is not None:
-            self.chance_BL[row.flatten(), position.flatten()] = confidence(processed_RV, token_R)
+            at = row.flatten(), position.flatten()
+            chance_R = confidence(processed_RV, token_R)
+            self.chance_BL[at] = torch.where(self.masked_BL[at], chance_R, self.chance_BL[at])
 
 
 def rows_at_once(base: Base) -> int:
