@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from adjust_dlm.eval import sandbox
-from adjust_dlm.eval.sandbox import Limits, Result, available_workers, marked, run_program, run_programs
+from adjust_dlm.eval.tasks import sandbox
+from adjust_dlm.eval.tasks.sandbox import Limits, Result, available_workers, marked, run_program, run_programs
 from adjust_dlm.types import InputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Picks, row_scorer, rows_at_once
-from adjust_dlm.decoders.lane import Lane
+from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.machinery.canvas import Picks, row_scorer, rows_at_once
 from adjust_dlm.sampling import ORDER, confidence, draw, no_softmax, process
 from adjust_dlm.types import OrderRule
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.columns import candidate_columns, certain_columns
-from adjust_dlm.decoders.padding import left_padded
+from adjust_dlm.decoders.machinery.columns import candidate_columns, certain_columns
+from adjust_dlm.decoders.machinery.padding import left_padded
 from adjust_dlm.sampling import (
     NOISE,
     ORDER,
