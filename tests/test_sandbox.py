@@ -261,7 +261,7 @@ def test_the_limit_of_processes_holds() -> None:
 
 def test_a_program_ends_when_its_evaluation_is_killed(folders: Path) -> None:
     code = (
-        "from adjust_dlm.eval import sandbox\nsandbox.secrets.token_hex = lambda size: 'f00d' * 8\n"
+        "from adjust_dlm.eval.tasks import sandbox\nsandbox.secrets.token_hex = lambda size: 'f00d' * 8\n"
         "sandbox.run_programs([['print(1)\\nwhile True: pass']], sandbox.Limits(seconds=100))"
     )
     runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folders)})
