@@ -19,8 +19,8 @@ from torch import Tensor
 
 from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.cache import PrefixCache
-from adjust_dlm.decoders.canvas import Canvas, pick, rows_at_once
+from adjust_dlm.decoders.machinery.cache import PrefixCache
+from adjust_dlm.decoders.machinery.canvas import Canvas, pick, rows_at_once
 from adjust_dlm.sampler import Sampler
 
 TABLES = ["cache", "depth"]

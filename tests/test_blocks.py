@@ -12,9 +12,9 @@ from torch import Tensor
 
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
-from adjust_dlm.decoders.cache import PrefixCache
-from adjust_dlm.decoders.canvas import Picks
-from adjust_dlm.decoders.columns import best_columns, columns_of
+from adjust_dlm.decoders.machinery.cache import PrefixCache
+from adjust_dlm.decoders.machinery.canvas import Picks
+from adjust_dlm.decoders.machinery.columns import best_columns, columns_of
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
     BOS,

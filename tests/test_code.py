@@ -20,8 +20,10 @@ import torch
 from adjust_dlm import cli
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.dream import dream_base
-from adjust_dlm.eval import code, downstream
-from adjust_dlm.eval.code import (
+from adjust_dlm.eval import downstream
+from adjust_dlm.eval.downstream import Problem, Task, summarize
+from adjust_dlm.eval.tasks import code
+from adjust_dlm.eval.tasks.code import (
     HUMANEVAL,
     MBPP,
     CodeConfig,
@@ -34,9 +36,8 @@ from adjust_dlm.eval.code import (
     pass_at_k,
     run_humaneval,
 )
-from adjust_dlm.eval.downstream import Problem, Task, summarize
-from adjust_dlm.eval.extract import bare_code, blocks, cut_body, defines, fenced, preamble
-from adjust_dlm.eval.task_files import read_rows
+from adjust_dlm.eval.tasks.extract import bare_code, blocks, cut_body, defines, fenced, preamble
+from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import InputError
 from helpers import tiny_config
 from tiny_ar import BOS, IM_END, MASK, tiny_tokenizer

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from adjust_dlm.bases.exact import ExactBase
-from adjust_dlm.decoders import DECODERS, Decoder, decode, proposals
-from adjust_dlm.decoders.canvas import Picks
+from adjust_dlm.decoders import DECODERS, Decoder, decode
 from adjust_dlm.decoders.divergence import MEASURES, Observation, measures, observe, why_not
 from adjust_dlm.decoders.divergence import _Observed as Observed
+from adjust_dlm.decoders.machinery import proposals
+from adjust_dlm.decoders.machinery.canvas import Picks
 from adjust_dlm.decoders.threshold import ThresholdOptions
 from adjust_dlm.eval import divergence
 from adjust_dlm.eval.divergence import DivergenceConfig, compare_with_parallel, run

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders import decode, fast
+from adjust_dlm.decoders import decode
+from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.eval import downstream
 from adjust_dlm.eval.downstream import (
     DownstreamConfig,

@@ -22,8 +22,11 @@ from torch import Tensor
 from adjust_dlm.bases import layers, load_base
 from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders import _groups, decode, decode_many, fast, lane, static_pick
-from adjust_dlm.decoders.graphs import Graphs
+from adjust_dlm.decoders import _groups, decode, decode_many
+from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast import lane
+from adjust_dlm.decoders.fast import pick as static_pick
+from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
 from helpers import (
     BOS,

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders import decode, fast, lane, make_plan
+from adjust_dlm.decoders import decode, make_plan
 from adjust_dlm.decoders.adjust import AdjustOptions
-from adjust_dlm.decoders.fast_rounds import Rounds, column_bucket
-from adjust_dlm.decoders.rows import RoundCanvas, join, take
+from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast import lane
+from adjust_dlm.decoders.fast.rounds import Rounds, column_bucket
+from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, CORE, FAMILIES, LIMIT, MASK, left_pad, tiny_base, tiny_sampler

@@ -14,11 +14,12 @@ from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.data.lists import KINDS, ListTask, write_list
-from adjust_dlm.decoders import decode, fast
+from adjust_dlm.decoders import decode
+from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.eval import frontier, plots, table
 from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
 from adjust_dlm.eval.generation import generate_rows
-from adjust_dlm.eval.lists import held_out_tasks, is_right, score_lists
+from adjust_dlm.eval.tasks.lists import held_out_tasks, is_right, score_lists
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError

@@ -12,7 +12,7 @@ from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.decoders import decode, decode_many
-from adjust_dlm.decoders.fast import captures
+from adjust_dlm.decoders.fast.engine import captures
 from adjust_dlm.losses import kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.sampling import uniform

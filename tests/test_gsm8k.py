@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from adjust_dlm import cli
-from adjust_dlm.eval import gsm8k
-from adjust_dlm.eval.gsm8k import Gsm8kConfig, clean, find_answers, grade, make_task, problems, written
-from adjust_dlm.eval.task_files import read_rows
+from adjust_dlm.eval.tasks import gsm8k
+from adjust_dlm.eval.tasks.gsm8k import Gsm8kConfig, clean, find_answers, grade, make_task, problems, written
+from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import InputError
 from scripted import answer_with
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.decoders.lane import Lane
+from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.types import DecodeConfig
 from helpers import build
 

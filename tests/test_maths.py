@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from adjust_dlm import cli
-from adjust_dlm.eval import maths
 from adjust_dlm.eval.by_value import all_verified
 from adjust_dlm.eval.downstream import cut_at_stop
-from adjust_dlm.eval.latex import final_answer, find_answer, last_boxed, normalize
-from adjust_dlm.eval.maths import STOP, MathConfig, gold, grade, make_task, problems, same_answer
-from adjust_dlm.eval.task_files import read_rows
+from adjust_dlm.eval.tasks import maths
+from adjust_dlm.eval.tasks.latex import final_answer, find_answer, last_boxed, normalize
+from adjust_dlm.eval.tasks.maths import STOP, MathConfig, gold, grade, make_task, problems, same_answer
+from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import InputError
 from scripted import answer_with
 

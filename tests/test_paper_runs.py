@@ -78,7 +78,7 @@ def test_every_evaluation_runs(
     if command == "eval parallelbench":
         small |= {"limit": 0}
     sampler = Sampler(base).eval()
-    for module in ("eval.downstream", "eval.table", "eval.generation", "eval.parallelbench"):
+    for module in ("eval.downstream", "eval.table", "eval.generation", "eval.tasks.parallelbench"):
         loaded = importlib.import_module(f"adjust_dlm.{module}")
         for name, made in (("load_base", base), ("from_pretrained", sampler)):
             if hasattr(loaded, name):

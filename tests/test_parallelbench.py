@@ -17,12 +17,13 @@ import pytest
 
 from adjust_dlm.bases import Base
 from adjust_dlm.data.lists import FIRST_NAMES, LAST_NAMES, list_tasks, write_list
-from adjust_dlm.eval import generation, parallelbench, parallelbench_tasks
-from adjust_dlm.eval import parallelbench_metrics as metrics
+from adjust_dlm.eval import generation
 from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.parallelbench import ParallelBenchConfig, run_parallelbench, score_reply
-from adjust_dlm.eval.parallelbench_files import read_problems
-from adjust_dlm.eval.parallelbench_metrics import (
+from adjust_dlm.eval.tasks import parallelbench, parallelbench_tasks
+from adjust_dlm.eval.tasks import parallelbench_metrics as metrics
+from adjust_dlm.eval.tasks.parallelbench import ParallelBenchConfig, run_parallelbench, score_reply
+from adjust_dlm.eval.tasks.parallelbench_files import read_problems
+from adjust_dlm.eval.tasks.parallelbench_metrics import (
     GrammarChecker,
     includes,
     is_latin,
@@ -31,8 +32,8 @@ from adjust_dlm.eval.parallelbench_metrics import (
     read_grid,
     read_list,
 )
-from adjust_dlm.eval.parallelbench_tasks import FIRST, GROUPS, LAST, grids, make_problem, select
-from adjust_dlm.eval.parallelbench_words import FIELDS, SCENES
+from adjust_dlm.eval.tasks.parallelbench_tasks import FIRST, GROUPS, LAST, grids, make_problem, select
+from adjust_dlm.eval.tasks.parallelbench_words import FIELDS, SCENES
 from adjust_dlm.types import InputError
 from tiny_ar import chat_base
 

@@ -19,8 +19,8 @@ from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LLADA, llada_base
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.guided import GuidedOptions, guided
+from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order

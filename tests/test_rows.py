@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from adjust_dlm.decoders import DECODERS, decode, fast, make_plan
-from adjust_dlm.decoders.canvas import Canvas
-from adjust_dlm.decoders.fast_rounds import Rounds
-from adjust_dlm.decoders.rows import RoundCanvas, join, take
+from adjust_dlm.decoders import DECODERS, decode, make_plan
+from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast.rounds import Rounds
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, FAMILIES, MASK, row_of, tiny_base, writer
 from test_every_decoder import OPTIONS, ORDERS, setup

@@ -46,8 +46,9 @@ from adjust_dlm.bench.work import (
     sampler_work,
 )
 from adjust_dlm.cli import main
-from adjust_dlm.decoders import decode, fast, read_variant
-from adjust_dlm.decoders.graphs import Graphs
+from adjust_dlm.decoders import decode, read_variant
+from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import BOS, END, FAMILIES, count_passes, tiny_base, tiny_sampler, writer

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from adjust_dlm.eval import sandbox
-from adjust_dlm.eval.sandbox import Limits, Result, available_workers, marked, run_program, run_programs
+from adjust_dlm.eval.tasks import sandbox
+from adjust_dlm.eval.tasks.sandbox import Limits, Result, available_workers, marked, run_program, run_programs
 from adjust_dlm.types import InputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -261,7 +261,7 @@ def test_the_limit_of_processes_holds() -> None:
 
 def test_a_program_ends_when_its_evaluation_is_killed(folders: Path) -> None:
     code = (
-        "from adjust_dlm.eval import sandbox\nsandbox.secrets.token_hex = lambda size: 'f00d' * 8\n"
+        "from adjust_dlm.eval.tasks import sandbox\nsandbox.secrets.token_hex = lambda size: 'f00d' * 8\n"
         "sandbox.run_programs([['print(1)\\nwhile True: pass']], sandbox.Limits(seconds=100))"
     )
     runner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folders)})

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from adjust_dlm.decoders import decode, fast
-from adjust_dlm.decoders.fast_rounds import Held
-from adjust_dlm.decoders.rows import join
+from adjust_dlm.decoders import decode
+from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast.rounds import Held
+from adjust_dlm.decoders.machinery.rows import join
 from adjust_dlm.serve import lane
 from adjust_dlm.serve.engine import Engine, Limits
 from adjust_dlm.serve.errors import ApiError

@@ -467,7 +467,7 @@ def test_gaps_are_filled_and_nothing_else(random_texts: Served, model: tuple[Tra
 def _filled(base: Any, sampler: Any, ids: list[Any], config: DecodeConfig, row: int) -> list[int]:
     """The canvas without masks behind it, which `decode` does not offer."""
     from adjust_dlm.decoders import make_plan
-    from adjust_dlm.decoders.canvas import Canvas
+    from adjust_dlm.decoders.machinery.canvas import Canvas
 
     plan = make_plan(base, config, decoder="adjust", sampler=sampler)
     canvas = Canvas(plan.base, [ids], plan.config, rows=[row], new=[0])

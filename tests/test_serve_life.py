@@ -32,7 +32,7 @@ from schemathesis.specs.openapi.checks import (
 
 from adjust_dlm.commands import serve as serve_command
 from adjust_dlm.commands.serve import ServeConfig, run
-from adjust_dlm.decoders import fast
+from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.serve.run import bound, is_loopback
 from adjust_dlm.types import InputError
 from helpers import tiny_base

@@ -10,7 +10,7 @@ import torch
 from adjust_dlm.bases.exact import two_sentences
 from adjust_dlm.cli import main
 from adjust_dlm.decoders import DECODERS, Canvas, decode
-from adjust_dlm.decoders.proposals import fill_by_rule, largest_probability
+from adjust_dlm.decoders.machinery.proposals import fill_by_rule, largest_probability
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, FAMILIES, TableBase, exact_base, tiny_base
 

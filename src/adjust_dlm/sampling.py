@@ -6,6 +6,7 @@ depends on its neighbours. Forbidden tokens arrive as -inf (DESIGN: "Forbidden t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -168,3 +169,9 @@ def score_rows(raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bo
     if rule == "confidence":
         return confidence(seen_RV, draw(processed_RV, u_R, config.temperature))
     return SCORES[rule](seen_RV)
+
+
+@functools.cache
+def row_scorer(*, compiled: bool) -> Callable[..., Tensor]:
+    """`score_rows`, or its compiled twin beside a compiled base."""
+    return torch.compile(score_rows, dynamic=True) if compiled else score_rows

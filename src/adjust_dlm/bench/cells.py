@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from adjust_dlm.decoders import DECODERS, read_variant
-from adjust_dlm.decoders.fast import COVERED
+from adjust_dlm.decoders.fast.engine import COVERED
 from adjust_dlm.types import require
 
 Form = Literal["eager", "fast", "compiled", "public"]
@@ -21,7 +21,7 @@ class Cell:
     """One thing to time.
 
     Attributes:
-        form: eager (the reference decoders), fast (`decoders/fast.py`), compiled (fast, on compiled layers) or public
+        form: eager (the reference decoders), fast (`decoders/fast`), compiled (fast, on compiled layers) or public
             (`bench/public_loop.py`).
         decoder: a decoder with its settings (see `read_variant`), or `components`.
         tokens_per_step: K; 0 where the decoder has none.

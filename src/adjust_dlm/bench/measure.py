@@ -25,13 +25,13 @@ from adjust_dlm.bench.work import (
     sampler_work,
 )
 from adjust_dlm.decoders import Canvas, decode, read_variant
-from adjust_dlm.decoders.canvas import Picks
-from adjust_dlm.decoders.canvas import pick as pick_open
-from adjust_dlm.decoders.fast import captures
-from adjust_dlm.decoders.graphs import Graphs
-from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.decoders.static_pick import pick
-from adjust_dlm.decoders.work import length_bucket, slot_bucket, width_bucket
+from adjust_dlm.decoders.fast.engine import captures
+from adjust_dlm.decoders.fast.graphs import Graphs
+from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.fast.pick import pick
+from adjust_dlm.decoders.fast.work import length_bucket, slot_bucket, width_bucket
+from adjust_dlm.decoders.machinery.canvas import Picks
+from adjust_dlm.decoders.machinery.canvas import pick as pick_open
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import GIVEN, DecodeConfig
 

@@ -72,18 +72,21 @@ COMMANDS: dict[str, Command] = {
         "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
     ),
     "eval gsm8k": Command(
-        "GSM8K with any decoder: strict and flexible accuracy.", "adjust_dlm.eval.gsm8k", "Gsm8kConfig"
+        "GSM8K with any decoder: strict and flexible accuracy.", "adjust_dlm.eval.tasks.gsm8k", "Gsm8kConfig"
     ),
     "eval math": Command(
-        "MATH with any decoder: the boxed answer, normalised.", "adjust_dlm.eval.maths", "MathConfig"
+        "MATH with any decoder: the boxed answer, normalised.", "adjust_dlm.eval.tasks.maths", "MathConfig"
     ),
     "eval humaneval": Command(
-        "HumanEval: functions, run against their tests.", "adjust_dlm.eval.code", "HumanEvalConfig", "run_humaneval"
+        "HumanEval: functions, run against their tests.",
+        "adjust_dlm.eval.tasks.code", "HumanEvalConfig", "run_humaneval",
     ),
-    "eval mbpp": Command("MBPP: programs, run against their tests.", "adjust_dlm.eval.code", "MbppConfig", "run_mbpp"),
+    "eval mbpp": Command(
+        "MBPP: programs, run against their tests.", "adjust_dlm.eval.tasks.code", "MbppConfig", "run_mbpp"
+    ),
     "eval parallelbench": Command(
         "Waiting lines, puzzles and sentences: what parallel decoding loses.",
-        "adjust_dlm.eval.parallelbench", "ParallelBenchConfig", "run_parallelbench",
+        "adjust_dlm.eval.tasks.parallelbench", "ParallelBenchConfig", "run_parallelbench",
     ),
     "bench runtime": Command(
         "Tokens per second and components beside parallel decoding and the device's ceilings.",

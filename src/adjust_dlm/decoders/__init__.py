@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import torch
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders import fast
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
-from adjust_dlm.decoders.cache import with_prefix_cache
-from adjust_dlm.decoders.canvas import Canvas
 from adjust_dlm.decoders.cascade import CascadeOptions, cascade
 from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.edlm import EdlmOptions, edlm
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
+from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.klass import KlassOptions, klass
+from adjust_dlm.decoders.machinery.cache import with_prefix_cache
+from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
@@ -243,7 +243,7 @@ def decode(
         partner: autoregressive model, for decoders that need one (`load_partner`).
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
         watch: called with the canvas after every commit.
-        eager: True runs the reference decoders; False their fast form wherever there is one (`decoders/fast.py`); None
+        eager: True runs the reference decoders; False their fast form wherever there is one (`decoders/fast`); None
             that on CUDA, and says once where there is none.
         slots: rows of a pass in the fast form; further rows take the place of those that are done. By default all.
         options: settings that only this decoder has, such as `tau=` of `threshold`.

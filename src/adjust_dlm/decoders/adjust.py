@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, pick
-from adjust_dlm.decoders.columns import columns_of
+from adjust_dlm.decoders.machinery.canvas import Canvas, pick
+from adjust_dlm.decoders.machinery.columns import columns_of
 from adjust_dlm.sampler import Keys, Sampler, at_columns
 from adjust_dlm.types import State, require
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas
-from adjust_dlm.decoders.proposals import commit_best, plain_logits, probability, propose
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits, probability, propose
 from adjust_dlm.sampling import DRAW
 from adjust_dlm.types import State, is_number, require, require_count
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.canvas import Canvas, Picks
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.sampling import ORDER, draw, process
 from adjust_dlm.types import State, is_number, require
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders import make_plan
-from adjust_dlm.decoders.canvas import Canvas, Picks
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.sampling import draw, process
 from adjust_dlm.types import DecodeConfig, State, require
 

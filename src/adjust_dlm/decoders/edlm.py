@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.canvas import Canvas, refuse_nan, rows_at_once
-from adjust_dlm.decoders.proposals import commit_best, plain_logits
+from adjust_dlm.decoders.machinery.canvas import Canvas, refuse_nan, rows_at_once
+from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits
 from adjust_dlm.sampling import DRAW, ORDER, SCORES, confidence, draw, process
 from adjust_dlm.types import GIVEN, OrderRule, State, is_number, require, require_count
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas
-from adjust_dlm.decoders.proposals import fill_by_rule, probability
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.proposals import fill_by_rule, probability
 from adjust_dlm.types import is_number, require
 
 

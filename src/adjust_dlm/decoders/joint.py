@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, pick
+from adjust_dlm.decoders.machinery.canvas import Canvas, pick
 
 
 def joint(base: Base, canvas: Canvas) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas
-from adjust_dlm.decoders.proposals import Logits, Score, commit_best, plain_logits, propose
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.proposals import Logits, Score, commit_best, plain_logits, propose
 from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampling import confidence
 from adjust_dlm.types import is_number, require, require_count

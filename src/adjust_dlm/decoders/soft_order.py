@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas
-from adjust_dlm.decoders.proposals import commit_best, plain_logits, propose
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits, propose
 from adjust_dlm.sampling import ORDER, score_rows
 from adjust_dlm.types import is_number, require
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas
-from adjust_dlm.decoders.proposals import fill_by_rule, largest_probability, probability
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.proposals import fill_by_rule, largest_probability, probability
 from adjust_dlm.types import is_number, require
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, pick
+from adjust_dlm.decoders.machinery.canvas import Canvas, pick
 from adjust_dlm.types import State, require_count
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import costs, generate_rows, open_helpers
-from adjust_dlm.eval.lists import held_out_tasks, score_lists
 from adjust_dlm.eval.plots import Curve, Panel, Point, check_plot, draw, to_png
 from adjust_dlm.eval.table import TableConfig, make_table, open_base
+from adjust_dlm.eval.tasks.lists import held_out_tasks, score_lists
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tyro
 
-from adjust_dlm.eval.task_files import json_value, read_text
+from adjust_dlm.eval.tasks.task_files import json_value, read_text
 from adjust_dlm.types import require
 
 DRAWS = 10_000

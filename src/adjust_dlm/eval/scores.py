@@ -25,7 +25,7 @@ from adjust_dlm.bases.hub import is_hub_id, snapshot
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import Pooling, features, mauve
 from adjust_dlm.eval.nll import score_nll
-from adjust_dlm.eval.task_files import json_value, read_text
+from adjust_dlm.eval.tasks.task_files import json_value, read_text
 from adjust_dlm.types import require
 
 END_OF_TEXT = "<|endoftext|>"

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders import DECODERS, Plan, fast, make_plan
-from adjust_dlm.decoders.fast_rounds import Held, Rounds
+from adjust_dlm.decoders import DECODERS, Plan, make_plan
+from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast.rounds import Held, Rounds
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.serve.errors import draining, queue_full, timed_out
 from adjust_dlm.serve.lane import Lane

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from adjust_dlm.decoders import Plan
-from adjust_dlm.decoders.rows import RoundCanvas, join, take
+from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
 from adjust_dlm.serve.work import Commit, Cost, Failed, Finished, Progress, Row
 from adjust_dlm.types import InputError
 

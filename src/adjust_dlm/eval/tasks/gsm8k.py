@@ -15,8 +15,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate
-from adjust_dlm.eval.shots import Shot, first_shots, with_shots
-from adjust_dlm.eval.task_files import Row, read_rows
+from adjust_dlm.eval.tasks.shots import Shot, first_shots, with_shots
+from adjust_dlm.eval.tasks.task_files import Row, read_rows
 from adjust_dlm.types import require
 
 END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens that a model has spelled out

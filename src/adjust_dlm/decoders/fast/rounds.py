@@ -15,10 +15,10 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.adjust import AdjustOptions
-from adjust_dlm.decoders.canvas import Canvas
-from adjust_dlm.decoders.fast import engine_of
-from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.decoders.work import Work, slot_bucket
+from adjust_dlm.decoders.fast.engine import engine_of
+from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.fast.work import Work, slot_bucket
+from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, State
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from adjust_dlm.data.lists import FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
 from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.parallelbench_metrics import LISTS
-from adjust_dlm.eval.parallelbench_words import LEVELS, draw_words
+from adjust_dlm.eval.tasks.parallelbench_metrics import LISTS
+from adjust_dlm.eval.tasks.parallelbench_words import LEVELS, draw_words
 from adjust_dlm.types import require
 
 GROUPS: dict[str, tuple[str, ...]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.types import DecodeConfig, State
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Picks, row_scorer, rows_at_once
-from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.sampling import ORDER, confidence, draw, no_softmax, process
+from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.machinery.canvas import Picks, rows_at_once
+from adjust_dlm.sampling import ORDER, confidence, draw, no_softmax, process, row_scorer
 from adjust_dlm.types import OrderRule
 
 _FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
@@ -66,7 +66,7 @@ class Plain:
     def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         """Certainty of each row: fp32 [R]."""
         chunk, parts, logits_RV = rows_at_once(self.base), [], torch.empty(0)
-        score = row_scorer(self.base)
+        score = row_scorer(compiled=self.base.compiled)
         for row, column in zip(row_R.split(chunk), column_R.split(chunk), strict=True):
             logits_RV = torch.empty(0)  # one chunk at a time
             logits_RV = self._logits(row, column)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from adjust_dlm.bases import Base
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
-from adjust_dlm.eval.extract import answered, between_marks, continued, told
-from adjust_dlm.eval.sandbox import PROTECTIONS, Limits, available_workers, run_programs
-from adjust_dlm.eval.task_files import Row, read_rows
+from adjust_dlm.eval.tasks.extract import answered, between_marks, continued, told
+from adjust_dlm.eval.tasks.sandbox import PROTECTIONS, Limits, available_workers, run_programs
+from adjust_dlm.eval.tasks.task_files import Row, read_rows
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train.distributed import from_all_ranks
 from adjust_dlm.types import require

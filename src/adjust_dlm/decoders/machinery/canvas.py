@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.columns import candidate_columns, certain_columns
-from adjust_dlm.decoders.padding import left_padded
+from adjust_dlm.decoders.machinery.columns import candidate_columns, certain_columns
+from adjust_dlm.decoders.machinery.padding import left_padded
 from adjust_dlm.sampling import (
     NOISE,
     ORDER,
@@ -20,10 +19,10 @@ from adjust_dlm.sampling import (
     gumbel,
     no_softmax,
     process,
-    score_rows,
+    row_scorer,
     uniform,
     wrapped,
-)
+)  # fmt: skip
 from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, is_id, require
 
 _CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
@@ -310,16 +309,6 @@ def rows_at_once(base: Base) -> int:
     return max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
 
 
-@functools.cache
-def _compiled_score_rows() -> Callable[..., Tensor]:
-    return torch.compile(score_rows, dynamic=True)
-
-
-def row_scorer(base: Base) -> Callable[..., Tensor]:
-    """`score_rows`, compiled beside a compiled base."""
-    return _compiled_score_rows() if base.compiled else score_rows
-
-
 def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
 
@@ -394,7 +383,7 @@ def _logit_scores(
     config = canvas.config
     on_processed = (config.order_on or base.spec.order_on) == "processed"
     chunk = rows_at_once(base)
-    score = row_scorer(base)
+    score = row_scorer(compiled=base.compiled)
     parts, logits_RV = [h_BLD.new_empty(0, dtype=torch.float32)], None
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         logits_RV = None  # one chunk at a time

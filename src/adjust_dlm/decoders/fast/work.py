@@ -9,9 +9,9 @@ from typing import Any
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
-from adjust_dlm.decoders.graphs import Graphs
-from adjust_dlm.decoders.lane import Lane
-from adjust_dlm.decoders.static_pick import pick
+from adjust_dlm.decoders.fast.graphs import Graphs
+from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.fast.pick import pick
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 

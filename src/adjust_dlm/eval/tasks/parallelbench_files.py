@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.parallelbench_metrics import LISTS, read_list
-from adjust_dlm.eval.task_files import read_text
+from adjust_dlm.eval.tasks.parallelbench_metrics import LISTS, read_list
+from adjust_dlm.eval.tasks.task_files import read_text
 from adjust_dlm.types import InputError, require
 
 FILES = {"latin_square": "latin_square_n4", "sudoku": "sudoku_n4_12"}  # where a file is not called as its task

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from adjust_dlm.eval.by_value import all_verified, verified
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
-from adjust_dlm.eval.gsm8k import END_WORDS
-from adjust_dlm.eval.latex import final_answer, find_answer, last_boxed, normalize
-from adjust_dlm.eval.sandbox import available_workers
-from adjust_dlm.eval.shots import Shot, first_shots, with_shots
-from adjust_dlm.eval.task_files import Row, read_rows
+from adjust_dlm.eval.tasks.gsm8k import END_WORDS
+from adjust_dlm.eval.tasks.latex import final_answer, find_answer, last_boxed, normalize
+from adjust_dlm.eval.tasks.sandbox import available_workers
+from adjust_dlm.eval.tasks.shots import Shot, first_shots, with_shots
+from adjust_dlm.eval.tasks.task_files import Row, read_rows
 from adjust_dlm.train.distributed import from_all_ranks
 from adjust_dlm.types import require
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adjust_dlm.decoders.canvas import Canvas
+from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.types import require
 
 _WIDE = {"tokens_BL": None, "real_BL": False, "masked_BL": False, "order_BL": -1}  # and what stands on more left pads

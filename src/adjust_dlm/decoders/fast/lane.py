@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.canvas import Canvas, Picks, nan_message
-from adjust_dlm.decoders.columns import certain_columns, columns_of
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, nan_message
+from adjust_dlm.decoders.machinery.columns import certain_columns, columns_of
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Keys, Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped

@@ -16,9 +16,9 @@ from typing import Any
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, flat
 from adjust_dlm.eval.generation import COSTS
-from adjust_dlm.eval.parallelbench_files import read_problems
-from adjust_dlm.eval.parallelbench_metrics import Grammar, GrammarChecker, includes, is_right, open_grammar
-from adjust_dlm.eval.parallelbench_tasks import group_of, make_problem, select
+from adjust_dlm.eval.tasks.parallelbench_files import read_problems
+from adjust_dlm.eval.tasks.parallelbench_metrics import Grammar, GrammarChecker, includes, is_right, open_grammar
+from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, select
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed

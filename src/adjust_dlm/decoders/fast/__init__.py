@@ -1,0 +1,1 @@
+"""The fast form of `joint`, `parallel` and `adjust`: fixed buffers, captured steps, no waiting inside a round."""

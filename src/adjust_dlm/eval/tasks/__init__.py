@@ -1,0 +1,1 @@
+"""Downstream tasks, one file each, and what they share."""
