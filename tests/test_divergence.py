@@ -409,6 +409,7 @@ def test_the_command_puts_decoders_side_by_side(tmp_path) -> None:
     rows = {(row["temperature"], row["decoder"]): row for row in out["rows"]}
     assert rows[1.0, "joint"]["kl_qp"] < 1e-5 > rows[0.5, "joint"]["kl_pq"]
     line = rows[0.5, "adjust:tokens_per_step=3"]
+    assert line["tokens_per_pass"] == 3 == line["tokens_per_step"]
     settings = DecodeConfig(tokens_per_step=3, max_new_tokens=6, temperature=0.5, suppress_eos=True, seed=1)
     numbers = [EVALUATION_ROWS + n for n in range(6)]
     how = {"decoder": "adjust", "sampler": tiny_sampler(base), "temperature": 0.5, "rows": numbers}

@@ -163,7 +163,9 @@ def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: fl
     how: Line = {"temperature": temperature, "sources": config.sources, "batch_size": config.batch_size}
     how |= {"keep": Path(config.output) / "kept"}
     facts = measure(base, helpers, variant, prompts, settings, **how)
-    return {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step, **facts}
+    about = {"tokens_per_step": settings.tokens_per_step}
+    about |= {"tokens_per_pass": facts[config.sources[0]]["tokens_per_pass"]}
+    return {"temperature": temperature, "decoder": variant, **about, **facts}
 
 
 def measure(
