@@ -66,6 +66,9 @@ class Decoder:
         takes_candidates: whether its rounds heed `DecodeConfig.candidates`.
         resumable: whether it keeps nothing between rounds, so that rows of a batch may come and go (`decoders.rows`).
         options: dataclass of settings that only this decoder has.
+        by_drawn: whether at T > 0 it takes positions for the tokens that were drawn there.
+        by_order: whether `DecodeConfig.order` says which position is next.
+        lawless: why its tokens have no distribution given those before them (see `decoders.divergence`).
     """
 
     run: Callable[..., None]
@@ -75,8 +78,12 @@ class Decoder:
     takes_candidates: bool = False
     resumable: bool = False
     options: Callable[..., Any] | None = None
+    by_drawn: bool = False
+    by_order: bool = True
+    lawless: str | None = None
 
 
+_MIXED = "its tokens are kept or dropped by what a second model makes of them"
 DECODERS: dict[str, Decoder] = {
     "joint": Decoder(joint, resumable=True),
     "parallel": Decoder(parallel, resumable=True, takes_k=True),
@@ -84,18 +91,23 @@ DECODERS: dict[str, Decoder] = {
         adjust, resumable=True, needs_sampler=True, takes_k=True, takes_candidates=True, options=AdjustOptions
     ),
     "adaptive": Decoder(adaptive, resumable=True, needs_sampler=True, takes_candidates=True, options=AdaptiveOptions),
-    "verified": Decoder(verified, needs_sampler=True, options=VerifiedOptions),
-    "cascade": Decoder(cascade, resumable=True, needs_sampler=True, options=CascadeOptions),
-    "threshold": Decoder(threshold, resumable=True, options=ThresholdOptions),
-    "factor": Decoder(factor, resumable=True, options=FactorOptions),
-    "entropy_bound": Decoder(entropy_bound, resumable=True, options=EntropyBoundOptions),
-    "klass": Decoder(klass, options=KlassOptions),
-    "edlm": Decoder(edlm, resumable=True, needs_partner=True, takes_k=True, options=EdlmOptions),
-    "origin": Decoder(origin, takes_k=True, options=OriginOptions),
+    "verified": Decoder(
+        verified,
+        needs_sampler=True,
+        options=VerifiedOptions,
+        lawless="it writes joint decoding's own text; measure joint",
+    ),
+    "cascade": Decoder(cascade, resumable=True, needs_sampler=True, options=CascadeOptions, by_drawn=True),
+    "threshold": Decoder(threshold, resumable=True, options=ThresholdOptions, by_order=False),
+    "factor": Decoder(factor, resumable=True, options=FactorOptions, by_drawn=True),
+    "entropy_bound": Decoder(entropy_bound, resumable=True, options=EntropyBoundOptions, by_order=False),
+    "klass": Decoder(klass, options=KlassOptions, by_drawn=True),
+    "edlm": Decoder(edlm, resumable=True, needs_partner=True, takes_k=True, options=EdlmOptions, lawless=_MIXED),
+    "origin": Decoder(origin, takes_k=True, options=OriginOptions, by_order=False),
     "soft_order": Decoder(soft_order, resumable=True, takes_k=True, options=SoftOrderOptions),
-    "guided": Decoder(guided, resumable=True, takes_k=True, options=GuidedOptions),
-    "apd": Decoder(apd, resumable=True, needs_partner=True, options=ApdOptions),
-    "dcd": Decoder(dcd, resumable=True, needs_partner=True, takes_k=True, options=DcdOptions),
+    "guided": Decoder(guided, resumable=True, takes_k=True, options=GuidedOptions, by_drawn=True),
+    "apd": Decoder(apd, resumable=True, needs_partner=True, options=ApdOptions, lawless=_MIXED),
+    "dcd": Decoder(dcd, resumable=True, needs_partner=True, takes_k=True, options=DcdOptions, lawless=_MIXED),
 }
 
 

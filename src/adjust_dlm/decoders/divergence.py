@@ -22,36 +22,27 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders import make_plan
+from adjust_dlm.decoders import DECODERS, make_plan
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
+from adjust_dlm.decoders.threshold import ThresholdOptions
 from adjust_dlm.sampling import draw, process
 from adjust_dlm.types import DecodeConfig, State, require
 
 Source = Literal["own", "base"]
 MEASURES = ("kl_qp", "kl_pq", "entropy_q", "entropy_p", "nll_p")
-_COMPLETIONS = "its tokens are kept or dropped by what a second model makes of them"
-# Why the tokens of a decoder have no distribution given those before them.
-_REASONS = {
-    "verified": "it writes joint decoding's own text; measure joint",
-    "edlm": _COMPLETIONS,
-    "apd": _COMPLETIONS,
-    "dcd": _COMPLETIONS,
-}
-_BY_DRAWN = ("factor", "klass", "cascade", "guided")  # a position is taken for the token that was drawn there
-_OWN_ORDER = ("origin", "threshold", "entropy_bound")  # `DecodeConfig.order` plays no part in them
-
 _SILENT = "decoder {!r} cannot be measured: it does not tell the canvas what it draws from (`Canvas.note_chance`)"
 
 
 def why_not(base: Base, decoder: str, config: DecodeConfig, options: Any, sources: tuple[Source, ...]) -> str | None:
     """Why a decoder's divergence cannot be read off its commits; None where it can."""
-    if decoder in _REASONS:
-        return _REASONS[decoder]
-    by_drawn = decoder in _BY_DRAWN or getattr(options, "score", None) == "drawn"
+    entry = DECODERS[decoder]
+    if entry.lawless is not None:
+        return entry.lawless
+    by_drawn = entry.by_drawn or (isinstance(options, ThresholdOptions) and options.score == "drawn")
     if config.temperature and by_drawn:
         hint = "; threshold:score=likeliest does not" if decoder == "threshold" else ""
         return f"at temperature {config.temperature} it chooses positions by the tokens drawn there{hint}"
-    if config.temperature and (config.order or base.spec.order) == "confidence" and decoder not in _OWN_ORDER:
+    if config.temperature and (config.order or base.spec.order) == "confidence" and entry.by_order:
         return f"at temperature {config.temperature} order confidence looks at the drawn tokens; set another order"
     narrow = config.temperature == 0 or config.top_p < 1 or config.top_k > 0
     if narrow and "base" in sources:
