@@ -15,7 +15,8 @@ from adjust_dlm.types import require, require_kinds
 
 # Settings that a resumed run may change.
 FREE = (
-    "output", "compile", "kernel", "trajectories", "heldout_trajectories", "heldout_texts", "resume", "track", "dry_run",
+    "output", "compile", "kernel", "trajectories", "heldout_trajectories", "heldout_texts", "resume", "track",
+    "dry_run",
 )  # fmt: skip
 _RECIPE: dict[str, Any] = {  # what both forms share: the paper's, and the released code's
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "weights": "uniform", "rollout": 3,
