@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 
 from adjust_dlm import cli
 from adjust_dlm.bench import report
 from adjust_dlm.bench.figures import all_figures
-from adjust_dlm.bench.page import order_map, side_by_side, text
 from adjust_dlm.bench.records import Block, Measured, Row, blocks_of, label_of, rank, read_result, rows_of
-from adjust_dlm.bench.report import ReportConfig, make_report
-from adjust_dlm.bench.samples import Sample
+from adjust_dlm.bench.report import PAGES, ReportConfig, make_report
+from adjust_dlm.bench.samples import Sample, side_by_side
 from adjust_dlm.bench.tables import closed, summary, to_csv, to_markdown
 from adjust_dlm.commands.output import Outcome, write_outcome
 from adjust_dlm.eval import plots
@@ -80,6 +80,11 @@ def made(output: Path, *folders: Path, **changes: Any) -> dict[str, Any]:
 def values(file: Path, title: str = "") -> dict[tuple[str, str], tuple[str, str, str]]:
     lines = list(csv.DictReader(io.StringIO(file.read_text())))
     return {(x["row"], x["column"]): (x["value"], x["ci95"], x["n"]) for x in lines if title in x["table"]}
+
+
+def text(value: str) -> str:
+    """As it stands in the page."""
+    return plots.fit(str(escape(value)))
 
 
 class Outline(HTMLParser):
@@ -429,7 +434,7 @@ def test_the_page_stands_alone_and_escapes_everything(tmp_path: Path) -> None:
     ids = {attributes.get("id") for _, attributes in outline.tags}
     assert {link[1:] for link in links if link} <= ids
     shown = text(NASTY)
-    assert shown == ("&lt;script&gt;alert(1)&lt;/script&gt; &amp; &quot;q&quot; &#x27;a&#x27; \ufffd \ufffd | **x**")
+    assert shown == ("&lt;script&gt;alert(1)&lt;/script&gt; &amp; &#34;q&#34; &#39;a&#39; \ufffd \ufffd | **x**")
     assert page.count(shown) >= 4  # title twice, prompt, text
     assert ("meta", "default-src 'none'; style-src 'unsafe-inline'") in [(t, a.get("content")) for t, a in outline.tags]
     assert ("meta", "width=device-width, initial-scale=1") in [(t, a.get("content")) for t, a in outline.tags]
@@ -474,7 +479,10 @@ def test_rows_with_most_decoders_come_first_and_other_prompts_are_other_rows() -
 
 
 def test_order_maps_are_as_strong_as_positions_are_late() -> None:
-    drawn = order_map(Sample("f", "g", "0", "parallel:tokens_per_step=2", "x", order=(0, 3, 1, 2, -1, -2)))
+    sample = Sample("f", "g", "0", "parallel:tokens_per_step=2", "x", order=(0, 3, 1, 2, -1, -2))
+    parts = dict.fromkeys(("results", "tables", "figures", "samples"), ())
+    page = PAGES.get_template("report.html.j2")
+    drawn = page.render(title="", summary={"rows": ()}, orders=[[sample]], **parts)
     assert re.findall(r'style="opacity:([\d.]+)"', drawn) == ["0.10", "1.00", "0.40", "0.70"]
     assert re.findall(r'title="([^"]+)"', drawn) == [
         "position 1: revealed as number 1, pass 1", "position 2: revealed as number 4, pass 2",
@@ -536,7 +544,7 @@ def test_a_folder_without_a_result_is_named(tmp_path: Path, capsys: pytest.Captu
 
 def break_cell(folder: Path) -> None:
     content = json.loads((folder / "result.json").read_text())
-    del content["results"]["cells"][0]["n"]
+    del content["results"]["cells"][0]["decoder"]
     (folder / "result.json").write_text(json.dumps(content))
 
 
@@ -544,10 +552,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no JSON": (lambda f: (f / "result.json").write_text("{"), "cannot read .*result.json"),
     "no object": (lambda f: (f / "result.json").write_text("[]"), "is no result of `adjust`"),
     "no config": (lambda f: (f / "result.json").write_text('{"command": "x"}'), "is no result of `adjust`"),
-    "a cell without n": (break_cell, "result.json is damaged: KeyError 'n'"),
+    "a cell without a decoder": (break_cell, "result.json is damaged: KeyError 'decoder'"),
     "samples": (lambda f: (f / "samples.jsonl").write_text('{"row": 1}\n'), "samples in .* are damaged: KeyError"),
-    "lines": (lambda f: (f / "samples.jsonl").write_text('{}\n{"a\n'), r"samples.jsonl, line 2 is not JSON"),
-    "numbers": (lambda f: (f / "samples.jsonl").write_text("7\n"), r"samples.jsonl, line 1: a JSON object is wanted"),
+    "lines": (lambda f: (f / "samples.jsonl").write_text('{}\n{"a\n'), "samples in .* are damaged: JSONDecodeError"),
+    "numbers": (lambda f: (f / "samples.jsonl").write_text("7\n"), "samples in .* are damaged: AttributeError"),
 }
 
 

@@ -7,31 +7,31 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adjust_dlm.decoders import read_options
-from adjust_dlm.eval.frontier import FORM
 from adjust_dlm.types import InputError, require
 
 RESULT = "result.json"
 # The order of every table and legend; what is not named here stands between the baselines and ADJUST.
 FIRST, LAST = ("joint", "parallel", "edlm", "apd", "dcd"), ("adjust", "adaptive", "cascade")
 NAMES = {
-    "joint": "Joint", "parallel": "Parallel", "edlm": "EDLM", "apd": "APD", "dcd": "DCD", "adjust": "ADJUST",
-    "adaptive": "ADJUST adaptive", "cascade": "ADJUST cascade", "threshold": "Threshold", "factor": "Factor",
-    "entropy_bound": "Entropy bound", "klass": "KLASS", "soft_order": "Soft order",
+    "edlm": "EDLM", "apd": "APD", "dcd": "DCD", "klass": "KLASS", "adjust": "ADJUST", "adaptive": "ADJUST adaptive",
+    "cascade": "ADJUST cascade",
 }  # fmt: skip
 COSTS = ("tokens_per_pass", "tokens_per_second", "rounds", "base_calls", "sampler_calls", "partner_calls", "seconds")
-TEXT_SETTINGS = ("top_p", "max_new_tokens", "n", "judge", "buckets", "suppress_eos", "seed", "quantize")
-LAW_SETTINGS = ("max_new_tokens", "n", "prompts", "chat", "order", "suppress_eos", "seed", "quantize")
-# What two rows of a task may differ in and still be compared; every other setting must be equal.
-FREE = {
+# What rows must agree in to be compared: these settings of texts and of list tasks, all but the last of other tasks.
+TEXTS = (
+    "top_p", "max_new_tokens", "n", "prompts", "chat", "order", "judge", "buckets", "suppress_eos", "seed", "quantize",
+)  # fmt: skip
+LISTS = ("list_max_new_tokens", "list_block_length", "list_n", "seed", "quantize")
+FREE = (
     "base", "sampler", "partner", "output", "decoders", "tokens_per_step", "batch_size", "device", "temperature",
     "workers", "allow_code_execution",
-}  # fmt: skip
+)  # fmt: skip
 Facts = dict[str, Any]
 
 
@@ -72,6 +72,7 @@ class Row:
         values: measure -> value (`kl_qp`, `nll`, `mauve`, `accuracy` or a task's own metrics, in its order).
         kinds: group of problems -> the same.
         costs: those of `COSTS` that are known.
+        texts: of a downstream task, the folder of its texts.
     """
 
     source: str
@@ -82,6 +83,7 @@ class Row:
     values: dict[str, Measured]
     kinds: dict[str, dict[str, Measured]] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
+    texts: Path | None = None
 
     @property
     def k(self) -> int | None:
@@ -104,11 +106,6 @@ class Block:
     title: str
     about: str
     rows: list[Row]
-
-    @property
-    def base(self) -> str:
-        """The base of all rows."""
-        return self.rows[0].base
 
     @property
     def task(self) -> str:
@@ -150,126 +147,88 @@ def rows_of(result: Result) -> list[Row]:
     Raises:
         InputError: a result of one of these that lacks a field.
     """
+    out = result.results
     try:
-        if _kind(result) == "table":
-            return [
-                _text_row(result, cell, _cell_variant(cell), cell["temperature"]) for cell in result.results["cells"]
-            ]
-        if _kind(result) == "frontier":
-            return [_frontier_row(result, row) for row in result.results["rows"]]
-        if _kind(result) == "divergence":
-            return [
-                _text_row(result, row, row["decoder"], row["temperature"], LAW_SETTINGS)
-                for row in result.results["rows"]
-            ]
-        if is_downstream(result):
-            return [_task_row(result, row) for row in result.results["rows"]]
-        if is_grouped(result):
-            return [_group_row(result, row) for row in result.results["macro_averages"]]
+        if result.command in ("eval table", "eval divergence", "eval frontier"):
+            return [_text_row(result, facts) for facts in out["cells" if "cells" in out else "rows"]]
+        if "macro_averages" in out:
+            return [_group_row(result, facts) for facts in out["macro_averages"]]
+        return [_task_row(result, facts) for facts in out["rows"]] if "task" in out else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{result.source / RESULT} is damaged: {type(error).__name__} {error}") from error
-    return []
 
 
-def _kind(result: Result) -> str:
-    """Last word of the command: a task of `eval` had one word once."""
-    return result.command.split()[-1] if result.command else ""
-
-
-def is_downstream(result: Result) -> bool:
-    """Whether `downstream.evaluate` wrote it."""
-    rows = result.results.get("rows")
-    return "task" in result.results and isinstance(rows, list) and all("metrics" in row for row in rows)
-
-
-def is_grouped(result: Result) -> bool:
-    """Whether it is one of `eval parallelbench`: groups of tasks, each with its own lengths."""
-    return "task" in result.results and isinstance(result.results.get("macro_averages"), list)
-
-
-def _cell_variant(cell: Facts) -> str:
-    k = cell["tokens_per_step"]
-    return f"{cell['decoder']}:tokens_per_step={k}" if k > 1 else str(cell["decoder"])
-
-
-def _text_row(
-    result: Result, facts: Facts, variant: str, temperature: float, names: Sequence[str] = TEXT_SETTINGS
-) -> Row:
-    settings = (("temperature", float(temperature)), *_settings(result.config, names))
-    n = facts["n"] if names is TEXT_SETTINGS else None
-    kl = {name: _measured(facts.get(name), facts.get(f"{name}_ci95"), None) for name in ("kl_qp", "kl_pq")}
-    values = kl | {name: _measured(facts.get(name), facts.get(f"{name}_ci95"), n) for name in ("nll", "mauve")}
-    values["gap closed"] = _measured(facts.get("gap_closed"), facts.get("gap_closed_ci95"), n)
-    values["distinct-2"] = _measured(facts.get("distinct_2"), None, n)
-    return _row(result, "text", settings, variant, values, facts)
-
-
-def _frontier_row(result: Result, facts: Facts) -> Row:
-    task, _, temperature = facts["task"].partition(" T=")
-    if task == "text":
-        return _text_row(result, facts, facts["variant"], float(temperature))
-    names = ("list_max_new_tokens", "list_block_length", "list_n", "seed", "quantize")
-    settings = (("temperature", float(temperature)), *_settings(result.config, names))
-    values = {"accuracy": _measured(facts["accuracy"], facts["accuracy_ci95"], facts["n"])}
-    return _row(result, task, settings, facts["variant"], values, facts)
+def _text_row(result: Result, facts: Facts) -> Row:
+    """Of texts, or of a frontier's list tasks, whose one measure is the accuracy."""
+    task, _, temperature = facts.get("task", "text").partition(" T=")
+    settings = _settings(result, float(temperature or facts["temperature"]), LISTS if task == "lists" else TEXTS)
+    values = {name: _measured(facts.get(name), facts.get(f"{name}_ci95")) for name in ("kl_qp", "kl_pq")}
+    for name, of in {"nll": "nll", "mauve": "mauve", "gap closed": "gap_closed", "distinct-2": "distinct_2"}.items():
+        values[name] = _measured(facts.get(of), facts.get(f"{of}_ci95"), facts.get("n"))
+    values["accuracy"] = _measured(facts.get("accuracy"), facts.get("accuracy_ci95"), facts.get("n"))
+    return _row(result, task, settings, facts, values)
 
 
 def _task_row(result: Result, facts: Facts) -> Row:
+    """Of a downstream task."""
+
     def all_of(metrics: Facts) -> dict[str, Measured | None]:
         return {name: _measured(value["mean"], value["ci95"], value["n"]) for name, value in metrics.items()}
 
-    settings = _task_settings(result.config)
-    row = _row(result, result.results["task"], settings, facts["variant"], all_of(facts["metrics"]), facts)
-    kinds = {kind: _known(all_of(metrics)) for kind, metrics in facts.get("kinds", {}).items()}
-    return Row(**{**vars(row), "kinds": kinds})
-
-
-def _task_settings(config: Facts) -> tuple[tuple[str, Any], ...]:
-    names = [name for name in config if name not in FREE and config[name] is not False]
-    return (("temperature", float(config["temperature"])), *_settings(config, names))
+    kinds = {kind: all_of(metrics) for kind, metrics in facts.get("kinds", {}).items()}
+    values = all_of(facts["metrics"])
+    return _row(result, result.results["task"], _settings(result), facts, values, kinds, result.source)
 
 
 def _group_row(result: Result, macro: Facts) -> Row:
-    """A group's means over its tasks, and its tasks as kinds."""
+    """A group's means over its tasks (`eval parallelbench`), and its tasks as kinds."""
 
-    def all_of(facts: Facts, start: str = "") -> dict[str, Measured]:
+    def all_of(facts: Facts, start: str = "") -> dict[str, Measured | None]:
         names = [key.removeprefix(start) for key in facts if key.startswith(start) and f"{key}_ci95" in facts]
-        found = {n: _measured(facts[start + n], facts[f"{start}{n}_ci95"], facts.get("n")) for n in names}
-        return _known(found)
+        return {n: _measured(facts[start + n], facts[f"{start}{n}_ci95"], facts.get("n")) for n in names}
 
-    group, variant = macro["group"], macro["variant"]
-    mine = [row for row in result.results["rows"] if (row["group"], row["variant"]) == (group, variant)]
-    settings = _task_settings(result.config)
-    task = f"{result.results['task']} {group}"
-    row = _row(result, task, settings, variant, all_of(macro, "macro_"), macro)
-    return Row(**{**vars(row), "kinds": {line["task"]: all_of(line) for line in mine}})
+    group, task = macro["group"], f"{result.results['task']} {macro['group']}"
+    mine = [row for row in result.results["rows"] if (row["group"], row["variant"]) == (group, macro["variant"])]
+    kinds = {line["task"]: all_of(line) for line in mine}
+    return _row(result, task, _settings(result), macro, all_of(macro, "macro_"), kinds, result.source / group)
 
 
 def _row(
-    result: Result, task: str, settings: tuple[tuple[str, Any], ...], variant: str,
-    values: Mapping[str, Measured | None], facts: Facts,
+    result: Result, task: str, settings: tuple[tuple[str, Any], ...], facts: Facts,
+    values: Mapping[str, Measured | None], kinds: Mapping[str, Mapping[str, Measured | None]] | None = None,
+    texts: Path | None = None,
 ) -> Row:  # fmt: skip
+    measured = {name: value for name, value in values.items() if value}
+    groups = {kind: {n: value for n, value in found.items() if value} for kind, found in (kinds or {}).items()}
     costs = {name: float(facts[name]) for name in COSTS if facts.get(name) is not None}
-    base = str(result.config["base"])
-    return Row(str(result.source), base, str(task), settings, variant, _known(values), costs=costs)
+    base, source = str(result.config["base"]), str(result.source)
+    return Row(source, base, task, settings, variant_of(facts), measured, groups, costs, texts)
 
 
-def _measured(mean: float | None, ci95: float | None, n: int | None) -> Measured | None:
+def _measured(mean: float | None, ci95: float | None, n: int | None = None) -> Measured | None:
     """None for what was not measured, or has no finite value."""
     if mean is None or not math.isfinite(mean):
         return None
     return Measured(float(mean), None if ci95 is None or not math.isfinite(ci95) else float(ci95), n)
 
 
-def _known(values: Mapping[str, Measured | None]) -> dict[str, Measured]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _settings(config: Facts, names: Sequence[str]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, config[name]) for name in names if config.get(name) not in (None, ""))
+def _settings(
+    result: Result, temperature: float | None = None, names: Sequence[str] = ()
+) -> tuple[tuple[str, Any], ...]:
+    """Of a run: those that are set; all but the free ones unless `names` are given."""
+    config = result.config
+    names = names or [name for name in config if name not in FREE and config[name] is not False]
+    t = float(config["temperature"]) if temperature is None else temperature
+    return (("temperature", t), *((name, config[name]) for name in names if config.get(name) not in (None, "")))
 
 
 # Names and order -----------------------------------------------------------------------------------------------
+
+
+def variant_of(facts: Facts) -> str:
+    """Decoder and settings of a row or a text, K among them."""
+    name, k = str(facts["variant"] if "variant" in facts else facts["decoder"]), facts.get("tokens_per_step", 0)
+    return f"{name}:tokens_per_step={k}" if k > 1 and ":" not in name else name
 
 
 def split_variant(variant: str) -> tuple[str, Facts]:
@@ -278,27 +237,17 @@ def split_variant(variant: str) -> tuple[str, Facts]:
     return name, read_options(pairs.split(",")) if pairs else {}
 
 
-def line_of(variant: str) -> str:
-    """A variant without its K, as a person reads it: the line of a table by K."""
+def line_of(variant: str, only: Container[str] | None = None) -> str:
+    """A variant as a person reads it, with the settings in `only`, or all but K: the line of a table by K."""
     name, options = split_variant(variant)
-    return " ".join([nice(name), *(f"{k}={_json(v)}" for k, v in options.items() if k != "tokens_per_step")])
-
-
-def curve_of(variant: str) -> str:
-    """What a curve is drawn through: the decoder, and settings that make another form of it (see `eval frontier`)."""
-    name, options = split_variant(variant)
-    return " ".join([nice(name), *(f"{k}={_json(v)}" for k, v in options.items() if k in FORM)])
+    said = [f"{k}={_json(v)}" for k, v in options.items() if (k != "tokens_per_step" if only is None else k in only)]
+    return " ".join([NAMES.get(name, name.replace("_", " ").capitalize()), *said])
 
 
 def label_of(variant: str) -> str:
     """A variant as a person reads it."""
     k = split_variant(variant)[1].get("tokens_per_step")
     return line_of(variant) + ("" if k is None else f", K={k}")
-
-
-def nice(decoder: str) -> str:
-    """The name of a decoder as the papers spell it."""
-    return NAMES.get(decoder, decoder.replace("_", " ").capitalize())
 
 
 def rank(variant: str) -> tuple[Any, ...]:
@@ -317,21 +266,16 @@ def blocks_of(rows: Iterable[Row]) -> list[Block]:
         groups.setdefault((row.base, row.task, json.dumps(row.settings)), []).append(row)
     out = []
     for group in groups.values():
-        variants = [row.variant for row in group]
-        twice = len(set(variants)) < len(variants)
-        parts: dict[str, list[Row]] = {}
-        for row in group:
-            parts.setdefault(row.source if twice else "", []).append(row)
-        out += [_block(part, source) for source, part in parts.items()]
-    return sorted(out, key=lambda block: (block.task != "text", block.base, block.task, block.title, block.about))
+        twice = len({row.variant for row in group}) < len(group)
+        for source in dict.fromkeys(row.source if twice else "" for row in group):
+            out.append(_block([row for row in group if source in ("", row.source)], source))
+    return sorted(out, key=lambda block: (block.task != "text", block.title, block.about))
 
 
 def _block(rows: list[Row], source: str) -> Block:
-    settings = dict(rows[0].settings)
-    temperature = settings.pop("temperature", None)
-    at = "" if temperature is None else f", T = {temperature:g}"
-    title = f"{rows[0].base}: {rows[0].task}{at}" + (f" ({source})" if source else "")
-    about = ", ".join(f"{name.replace('_', ' ')} {_json(value)}" for name, value in settings.items())
+    (_, temperature), *settings = rows[0].settings
+    title = f"{rows[0].base}: {rows[0].task}, T = {temperature:g}" + (f" ({source})" if source else "")
+    about = ", ".join(f"{name.replace('_', ' ')} {_json(value)}" for name, value in settings)
     return Block(title, about, sorted(rows, key=lambda row: rank(row.variant)))
 
 

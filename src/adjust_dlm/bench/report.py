@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from adjust_dlm.bench.figures import all_figures
-from adjust_dlm.bench.page import Contents, side_by_side, to_html
-from adjust_dlm.bench.records import Block, Result, blocks_of, read_result, rows_of
-from adjust_dlm.bench.samples import samples_of
-from adjust_dlm.bench.tables import Table, all_tables, summary, to_csv, to_markdown
-from adjust_dlm.eval.plots import check_plot, draw, to_png, to_svg
+from adjust_dlm.bench.records import blocks_of, label_of, read_result, rows_of
+from adjust_dlm.bench.samples import samples_of, side_by_side
+from adjust_dlm.bench.tables import all_tables, show, summary, table_files
+from adjust_dlm.eval.plots import check_plot, draw, fit, to_png, to_svg
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
+PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+)
+PAGES.globals.update(show=show, label_of=label_of, json=json.dumps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,38 +66,29 @@ def make_report(config: ReportConfig) -> dict[str, Any]:
         InputError: a folder without a result, or with a damaged one.
     """
     results = [read_result(Path(name)) for name in config.results]
-    rows = {str(result.source): rows_of(result) for result in results}
-    blocks = blocks_of(row for found in rows.values() for row in found)
-    tables = all_tables(blocks, results)
-    texts = [sample for result in results if config.samples for sample in samples_of(result, config.samples)]
+    rows = [rows_of(result) for result in results]
+    texts = [
+        samples_of(result, found, config.samples) if config.samples else []
+        for result, found in zip(results, rows, strict=True)
+    ]
+    blocks = blocks_of(row for found in rows for row in found)
+    first, tables = summary(blocks), all_tables(blocks, results)
     drawn = [(figure, draw(figure.panels)) for figure in all_figures(blocks) if config.plot]
-    shown = [(figure, to_svg(picture, figure.name, figure.title)) for figure, picture in drawn]
-    contents = Contents(config.title, summary(blocks), tables, shown, side_by_side(texts, config.samples), results)
+    samples = side_by_side([sample for found in texts for sample in found], config.samples)
+    page = PAGES.get_template("report.html.j2").render(
+        title=config.title, results=results, summary=first, tables=tables, samples=samples,
+        figures=[(figure, to_svg(picture, figure.name, figure.title)) for figure, picture in drawn],
+        orders=[row for row in samples if any(sample.order for sample in row)],
+    )  # fmt: skip
+    files = table_files([first, *tables])
+    files |= {f"{figure.name}.png": to_png(picture) for figure, picture in drawn} | {PAGE: fit(page).encode()}
     folder = Path(config.output)
-    files = _tables([contents.summary, *tables])
-    files |= {f"{figure.name}.png": to_png(picture) for figure, picture in drawn} | {PAGE: to_html(contents).encode()}
     write_whole({folder / name: content for name, content in files.items()})
-    unused = [str(result.source) for result in results if _gave_nothing(result, rows, contents)]
-    for name in unused:
-        log.warning("%s: nothing in it for a table or a figure; it is listed under provenance", name)
-    counts = [{"folder": name, "rows": len(found)} for name, found in rows.items()]
-    return {"page": str(folder / PAGE), "files": list(files), "folders": counts, "blocks": _about(blocks)}
-
-
-def _gave_nothing(result: Result, rows: dict[str, list[Any]], contents: Contents) -> bool:
-    shown = any(str(result.source) == sample.source for row in contents.samples for sample in row)
-    return not (rows[str(result.source)] or shown or result.command in ("eval paired", "eval nll", "eval mauve"))
-
-
-def _tables(tables: list[Table]) -> dict[str, bytes]:
-    """Tables of one name share a .md and a .csv."""
-    files: dict[str, bytes] = {}
-    for name in dict.fromkeys(table.name for table in tables if table.rows):
-        mine = [table for table in tables if table.name == name]
-        texts = {f"{name}.md": "\n".join(map(to_markdown, mine)), f"{name}.csv": to_csv(mine)}
-        files |= {file: text.encode("utf-8", "replace") for file, text in texts.items()}
-    return files
-
-
-def _about(blocks: list[Block]) -> list[dict[str, Any]]:
-    return [{"block": block.title, "decoders": len(block.rows), "settings": block.about} for block in blocks]
+    for result, *found in zip(results, rows, texts, strict=True):
+        if not any(found) and result.command not in ("eval paired", "eval nll", "eval mauve"):
+            log.warning("%s: nothing in it for a table or a figure; it is listed under provenance", result.source)
+    return {
+        "page": str(folder / PAGE), "files": list(files),
+        "folders": [{"folder": str(x.source), "rows": len(found)} for x, found in zip(results, rows, strict=True)],
+        "blocks": [{"block": x.title, "decoders": len(x.rows), "settings": x.about} for x in blocks],
+    }  # fmt: skip

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adjust_dlm.bench.records import Facts, Result, is_downstream, is_grouped
+from adjust_dlm.bench.records import Facts, Result, Row, rank, split_variant, variant_of
 from adjust_dlm.eval.downstream import slug
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError
 
 SAMPLES = "samples.jsonl"
 
@@ -39,65 +39,44 @@ class Sample:
     order: tuple[int, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
 
-
-def read_lines(file: Path, limit: int | None = None) -> list[Facts]:
-    """The objects of a JSON lines file, at most `limit`.
-
-    Raises:
-        InputError: a line that is no JSON object, by number.
-    """
-    out = []
-    try:
-        with file.open(encoding="utf-8") as stream:
-            for number, line in enumerate(itertools.islice(stream, limit), start=1):
-                value = json.loads(line)
-                require(isinstance(value, dict), f"{file}, line {number}: a JSON object is wanted")
-                out.append(value)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file}, line {len(out) + 1} is not JSON: {error}") from error
-    return out
+    @property
+    def k(self) -> int:
+        """Tokens a pass, as far as a fixed number is known."""
+        return int(split_variant(self.variant)[1].get("tokens_per_step", 1))
 
 
-def samples_of(result: Result, limit: int) -> list[Sample]:
-    """The first texts of every decoder in a folder.
+def samples_of(result: Result, rows: Sequence[Row], limit: int) -> list[Sample]:
+    """The first texts of every decoder in a folder, whose rows are given.
 
     Raises:
         InputError: a damaged file of samples.
     """
     try:
-        if is_downstream(result):
-            variants = [row["variant"] for row in result.results["rows"]]
-            return list(_task_samples(result, result.results["task"], result.source, variants, limit))
-        if is_grouped(result):
-            parts = [(row["group"], row["variant"]) for row in result.results["macro_averages"]]
-            return [
-                sample
-                for group, variant in parts
-                for sample in _task_samples(
-                    result, f"{result.results['task']} {group}", result.source / group, [variant], limit
-                )
-            ]
-        if (result.source / SAMPLES).is_file() and "base" in result.config:
-            return [_sample(result, line) for line in read_lines(result.source / SAMPLES)]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
+        if any(row.texts for row in rows):
+            return [sample for row in rows for sample in _task_samples(result, row, limit)]
+        known = "base" in result.config
+        return [_sample(result, line) for line in _lines(result.source / SAMPLES)] if known else []
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"the samples in {result.source} are damaged: {type(error).__name__} {error}") from error
-    return []
 
 
-def _task_samples(result: Result, task: str, folder: Path, variants: Sequence[str], limit: int) -> Iterator[Sample]:
-    config = result.config
-    group = f"{config['base']}: {task}, T = {config['temperature']:g}, seed {config['seed']}"
-    for variant in variants:
-        file, seen = folder / f"samples-{slug(variant)}.jsonl", dict[str, int]()
-        for line in read_lines(file, limit) if file.is_file() else []:
-            again = seen[line["id"]] = seen.get(line["id"], -1) + 1
-            row = f"{line['id']}, sample {again}" if again else str(line["id"])
-            text, prompt = line["text"], line.get("prompt", "")
-            yield Sample(str(result.source), group, row, variant, text, prompt, scores=line["scores"])
+def _lines(file: Path, limit: int | None = None) -> list[Facts]:
+    """The objects of a JSON lines file, at most `limit`; none where there is no file."""
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8") as stream:
+        return [json.loads(line) for line in itertools.islice(stream, limit)]
+
+
+def _task_samples(result: Result, task: Row, limit: int) -> Iterator[Sample]:
+    assert task.texts is not None
+    seen = dict[str, int]()
+    group = f"{task.base}: {task.task}, T = {result.config['temperature']:g}, seed {result.config['seed']}"
+    for line in _lines(task.texts / f"samples-{slug(task.variant)}.jsonl", limit):
+        again = seen[line["id"]] = seen.get(line["id"], -1) + 1
+        row = f"{line['id']}, sample {again}" if again else str(line["id"])
+        prompt = line.get("prompt", "")
+        yield Sample(task.source, group, row, task.variant, line["text"], prompt, scores=line["scores"])
 
 
 def _sample(result: Result, line: Facts) -> Sample:
@@ -105,7 +84,19 @@ def _sample(result: Result, line: Facts) -> Sample:
     temperature = line.get("temperature", result.config.get("temperature"))
     at = "" if temperature is None else f", T = {temperature:g}"
     group = f"{result.config['base']}: {'answers' if prompt else 'text'}{at}, seed {result.config.get('seed')}"
-    k = line.get("tokens_per_step", 0)
-    variant = line["decoder"] + (f":tokens_per_step={k}" if k > 1 and ":" not in line["decoder"] else "")
     order = tuple(line.get("order", ()))
-    return Sample(str(result.source), group, str(line["row"]), variant, line["text"], prompt, order)
+    return Sample(str(result.source), group, str(line["row"]), variant_of(line), line["text"], prompt, order)
+
+
+def side_by_side(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
+    """At most `most` rows of every group (base, task, temperature, seed): the texts of all decoders for one row id.
+
+    Rows with the texts of most decoders come first, then the order of the files.
+    """
+    rows: dict[tuple[str, str, str], list[Sample]] = {}
+    for sample in samples:
+        rows.setdefault((sample.group, sample.prompt, sample.row), []).append(sample)
+    groups: dict[str, list[list[Sample]]] = {}
+    for (group, _, _), found in rows.items():
+        groups.setdefault(group, []).append(sorted(found, key=lambda sample: rank(sample.variant)))
+    return [row for found in groups.values() for row in sorted(found, key=lambda row: -len(row))[:most]]
