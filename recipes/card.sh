@@ -25,7 +25,7 @@ shift
 gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
 run() { python3 -m adjust_dlm.cli "$@"; }
 many() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
-bench() { run bench runtime --no-plot "$@"; }
+bench() { run bench runtime "$@"; }
 task() { many eval "$1" --chat --shots 0 --max-new-tokens 128 --temperature 0 --batch-size 256 --decoders parallel adjust \
     --tokens-per-step 1 2 4 8 --output "$out/$1" "${@:2}"; }
 sparse=adjust:candidates=16,sparse=true

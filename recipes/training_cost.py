@@ -209,7 +209,9 @@ def measure(bench: Bench, form: Form, decode_seconds: float | None) -> dict[str,
     assert decode_seconds is not None
     # Of T states of a trajectory T - 1 begin a window.
     data = decode_seconds * options.new_tokens / (options.new_tokens - 1)
-    flops = states * base_flops(base, bench.length) + 3 * options.rollout * sampler_flops(base, bench.length)
+    flops = states * base_flops(base, bench.length) + 3 * options.rollout * sampler_flops(
+        base, bench.sampler, bench.length
+    )
     flops += 2 * base.width * base.spec.vocab_size * (rows + back)
     data_flops = base_flops(base, bench.length) + base.width * base.spec.vocab_size * options.new_tokens
     training = micro / bench.windows + update / options.batch

@@ -58,22 +58,11 @@ class Clock:
         return out
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of n numbers."""
-
-    median: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> Spread:
-        """Quartiles by linear interpolation; of one number, that number."""
-        if len(numbers) == 1:
-            return cls(numbers[0], numbers[0], numbers[0], 1)
-        low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
-        return cls(median, low, high, len(numbers))
+def spread(seconds: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles (by linear interpolation) of n numbers; of one number, that number."""
+    one, n = len(seconds) == 1, len(seconds)
+    low, median, high = 3 * [*seconds] if one else statistics.quantiles(seconds, n=4, method="inclusive")
+    return {"seconds": median, "seconds_low": low, "seconds_high": high, "n": n}
 
 
 @contextlib.contextmanager
@@ -109,32 +98,33 @@ class Ceilings:
     fp8: float | None = None
 
 
-def gemm_ceiling(device: torch.device, dtype: torch.dtype = torch.bfloat16, clock: Clock | None = None) -> float:
-    """FLOP/s of one large product: what shares of arithmetic refer to."""
-    n = _large(device)
+def gemm_ceiling(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, clock: Clock | None = None, *, fp8: bool = False
+) -> float:
+    """FLOP/s of one large product: what shares of arithmetic refer to.
+
+    Args:
+        device: where.
+        dtype: of what is multiplied.
+        clock: of the device.
+        fp8: multiply numbers that are in fp8 already, with the scales of `bases.fp8`.
+    """
+    n, clock = 8192 if device.type == "cuda" else 1024, clock or Clock(device)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in "ab")
-    return 2 * n**3 / (clock or Clock(device)).median(lambda: a @ b, warm=2, runs=10)
+    if fp8:
+        states, (weight, scale) = in_fp8(a), in_fp8(b)
+        return 2 * n**3 / clock.median(lambda: scaled_product(states, weight, None, scale), warm=2, runs=10)
+    return 2 * n**3 / clock.median(lambda: a @ b, warm=2, runs=10)
 
 
-def fp8_ceiling(device: torch.device, clock: Clock | None = None) -> float:
-    """FLOP/s of one large product of numbers that are in fp8 already, with the scales of `bases.fp8`."""
-    n = _large(device)
-    a, (b, scale) = (in_fp8(torch.randn(n, n, device=device).bfloat16()) for _ in "ab")
-    return 2 * n**3 / (clock or Clock(device)).median(lambda: scaled_product(a, b, None, scale), warm=2, runs=10)
-
-
-def _large(device: torch.device) -> int:
-    return 8192 if device.type == "cuda" else 1024
-
-
-def ceilings(device: torch.device, dtype: torch.dtype, clock: Clock | None = None, *, fp8: bool = False) -> Ceilings:
+def ceilings(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Ceilings:
     """All of them, measured now; that of fp8 if asked for and on a card (elsewhere such products are plain ones)."""
     size = 1 << 30 if device.type == "cuda" else 1 << 28
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = (clock or Clock(device)).median(lambda: target.copy_(source), warm=2, runs=10)
-    own = fp8_ceiling(device, clock) if fp8 and device.type == "cuda" else None
-    return Ceilings(gemm_ceiling(device, dtype, clock), 2 * size / seconds, own)
+    seconds = Clock(device).median(lambda: target.copy_(source), warm=2, runs=10)
+    own = gemm_ceiling(device, fp8=True) if fp8 and device.type == "cuda" else None
+    return Ceilings(gemm_ceiling(device, dtype), 2 * size / seconds, own)
 
 
 def forget_peak(device: torch.device) -> None:

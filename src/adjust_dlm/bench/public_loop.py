@@ -8,8 +8,6 @@ by torch's generator; its batches have no pads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -18,24 +16,8 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, State
 
 
-@dataclass
-class PublicResult:
-    """What the loop wrote and called.
-
-    Attributes:
-        tokens_BL: final ids.
-        base_passes, sampler_passes: calls, each over the whole batch.
-        head_rows: rows that went through W.
-    """
-
-    tokens_BL: Tensor
-    base_passes: int = 0
-    sampler_passes: int = 0
-    head_rows: int = 0
-
-
 @torch.no_grad()
-def public_loop(base: Base, sampler: Sampler | None, prompts: list[list[int]], config: DecodeConfig) -> PublicResult:
+def public_loop(base: Base, sampler: Sampler | None, prompts: list[list[int]], config: DecodeConfig) -> Tensor:
     """Fills the canvases K tokens a base pass; without a sampler all K come from the base's marginals (parallel).
 
     Args:
@@ -43,34 +25,33 @@ def public_loop(base: Base, sampler: Sampler | None, prompts: list[list[int]], c
         sampler: g, or None.
         prompts: token ids, all of one length.
         config: K, length, temperature, top_p, end tokens and seed count.
+
+    Returns:
+        Token ids [B, L].
     """
     base = base if sampler is None else sampler.on(base)
     new = torch.full((len(prompts), config.max_new_tokens), base.spec.mask_id, device=base.device)
     tokens_BL = torch.cat([torch.tensor(prompts, device=base.device).long(), new], 1)
     state = State(tokens_BL, torch.ones_like(tokens_BL).bool(), tokens_BL == base.spec.mask_id, padded=False)
-    out = PublicResult(tokens_BL)
     generator = torch.Generator(base.device).manual_seed(config.seed) if config.temperature else None
     for _ in range(-(-config.max_new_tokens // config.tokens_per_step)):
         h_BLD = base.hidden(state)
-        p_BLV = _probabilities(base, h_BLD, config, out)
-        out.base_passes += 1
+        p_BLV = _probabilities(base, h_BLD, config)
         if sampler is None:
             _reveal(state, p_BLV, config.tokens_per_step, generator)
             continue
         for _ in range(config.tokens_per_step):
             _reveal(state, p_BLV, 1, generator)
             h_BLD = sampler(h_BLD, state)
-            p_BLV = _probabilities(base, h_BLD, config, out)
-            out.sampler_passes += 1
+            p_BLV = _probabilities(base, h_BLD, config)
             if not bool(state.masked_BL.any()):
-                return out
-    return out
+                return tokens_BL
+    return tokens_BL
 
 
-def _probabilities(base: Base, h_BLD: Tensor, config: DecodeConfig, out: PublicResult) -> Tensor:
+def _probabilities(base: Base, h_BLD: Tensor, config: DecodeConfig) -> Tensor:
     """[B, L, V] after temperature and nucleus, in the head's dtype."""
     logits_RV = base.plain_logits(h_BLD.flatten(0, 1), suppress_eos=config.suppress_eos)
-    out.head_rows += len(logits_RV)
     if config.temperature not in (0, 1):
         logits_RV = logits_RV / config.temperature
     if config.top_p < 1:

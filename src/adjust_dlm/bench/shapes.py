@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,36 +13,18 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import require
 
-
-@dataclass(frozen=True)
-class RandomShape:
-    """How a base of random weights is made.
-
-    Attributes:
-        config: changes -> the family's config.
-        build: of the family.
-        changes: of the config.
-        ids: special tokens, where they are not the family's.
-    """
-
-    config: Callable[..., Any]
-    build: Callable[..., TransformerBase]
-    changes: dict[str, Any]
-    ids: dict[str, Any]
-
-
-_SMALL = {"mask_id": 16, "bos_id": 1, "end_ids": (2,)}
-SHAPES: dict[str, RandomShape] = {
-    "dream-7b-shape": RandomShape(dream_config, dream_base, {}, {}),
-    "llada-8b-shape": RandomShape(llada_config, llada_base, {}, {}),
+# Its family's config and way to build, changes of the config, and special tokens where they are not the family's.
+SHAPES: dict[str, tuple[Callable[..., Any], Callable[..., TransformerBase], dict[str, Any], dict[str, Any]]] = {
+    "dream-7b-shape": (dream_config, dream_base, {}, {}),
+    "llada-8b-shape": (llada_config, llada_base, {}, {}),
     # The default model's size with wide weights: few near ties, so that two ways to compute it give the same tokens.
-    "small-shape": RandomShape(
+    "small-shape": (
         dream_config, dream_base,
         {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
          "num_key_value_heads": 3, "vocab_size": 49152, "initializer_range": 0.1},
-        _SMALL,
+        {"mask_id": 16, "bos_id": 1, "end_ids": (2,)},
     ),
-    "tiny-shape": RandomShape(
+    "tiny-shape": (
         dream_config, dream_base,
         {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 1152},
@@ -68,13 +49,17 @@ def random_base(
         InputError: no such shape.
     """
     require(name in SHAPES, f"unknown shape {name!r}; known are {', '.join(SHAPES)}")
-    shape = SHAPES[name]
-    config = shape.config(**(shape.changes | changes))
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _default(dtype), device:
-        torch.manual_seed(0)
-        # A family whose body differs from its config (LLaDA's turns q and k in fp32) makes it itself.
-        head = torch.empty(config.vocab_size, config.hidden_size).normal_(std=head_std)
-        base = shape.build(config, head_weight=head, **shape.ids)
+    make_config, build, own, ids = SHAPES[name]
+    config, before = make_config(**own | changes), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+            torch.manual_seed(0)
+            # A family whose body differs from its config (LLaDA's turns q and k in fp32) makes it itself.
+            head = torch.empty(config.vocab_size, config.hidden_size).normal_(std=head_std)
+            base = build(config, head_weight=head, **ids)
+    finally:
+        torch.set_default_dtype(before)
     base.model.to(device)  # the rotary frequencies
     return base
 
@@ -84,17 +69,3 @@ def random_sampler(base: TransformerBase, config: SamplerConfig | None = None) -
     with torch.random.fork_rng([base.device] if base.device.type == "cuda" else []), base.device:
         torch.manual_seed(1)
         return Sampler(base, config).to(base.device, base.dtype).eval().requires_grad_(False)
-
-
-class _default:
-    """torch's default dtype inside a block."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *_: Any) -> None:
-        torch.set_default_dtype(self.before)

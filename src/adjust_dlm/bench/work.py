@@ -7,7 +7,7 @@ form that leaves something out shows a larger share of its ceiling.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -58,28 +58,17 @@ def base_flops(base: Base, length: int) -> float:
     return shape.num_hidden_layers * layer_flops(shape, length)
 
 
-def sampler_flops(base: Base, length: int, sampler: Sampler | None = None, columns: int | None = None) -> float:
-    """Of g on one canvas, forward; of the default g unless one is given."""
-    count = length if columns is None else columns
-    if sampler is None:
-        return layer_flops(Shape.of(base.layer_config), length, columns) + 4 * count * base.width * base.width
+def sampler_flops(base: Base, sampler: Sampler, length: int, columns: int | None = None) -> float:
+    """Of g on one canvas, forward."""
     shape = sampler.config.shape(Shape.of(base.layer_config))
-    mix = 2 * count * sampler.mix.in_features * sampler.mix.out_features
+    mix = 2 * (length if columns is None else columns) * sampler.mix.in_features * sampler.mix.out_features
     return float(sampler.config.layers * layer_flops(shape, length, columns) + mix)
 
 
-def head_flops(base: Base, rows: int) -> float:
-    """Of W on that many rows."""
-    return 2.0 * rows * base.width * base.spec.vocab_size
-
-
 def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
-    """Of all its matrices; in linear layers one byte a weight where they are quantized."""
-    total = 0
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            total += part.in_features * part.out_features * (1 if kind else part.weight.element_size())
-    return float(total)
+    """Of its linear layers; one byte a weight where they are quantized."""
+    linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    return sum(float(x.in_features * x.out_features * (1 if kind else x.weight.element_size())) for x in linear)
 
 
 def base_work(base: Base, rows: int, length: int) -> Work:
@@ -99,7 +88,7 @@ def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, columns: 
     states = (1 + sampler.states) * (length if columns is None else columns) * base.width
     states += 0 if columns is None else length * _pairs(base, sampler)
     traffic = weight_bytes(sampler) + rows * states * base.dtype.itemsize
-    return Work(rows * sampler_flops(base, length, sampler, columns), traffic)
+    return Work(rows * sampler_flops(base, sampler, length, columns), traffic)
 
 
 def _pairs(base: Base, sampler: Sampler) -> int:
@@ -120,9 +109,9 @@ def keys_work(base: Base, sampler: Sampler, rows: int, length: int) -> Work:
 
 def head_work(base: Base, rows: int) -> Work:
     """W on some rows, and their logits read once more for scores and draw."""
-    size = base.dtype.itemsize
-    traffic = base.spec.vocab_size * base.width + rows * base.width + 2 * rows * base.spec.vocab_size
-    return Work(head_flops(base, rows), float(traffic * size))
+    width, vocabulary = base.width, base.spec.vocab_size
+    traffic = vocabulary * width + rows * width + 2 * rows * vocabulary
+    return Work(2.0 * rows * width * vocabulary, float(traffic * base.dtype.itemsize))
 
 
 def open_counts(config: DecodeConfig, decoder: str, *, follows: bool = True) -> Iterator[list[int]]:
@@ -158,9 +147,7 @@ def decode_work(
     """
     if variant.name not in ("joint", "parallel", "adjust") or config.schedule != "exact" or config.cache_period:
         return None
-    length = prompt + config.max_new_tokens
-    sparse = bool(variant.options.get("sparse"))
-    parts = []
+    length, sparse, parts = prompt + config.max_new_tokens, bool(variant.options.get("sparse")), list[Work]()
     if variant.name == "adjust" and sampler is not None:
         base = sampler.on(base)
     follows = not sparse and (config.order or base.spec.order) in CERTAINTY
@@ -176,25 +163,10 @@ def decode_work(
     return parts
 
 
-def public_work(
-    base: Base, sampler: Sampler | None, config: DecodeConfig, rows: int, prompt: int, decoder: str
-) -> list[Work]:
+def public_work(base: Base, sampler: Sampler | None, config: DecodeConfig, rows: int, prompt: int) -> list[Work]:
     """Of `public_loop`: the head on all rows, K steps of g a round, the last of which is for nothing."""
-    length = prompt + config.max_new_tokens
-    if decoder == "adjust" and sampler is not None:
-        base = sampler.on(base)
-    full = head_work(base, rows * length)
-    parts, left = list[Work](), config.max_new_tokens
-    while left:
-        count = min(config.tokens_per_step, left)
-        parts += [base_work(base, rows, length), full]
-        if decoder == "adjust":
-            assert sampler is not None
-            parts += [sampler_work(base, sampler, rows, length), full] * count
-        left -= count
-    return parts
-
-
-def floor_seconds(parts: Iterable[Work], most: Ceilings) -> float:
-    """Seconds that parts take at least, one after another."""
-    return sum(part.floor(most) for part in parts)
+    length, rounds = prompt + config.max_new_tokens, -(-config.max_new_tokens // config.tokens_per_step)
+    seen = base if sampler is None else sampler.on(base)
+    full = head_work(seen, rows * length)
+    steps = [] if sampler is None else [sampler_work(seen, sampler, rows, length), full] * config.max_new_tokens
+    return [base_work(seen, rows, length), full] * rounds + steps
