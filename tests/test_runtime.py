@@ -20,13 +20,16 @@ from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench import measure, runtime
-from adjust_dlm.bench.cells import COMPONENTS, Cell, cell_of, grid
 from adjust_dlm.bench.clock import Ceilings, Clock, ceilings, gemm_ceiling, spread
 from adjust_dlm.bench.measure import (
+    COMPONENTS,
     Bench,
+    Cell,
+    cell_of,
     component_cell,
     decode_cell,
     eager_parts,
+    grid,
     half_filled,
     require_graphs,
     run,

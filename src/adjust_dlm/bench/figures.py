@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adjust_dlm.bench.records import Block, Row, line_of, rank, split_variant
+from adjust_dlm.bench.records import Block, Row, line_of, split_variant
 from adjust_dlm.bench.tables import sign_of, title_of
 from adjust_dlm.eval.frontier import FORM
 from adjust_dlm.eval.plots import Curve, Panel, Point
@@ -56,9 +56,13 @@ def _panels(blocks: Sequence[Block], x: str, base: int) -> list[Panel]:
 
 def _curves(block: Block, x: str, measure: str) -> list[Curve]:
     """Curves of a block: by K a decoder and its settings, else a decoder and what makes another form of it."""
+
+    def at(row: Row) -> float:
+        return (row.k if x == "K" else row.costs.get(x)) or 0.0
+
     lines: dict[str, list[Row]] = {}
-    for row in sorted(block.rows, key=lambda row: rank(row.variant)):
-        if measure in row.values and (row.k if x == "K" else row.costs.get(x)):
+    for row in block.rows:
+        if measure in row.values and at(row):
             lines.setdefault(line_of(row.variant, None if x == "K" else FORM), []).append(row)
     starts = {_way(rows[0]): rows for rows in lines.values() if split_variant(rows[0].variant)[0] == "joint"}
     made = []
@@ -67,8 +71,8 @@ def _curves(block: Block, x: str, measure: str) -> list[Curve]:
         # By K only where K = 1 of that decoder is joint decoding, and was not measured itself.
         begins = x != "K" or (decoder in ("parallel", "adjust") and all(row.k != 1 for row in rows))
         start = starts.get(_way(rows[0]), []) if begins and decoder != "joint" else []
-        points = [_point(row, x, measure) for row in [*start, *rows]]
-        made.append(Curve(label, decoder, sorted(points, key=lambda point: point.x)))
+        values = [(at(row), row.values[measure]) for row in sorted([*start, *rows], key=at)]
+        made.append(Curve(label, decoder, [Point(where, value.mean, value.ci95) for where, value in values]))
     return made
 
 
@@ -76,8 +80,3 @@ def _way(row: Row) -> str:
     """Settings that change text at one token a pass, too: only joint decoding with the same ones starts a curve."""
     options = split_variant(row.variant)[1]
     return str({name: options[name] for name in ("block_length", "cache_period", "order") if name in options})
-
-
-def _point(row: Row, x: str, measure: str) -> Point:
-    value = row.values[measure]
-    return Point(float(row.k or 0) if x == "K" else row.costs[x], value.mean, value.ci95)

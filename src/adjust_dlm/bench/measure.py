@@ -1,23 +1,23 @@
-"""One cell of `adjust bench runtime`: a whole decode or its components, with warm-up, spread, shares of ceilings."""
+"""Cells of `adjust bench runtime`: whole decodes and components, with warm-up, spread, shares of ceilings."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from adjust_dlm.bases import Base, cut_at_end
 from adjust_dlm.bases.layers import join_projections
-from adjust_dlm.bench.cells import Cell
 from adjust_dlm.bench.clock import Ceilings, Clock, forget_peak, peak_gib, spread
 from adjust_dlm.bench.public_loop import public_loop
 from adjust_dlm.bench.work import Work, base_work, decode_work, head_work, public_work, sampler_work
-from adjust_dlm.decoders import Canvas, decode, read_variant
-from adjust_dlm.decoders.fast.engine import captures
+from adjust_dlm.decoders import DECODERS, Canvas, decode, read_variant
+from adjust_dlm.decoders.fast.engine import COVERED, captures
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.pick import pick
@@ -26,8 +26,69 @@ from adjust_dlm.decoders.machinery.canvas import pick as pick_open
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import GIVEN, DecodeConfig
 
+Form = Literal["eager", "fast", "compiled", "public"]
+FORMS: tuple[Form, ...] = get_args(Form)
+COMPONENTS = "components"  # in the place of a decoder
 Row = dict[str, Any]
 _SETTLED = 3  # decodes of a fast form that may capture something before one is timed whatever it does
+
+
+class Cell(NamedTuple):
+    """One thing to time.
+
+    Attributes:
+        form: eager (the reference decoders), fast (`decoders/fast`), compiled (fast, on compiled layers) or public
+            (`bench/public_loop.py`).
+        decoder: a decoder with its settings (see `read_variant`), or `components`.
+        tokens_per_step: K; None where the decoder has none.
+        batch: B.
+        new_tokens: masked positions behind the prompt.
+    """
+
+    form: Form
+    decoder: str
+    tokens_per_step: int | None
+    batch: int
+    new_tokens: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        k = f" K={self.tokens_per_step}" if self.tokens_per_step else ""
+        return f"{self.form} {self.decoder}{k} B={self.batch} L={self.new_tokens}"
+
+
+def cell_of(form: Form, decoder: str, k: int, batch: int, new_tokens: int) -> Cell:
+    """A cell whose K is the decoder's own where it has one: joint is K = 1, a variant may name its K."""
+    if decoder == COMPONENTS:
+        return Cell(form, decoder, k, batch, new_tokens)
+    name, settings, _ = read_variant(decoder)
+    own = settings.get("tokens_per_step", k) if DECODERS[name].takes_k else None
+    return Cell(form, decoder, 1 if name == "joint" else own, batch, new_tokens)
+
+
+def has_form(decoder: str, form: Form) -> bool:
+    """The public loop knows plain parallel and adjust; the fast form what `fast.COVERED` says."""
+    if form == "public":
+        return decoder in ("parallel", "adjust")
+    return form == "eager" or decoder == COMPONENTS or read_variant(decoder).name in COVERED
+
+
+def grid(
+    forms: Sequence[Form], decoders: Sequence[str], ks: Sequence[int], batches: Sequence[int], lengths: Sequence[int]
+) -> list[Cell]:
+    """All combinations that exist, once each; parallel decoding before what is compared with it.
+
+    Compiled forms come last: each change between compiled and not throws captured graphs away.
+    """
+    ordered = sorted(decoders, key=lambda decoder: decoder != "parallel")
+    made = [
+        cell_of(form, decoder, k, batch, length)
+        for form, length, batch, k in itertools.product(forms, lengths, batches, ks)
+        for decoder in ordered
+        if has_form(decoder, form)
+    ]
+    return sorted(dict.fromkeys(made), key=lambda cell: cell.form == "compiled")
 
 
 @dataclass
@@ -60,11 +121,6 @@ class Bench:
     def sampler(self) -> Sampler | None:
         """g."""
         return self.helpers.get("sampler")
-
-    @property
-    def seen(self) -> Base:
-        """The base, giving the features that g wants."""
-        return self.base if self.sampler is None else self.sampler.on(self.base)
 
     def config(self, cell: Cell) -> DecodeConfig:
         """All settings of a cell; the decoder's own win."""
@@ -202,8 +258,7 @@ def half_filled(bench: Bench, cell: Cell) -> Canvas:
     return canvas
 
 
-def _work(bench: Bench, g: Sampler, rows: int, length: int, scored: int, k: int) -> dict[str, list[Work]]:
-    base = bench.seen
+def _work(base: Base, g: Sampler, rows: int, length: int, scored: int, k: int) -> dict[str, list[Work]]:
     f, step = base_work(base, rows, length), sampler_work(base, g, rows, length)
     heads = [head_work(base, rows * (scored - j)) for j in range(k)]
     return {
@@ -214,8 +269,8 @@ def _work(bench: Bench, g: Sampler, rows: int, length: int, scored: int, k: int)
 
 def eager_parts(bench: Bench, canvas: Canvas) -> Parts:
     """The reference's parts, the head on all rows beside them."""
-    base, g = bench.seen, bench.sampler
-    assert g is not None
+    g: Sampler = bench.helpers["sampler"]
+    base = g.on(bench.base)
     names = ("tokens_BL", "masked_BL", "order_BL", "commits_B")
     kept = {name: getattr(canvas, name).clone() for name in names}
     h_BLD = base.hidden(canvas)
@@ -236,15 +291,14 @@ def eager_parts(bench: Bench, canvas: Canvas) -> Parts:
         "head, all rows": lambda: base.head(h_BLD.flatten(0, 1)), "round": whole,
     }  # fmt: skip
     rows, length = canvas.tokens_BL.shape
-    work = _work(bench, g, rows, length, len(at[0]) // rows, canvas.config.tokens_per_step)
+    work = _work(base, g, rows, length, len(at[0]) // rows, canvas.config.tokens_per_step)
     return {name: (part, work[name]) for name, part in parts.items()}
 
 
 def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     """Parts of the fast form: the functions that it captures, on the buffers that it would take."""
-    base, g, config = bench.seen, bench.sampler, canvas.config
-    assert g is not None
-    rows, length = canvas.tokens_BL.shape
+    g: Sampler = bench.helpers["sampler"]
+    base, config, (rows, length) = g.on(bench.base), canvas.config, canvas.tokens_BL.shape
     scored = int(canvas.masked_BL[0].sum())
     slots, columns = slot_bucket(rows), length_bucket(length, rows, base.spec.context)
     width, padded = width_bucket(scored, columns), (slots, columns) != (rows, length)
@@ -271,7 +325,7 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
         replay("begin", "base pass", "head, scores and draw")
         replay(*("g step", "head, scores and draw") * (config.tokens_per_step - 1))
 
-    work = _work(bench, g, rows, length, scored, config.tokens_per_step)
+    work = _work(base, g, rows, length, scored, config.tokens_per_step)
     parts = {name: (functools.partial(replay, name), work[name]) for name in functions if name != "begin"}
     whole()  # captures
     require_graphs(graphs, bench.clock)

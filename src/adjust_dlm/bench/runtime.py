@@ -13,9 +13,8 @@ import torch
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.base import pick_device
 from adjust_dlm.bases.placement import check_placement, quantize_body
-from adjust_dlm.bench.cells import COMPONENTS, FORMS, Form, grid
 from adjust_dlm.bench.clock import ceilings, limit
-from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell
+from adjust_dlm.bench.measure import COMPONENTS, FORMS, Bench, Form, Row, component_cell, decode_cell, grid
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
 from adjust_dlm.decoders import read_variant
@@ -117,33 +116,39 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
     cells = grid(config.forms, config.decoders, config.tokens_per_step, batches, lengths)
     require(bool(cells), f"none of {', '.join(config.decoders)} has one of the forms {', '.join(config.forms)}")
     bench = bench or open_bench(config)
-    rows: list[Row] = []
+    base, most, rows = bench.base, bench.most, list[Row]()
     out: Row = {
         "rows": [], "left_out": [],
         "ceilings": {
-            "gemm_tflops": bench.most.flops / 1e12, "fp8_tflops": bench.most.fp8 and bench.most.fp8 / 1e12,
-            "copy_gb_per_second": bench.most.bytes / 1e9,
+            "gemm_tflops": most.flops / 1e12, "fp8_tflops": most.fp8 and most.fp8 / 1e12,
+            "copy_gb_per_second": most.bytes / 1e9,
         },
-        "machine": machine(bench),
+        "machine": {
+            "device": str(base.device), "card": cards()[base.device.index or 0] if cuda else None,
+            "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "dtype": str(base.dtype).removeprefix("torch."), "quantized": base.quantized,
+        },
     }  # fmt: skip
     for cell in cells:
         left = config.seconds - (time.monotonic() - started)
-        most = left if cell.form == "compiled" else min(left, 3 * config.cell_seconds)  # the first ones compile
+        longest = left if cell.form == "compiled" else min(left, 3 * config.cell_seconds)  # the first ones compile
         try:
-            with limit(most):
+            with limit(longest):
                 made = (component_cell if cell.decoder == COMPONENTS else decode_cell)(bench, cell)
         except (TimeoutError, RuntimeError, FloatingPointError) as error:
             if bench.clock.cuda:
                 torch.cuda.synchronize()  # what was interrupted may still write into memory that is given on
-            reason = _reason(error, left, most)
+            reason = _reason(error, left, longest)
             out["left_out"].append({"cell": cell.name, "reason": reason})
             log.warning("left out: %s: %s", cell.name, reason)
         else:
             rows += [cell._asdict() | row for row in made]
             log.info("%s: %s", cell.name, ", ".join(f"{row['part']} {1000 * row['seconds']:.2f} ms" for row in made))
         out["rows"] = with_ratios(rows)
-        _write(Path(config.output), out)
-    return out | {"measuring_seconds": time.monotonic() - started}
+        columns = list(dict.fromkeys(name for row in out["rows"] for name in row))
+        files = {"runtime.csv": to_csv(out["rows"], columns), "runtime.md": markdown(out)}
+        write_whole({Path(config.output) / name: text for name, text in files.items()})
+    return out
 
 
 def _reason(error: Exception, left: float, most: float) -> str:
@@ -153,21 +158,6 @@ def _reason(error: Exception, left: float, most: float) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _write(folder: Path, out: Row) -> None:
-    columns = list(dict.fromkeys(name for row in out["rows"] for name in row))
-    write_whole({folder / "runtime.csv": to_csv(out["rows"], columns), folder / "runtime.md": markdown(out)})
-
-
-def machine(bench: Bench) -> Row:
-    """What the numbers belong to."""
-    base = bench.base
-    card = cards()[base.device.index or 0] if base.device.type == "cuda" else None
-    return {
-        "device": str(base.device), "card": card, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "dtype": str(base.dtype).removeprefix("torch."), "quantized": base.quantized,
-    }  # fmt: skip
 
 
 def open_bench(config: RuntimeConfig) -> Bench:

@@ -12,8 +12,6 @@ from adjust_dlm.bench.records import Facts, Result, Row, rank, split_variant, va
 from adjust_dlm.eval.downstream import slug
 from adjust_dlm.types import InputError
 
-SAMPLES = "samples.jsonl"
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -54,8 +52,7 @@ def samples_of(result: Result, rows: Sequence[Row], limit: int) -> list[Sample]:
     try:
         if any(row.texts for row in rows):
             return [sample for row in rows for sample in _task_samples(result, row, limit)]
-        known = "base" in result.config
-        return [_sample(result, line) for line in _lines(result.source / SAMPLES)] if known else []
+        return [_sample(result, line) for line in _lines(result.source / "samples.jsonl")]
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"the samples in {result.source} are damaged: {type(error).__name__} {error}") from error
 

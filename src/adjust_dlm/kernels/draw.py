@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KINDS = (torch.float32, torch.float64, torch.float32, torch.float32, torch.long)
+_KINDS = (torch.float32, torch.float64, torch.float32, torch.float32, torch.long, torch.float32, torch.int32)
 _BLOCK, _WARPS = 8192, 16  # one program has a row to itself: large blocks, so that it waits for memory less often
 _SCAN, _STAGES = 4096, 4  # of kernels that keep several numbers in each lane; statistics ask for blocks ahead of time
 
@@ -173,8 +173,7 @@ def row_stats(logits_RV: Tensor, temperature: float, *, top_p: float = 1.0, top_
         top_k: as in `DecodeConfig`.
     """
     rows, width = logits_RV.shape
-    kinds = (*_KINDS, torch.float32, torch.int32)
-    stats = Stats(*(torch.empty(rows, dtype=kind, device=logits_RV.device) for kind in kinds))
+    stats = Stats(*(torch.empty(rows, dtype=kind, device=logits_RV.device) for kind in _KINDS))
     inverse = _inverse(temperature)
     _stats_kernel[(rows,)](
         logits_RV, *stats[:5], width, logits_RV.stride(0), inverse, STAGES=_STAGES, **_shape(width, _SCAN)

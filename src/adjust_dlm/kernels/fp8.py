@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from adjust_dlm.kernels import two_powers
+from adjust_dlm.kernels.layer import gated
 
 _WIDE = 24_576  # numbers of a row that 16 warps have registers for
 
@@ -44,16 +45,6 @@ def in_fp8(x_RD: Tensor, smallest: float, largest: float) -> tuple[Tensor, Tenso
 
 
 @triton.jit
-def _gated(gate, up, column, width):  # type: ignore[no-untyped-def]
-    inside = column < width
-    x = tl.load(gate + column, inside, other=0.0)
-    y = tl.load(up + column, inside, other=0.0).to(tl.float32)
-    z = x.to(tl.float32)
-    z = (z / (1.0 + tl.exp(-z))).to(x.dtype).to(tl.float32)
-    return (z * y).to(x.dtype)
-
-
-@triton.jit
 def _largest(z, smallest):  # type: ignore[no-untyped-def]
     return tl.maximum(tl.max(tl.abs(z.to(tl.float32)), 0), smallest)
 
@@ -67,11 +58,11 @@ def _gated_fp8_kernel(  # type: ignore[no-untyped-def]
     gate += row * gate_stride
     up += row * up_stride
     column = tl.arange(0, HEAD)
-    head = _gated(gate, up, column, width)  # a row stays in registers, rounded as it is, so that each exp is taken once
+    head = gated(gate, up, column, width)  # a row stays in registers, rounded as it is, so that each exp is taken once
     most = _largest(head, smallest)
     if TAIL > 0:
         behind = HEAD + tl.arange(0, TAIL)
-        tail = _gated(gate, up, behind, width)
+        tail = gated(gate, up, behind, width)
         most = tl.maximum(most, _largest(tail, smallest))
     tl.store(scales + row, most * (1.0 / LARGEST))
     inverse = tl.math.div_rn(LARGEST * 1.0, most)
