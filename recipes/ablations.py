@@ -6,7 +6,7 @@
 One process a GPU: `CUDA_VISIBLE_DEVICES=0 ... --share 0/2` and `CUDA_VISIBLE_DEVICES=1 ... --share 1/2`. Each finished
 variant is one line of `ABL/results-*.jsonl`, written as soon as it is scored; the same command goes on where it was
 stopped and leaves finished variants out. Texts of joint and parallel decoding are made once (by share 0) and kept in
-ABL/texts, or in `--references DIR`, an output folder of this recipe or of `adjust eval table` without --compile.
+ABL/texts.
 The table of all variants is printed at the end. Compiled kernels serve every variant of the same shapes: more slices
 and each choice of features cost a compilation of the base of their own, before the clock starts.
 `--only a b` picks variants, `--variants FILE` reads others (YAML: name -> settings of `adjust train`).
@@ -98,7 +98,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--base", default="smol")
     parser.add_argument("--trajectories", nargs="+", required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--references", type=Path, help="folder whose texts/ holds joint and parallel texts")
     parser.add_argument("--variants", type=Path, help="YAML of variants in place of the built-in list")
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--share", default="0/1", help="i/n: variants i, i+n, ...")
@@ -152,9 +151,8 @@ def ids(rows: list[Generated]) -> list[list[int]]:
 
 def open_references(args: argparse.Namespace, base: Base) -> Judged:
     """Joint and parallel texts, made by share 0 where they are not kept; the other shares wait for it."""
-    folder = args.references or args.output
     table = TableConfig(
-        base=args.base, output=str(folder), n=args.n, temperatures=(1.0,), tokens_per_step=tuple(args.ks),
+        base=args.base, output=str(args.output), n=args.n, temperatures=(1.0,), tokens_per_step=tuple(args.ks),
         max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, judge=args.judge,
     )  # fmt: skip
     done = done_file(args)
@@ -183,7 +181,7 @@ def done_file(args: argparse.Namespace) -> Path:
     """What joint and parallel texts of these settings score, written when all are there."""
     facts = json.dumps([args.base, args.judge, args.n, args.ks, args.max_new_tokens])
     digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
-    return Path(args.references or args.output) / f"references-{digest}.json"
+    return Path(args.output) / f"references-{digest}.json"
 
 
 def nll_of(judge: tuple[Any, int], rows: list[list[int]]) -> NllScore:
@@ -221,7 +219,7 @@ def decode_variant(args: argparse.Namespace, base: Base, g: Sampler, judged: Jud
     """Scores of each K but for MAUVE, and the features that it needs."""
     started, cells, features = time.monotonic(), {}, {}
     for k, cell in cells_of(args).items():
-        rows = generate_cell(base, {"sampler": g}, replace(judged.table, output=str(args.output)), cell)
+        rows = generate_cell(base, {"sampler": g}, judged.table, cell)
         nll = nll_of(judged.judge, ids(rows))
         line = score_line(cell[0], "adjust", k, ids(rows), nll) | costs(rows)
         cells[k] = line | gap_facts(judged.joint, judged.parallel[k], nll)

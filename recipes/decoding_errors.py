@@ -11,8 +11,10 @@ Markdown each.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -39,22 +41,30 @@ def divergences(base: Base, exact_BLD: Tensor, other_BLD: Tensor, at_BL: Tensor)
     return kl / count, same / count, wider / count
 
 
+def walk(base: Base, config: DecodeConfig, rows: int) -> Iterator[tuple[int, Canvas, Tensor]]:
+    """Before each commit of a K = 1 decode: its number, the canvas, and the exact states."""
+    canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
+    for step in itertools.count():
+        if not canvas.open:
+            return
+        h_BLD = base.hidden(canvas)
+        yield step, canvas, h_BLD
+        canvas.start_round()
+        canvas.commit(pick(base, h_BLD, canvas))
+
+
 @torch.no_grad()
 def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]) -> Sums:
     """By period and pass since a row was last computed whole (0: just now)."""
-    canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
     caches = {period: PrefixCache(base, period) for period in periods}
     out: Sums = defaultdict(list)
-    while canvas.open:
-        h_BLD = base.hidden(canvas)
+    for _, canvas, h_BLD in walk(base, config, rows):
         for period, cache in caches.items():
             reused_BLD = cache(canvas)
             age = int(cache._age_B[0]) - 1
             kl, same, _ = divergences(base, h_BLD, reused_BLD, canvas.open_BL)
             out[f"{period}", age] += [kl]
             out[f"{period} argmax", age] += [same]
-        canvas.start_round()
-        canvas.commit(pick(base, h_BLD, canvas))
     return out
 
 
@@ -62,11 +72,8 @@ def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]
 def drift(base: Base, sampler: Sampler, config: DecodeConfig, rows: int, depth: int) -> Sums:
     """By number of commits since the base pass."""
     base = sampler.on(base)
-    canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
     out: Sums = defaultdict(list)
-    step = 0
-    while canvas.open:
-        h_BLD = base.hidden(canvas)
+    for step, canvas, h_BLD in walk(base, config, rows):
         k = step % depth
         if k == 0:
             start_BLD = chain_BLD = h_BLD
@@ -74,28 +81,19 @@ def drift(base: Base, sampler: Sampler, config: DecodeConfig, rows: int, depth: 
             chain_BLD = sampler(chain_BLD, canvas)
             for name, states in (("g", chain_BLD), ("stale", start_BLD)):
                 out[name, k] += [divergences(base, h_BLD, states, canvas.open_BL)[0]]
-        canvas.start_round()
-        canvas.commit(pick(base, h_BLD, canvas))
-        step += 1
     return out
 
 
 @torch.no_grad()
 def quantized(base: Base, others: dict[str, Base], config: DecodeConfig, rows: int, every: int) -> Sums:
     """By number of commits, of which `every` lie between two looks; only linear layers of the body are quantized."""
-    canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
     out: Sums = defaultdict(list)
-    step = 0
-    while canvas.open:
-        h_BLD = base.hidden(canvas)
+    for step, canvas, h_BLD in walk(base, config, rows):
         for kind, other in others.items() if step % every == 0 else ():
             kl, same, wider = divergences(base, h_BLD, other.hidden(canvas), canvas.open_BL)
             out[kind, step] += [kl]
             out[f"{kind} argmax", step] += [same]
             out[f"{kind} entropy", step] += [wider]
-        canvas.start_round()
-        canvas.commit(pick(base, h_BLD, canvas))
-        step += 1
     return out
 
 

@@ -56,10 +56,9 @@ def write(folder: Path, config: dict[str, object], device: torch.device, shard_b
     index = {}
     for n, shard in enumerate(shards):
         file = f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
-        std = {1: 1.0}  # norms
         made = {
             name: torch.ones(size, dtype=torch.bfloat16)
-            if len(size) in std
+            if len(size) == 1  # norms
             else torch.empty(size, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator).cpu()
             for name, size in shard.items()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ PAGE = "report.html"
 PAGES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, undefined=StrictUndefined
 )
-PAGES.globals.update(show=show, label_of=label_of, json=json.dumps)
+PAGES.globals.update(show=show, label_of=label_of, json=functools.partial(json.dumps, ensure_ascii=False))
 
 
 @dataclass(frozen=True, kw_only=True)

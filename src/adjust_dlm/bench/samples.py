@@ -72,8 +72,7 @@ def _task_samples(result: Result, task: Row, limit: int) -> Iterator[Sample]:
     for line in _lines(task.texts / f"samples-{slug(task.variant)}.jsonl", limit):
         again = seen[line["id"]] = seen.get(line["id"], -1) + 1
         row = f"{line['id']}, sample {again}" if again else str(line["id"])
-        prompt = line.get("prompt", "")
-        yield Sample(task.source, group, row, task.variant, line["text"], prompt, scores=line["scores"])
+        yield Sample(task.source, group, row, task.variant, line["text"], line.get("prompt", ""), scores=line["scores"])
 
 
 def _sample(result: Result, line: Facts) -> Sample:
