@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from adjust_dlm.artifacts import artifact_folder, plain, public_name, write_artifact
+from adjust_dlm.artifacts import plain, public_name, save_pretrained
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.dream import DreamBase
+from adjust_dlm.bases.hub import local, read_json
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LladaBase
 from adjust_dlm.bases.shape import Shape
@@ -60,14 +61,14 @@ def export(
     require_same_base("the sampler", sampler.base_fingerprint, base)
     facts = base_facts(base)
     section = _CARD.format(model_class=_CLASSES[facts["shape"]["model_type"]])
-    folder = write_artifact(
-        sampler, Path(folder), run=run, results=results, provenance={"base": facts["spec"]["name"], **provenance},
-        sections=[section], tags=["custom_generate"],
-    )  # fmt: skip
+    provenance = {"base": facts["spec"]["name"], **provenance}
+    save_pretrained(
+        sampler, folder, run=run, results=results, sections=[section], tags=["custom_generate"], **provenance
+    )
     needs = f"adjust-dlm>={adjust_dlm.__version__}\n"
     texts = {FACTS: json.dumps(facts, indent=2) + "\n", GENERATE: _GENERATE_PY, REQUIREMENTS: needs}
-    write_whole({folder / name: text for name, text in texts.items()})
-    return folder
+    write_whole({Path(folder, name): text for name, text in texts.items()})
+    return Path(folder)
 
 
 def base_facts(base: Base) -> dict[str, Any]:
@@ -149,16 +150,8 @@ _SETTINGS = tuple(field.name for field in fields(DecodeConfig))
 _OTHER = ("inputs", "input_ids", "attention_mask", "do_sample", "decoder", "revision", "sampler_repo")
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A base around a model and its sampler; good as long as `key` is the same."""
-
-    key: tuple[Any, ...]
-    base: TransformerBase
-    sampler: Sampler
-
-
-_LOADED: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()
+# For each model: its base and sampler, and what they were made of (see `_load`).
+_LOADED: WeakKeyDictionary[Any, tuple[tuple[Any, ...], TransformerBase, Sampler]] = WeakKeyDictionary()
 
 
 def generate_with(repo: Path | str | None, model: Any, arguments: Mapping[str, Any]) -> Tensor:
@@ -189,10 +182,9 @@ def generate_with(repo: Path | str | None, model: Any, arguments: Mapping[str, A
     )
     config = _decode_config(arguments)
     ids_BL, real_BL = _inputs(given)
-    loaded = _load(model, str(repo), given.get("revision"))
+    base, sampler = _load(model, str(repo), given.get("revision"))
     prompts = [row[real].tolist() for row, real in zip(ids_BL, real_BL, strict=True)]
-    decoder = given.get("decoder", "adjust")
-    result = decode(loaded.base, prompts, config, decoder=decoder, sampler=loaded.sampler)
+    result = decode(base, prompts, config, decoder=given.get("decoder", "adjust"), sampler=sampler)
     new = config.max_new_tokens
     out_BL = torch.cat([ids_BL, result.tokens_BL[:, -new:].to(ids_BL.device)], -1)
     for b, prompt in enumerate(prompts):  # masks inside a prompt are filled in, too
@@ -227,27 +219,22 @@ def _inputs(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return ids_BL, real_BL
 
 
-def _load(model: Any, repo: str, revision: str | None) -> _Loaded:
+def _load(model: Any, repo: str, revision: str | None) -> tuple[TransformerBase, Sampler]:
     """The base and sampler for a model, kept until its weights or the files change."""
-    folder = artifact_folder(repo, revision=revision, files=(CONFIG, WEIGHTS, FACTS))
+    folder = local(repo, (CONFIG, WEIGHTS, FACTS), revision=revision)
     require((folder / FACTS).is_file(), f"{folder} was not written by `adjust export` ({FACTS} is missing)")
     stamps = [(folder / name).stat().st_mtime_ns for name in (CONFIG, WEIGHTS, FACTS) if (folder / name).is_file()]
     weights = [(p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version) for p in model.parameters()]
     key = (str(folder), *stamps, *weights)
-    loaded = _LOADED.get(model)
-    if loaded is None or loaded.key != key:
+    if model not in _LOADED or _LOADED[model][0] != key:
         base = wrap_model(model, _read_facts(folder / FACTS))
-        loaded = _LOADED[model] = _Loaded(key, base, load_sampler(folder, base))
-    return loaded
+        _LOADED[model] = key, base, load_sampler(folder, base)
+    return _LOADED[model][1:]
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
-    wanted = {"family", "spec", "next_frame", "fingerprint", "weights", "shape"}
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        lost = sorted(wanted - facts.keys())
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{path} holds no facts of a base: {error!r}") from error
+    facts = read_json(path)
+    lost = sorted({"family", "spec", "next_frame", "fingerprint", "weights", "shape"} - facts.keys())
     require(not lost, f"{path} lacks {', '.join(lost)}")
     family = facts["family"]
     require(family in _FAMILIES, f"{path}: family is {family!r}; known are {', '.join(_FAMILIES)}")
