@@ -19,8 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from adjust_dlm.bases import Base, known_bases, load_base
 from adjust_dlm.bases.antiberty import CONFIG, UNUSED, VOCAB, WEIGHTS, BertBase, cached_wheel
-from adjust_dlm.bases.check import ProtocolError, check_base, check_frame
-from adjust_dlm.bases.exact import two_sentences
+from adjust_dlm.bases.check import check_base, check_frame
 from adjust_dlm.bases.smol_files import Source
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import Student, kl_rows, weighted_kl
@@ -38,6 +37,7 @@ from helpers import (
     target,
     tiny_base,
     tiny_sampler,
+    two_sentences,
 )
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ACDEFGHIKLMNPQRSTVWY"]
@@ -322,7 +322,7 @@ class Faulty(BertBase):
     ],
 )
 def test_the_check_finds_the_fault(base: BertBase, fault: str, message: str) -> None:
-    with pytest.raises(ProtocolError, match=message):
+    with pytest.raises(InputError, match=message):
         check_base(Faulty(base, fault), ROWS)
 
 
@@ -331,7 +331,7 @@ def test_the_frame_shows_on_bases_that_know_their_text() -> None:
     check_frame(two, [two.strings_NL[0].tolist(), two.strings_NL[1].tolist()])
     for family, ahead in (("dream", 1), ("llada", 0)):  # the pointer names the id of its own place
         check_frame(pointer_base(family, ahead), [list(range(8))])
-        with pytest.raises(ProtocolError, match=r"row i[+-]1 fits token i best"):
+        with pytest.raises(InputError, match=r"row i[+-]1 fits token i best"):
             check_frame(pointer_base(family, 1 - ahead), [list(range(8))])
 
 

@@ -427,7 +427,7 @@ def test_a_device_map_places_the_layers(tmp_path: Path) -> None:
     assert torch.equal(*results)
     with pytest.raises(InputError, match="device_map is 'everywhere'"):
         load_base(str(tmp_path), device_map="everywhere")
-    with pytest.raises(InputError, match="offloading to disk"):
+    with pytest.raises(InputError, match="would lie on disk"):
         load_base(str(tmp_path), device_map={"": "disk"})
     with pytest.raises(InputError, match="does not work here"):
         load_base(str(tmp_path), device_map={"": "nowhere"})

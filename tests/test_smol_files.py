@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from adjust_dlm.bases import smol_files
 from adjust_dlm.bases.smol_files import Source, cache_dir, read_gguf, smol_ar_dir
 from adjust_dlm.bases.tensor_files import unpermute
-from adjust_dlm.bases.text import FileTokenizer
+from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.types import InputError
 

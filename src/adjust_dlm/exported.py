@@ -119,7 +119,13 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     require(len(devices) == 1, f"the model lies on {', '.join(devices)}; it must lie on one device")
     head = model.get_output_embeddings()
     require(head is not None, f"the model is a {type(model).__name__}, without a head; load it as a CausalLM class")
-    body = _share(model, shape)
+    with torch.device("meta"):
+        body = Body(shape)
+    try:
+        body.load_state_dict(model.base_model.state_dict(), assign=True)  # the tensor names are the same
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"the model's tensors are not those of a plain {shape.model_type}: {said}") from error
     spec = BaseSpec(**{**facts["spec"], "end_ids": tuple(facts["spec"]["end_ids"])})
     digest = weights_fingerprint(body, head.weight, spec.mask_id)
     require(
@@ -130,18 +136,6 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     return _FAMILIES[facts["family"]](
         body, head.weight, spec, next_frame=facts["next_frame"], fingerprint=facts["fingerprint"]
     )
-
-
-def _share(model: Any, shape: Shape) -> Body:
-    """A body whose parameters are views of the model's: the tensor names are the same."""
-    with torch.device("meta"):
-        body = Body(shape)
-    try:
-        body.load_state_dict(model.base_model.state_dict(), assign=True)
-    except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"the model's tensors are not those of a plain {shape.model_type}: {said}") from error
-    return body
 
 
 # Generate ------------------------------------------------------------------------------------------------------
@@ -171,34 +165,25 @@ def generate_with(repo: Path | str | None, model: Any, arguments: Mapping[str, A
     Raises:
         InputError: an argument that has no meaning here, padding that is not on the left, another model.
     """
-    require(
-        repo is not None, "give sampler_repo=, the folder or Hub id of the sampler: it cannot be told from the call"
-    )
+    require(repo is not None, "give sampler_repo=, the sampler's folder or Hub id: it cannot be told from the call")
     given = {key: value for key, value in arguments.items() if value is not None and value is not False}
-    unknown = sorted(given.keys() - {*_SETTINGS, *_OTHER})
-    require(
-        not unknown,
-        f"generate cannot use {', '.join(unknown)} here; known are {', '.join(sorted((*_SETTINGS, *_OTHER)))}",
-    )
-    config = _decode_config(arguments)
-    ids_BL, real_BL = _inputs(given)
-    base, sampler = _load(model, str(repo), given.get("revision"))
-    prompts = [row[real].tolist() for row, real in zip(ids_BL, real_BL, strict=True)]
-    result = decode(base, prompts, config, decoder=given.get("decoder", "adjust"), sampler=sampler)
-    new = config.max_new_tokens
-    out_BL = torch.cat([ids_BL, result.tokens_BL[:, -new:].to(ids_BL.device)], -1)
-    for b, prompt in enumerate(prompts):  # masks inside a prompt are filled in, too
-        width = len(prompt) + new
-        out_BL[b, -width:] = result.tokens_BL[b, -width:]
-    return out_BL
-
-
-def _decode_config(arguments: Mapping[str, Any]) -> DecodeConfig:
+    known = sorted((*_SETTINGS, *_OTHER))
+    unknown = sorted(given.keys() - set(known))
+    require(not unknown, f"generate cannot use {', '.join(unknown)} here; known are {', '.join(known)}")
     settings = {key: arguments[key] for key in _SETTINGS if arguments.get(key) is not None}
     if arguments.get("do_sample") is False:
         warm = settings.setdefault("temperature", 0.0)
         require(warm == 0, f"do_sample is False and temperature {warm}; argmax is temperature 0")
-    return DecodeConfig(**settings)
+    config = DecodeConfig(**settings)
+    ids_BL, real_BL = _inputs(given)
+    base, sampler = _load(model, str(repo), given.get("revision"))
+    prompts = [row[real].tolist() for row, real in zip(ids_BL, real_BL, strict=True)]
+    result = decode(base, prompts, config, decoder=given.get("decoder", "adjust"), sampler=sampler)
+    out_BL = torch.nn.functional.pad(ids_BL, (0, config.max_new_tokens))
+    for b, prompt in enumerate(prompts):  # masks inside a prompt are filled in, too
+        width = len(prompt) + config.max_new_tokens
+        out_BL[b, -width:] = result.tokens_BL[b, -width:]
+    return out_BL
 
 
 def _inputs(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -206,14 +191,11 @@ def _inputs(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     both = [name for name in ("inputs", "input_ids") if name in given]
     require(len(both) == 1, f"give the prompt ids once, as inputs or input_ids; found {', '.join(both) or 'neither'}")
     ids_BL = torch.as_tensor(given[both[0]]).long()
-    require(
-        ids_BL.ndim == 2 and len(ids_BL) > 0, f"{both[0]} has shape {tuple(ids_BL.shape)}; it must be [rows, tokens]"
-    )
+    good = ids_BL.ndim == 2 and len(ids_BL) > 0
+    require(good, f"{both[0]} has shape {tuple(ids_BL.shape)}; it must be [rows, tokens]")
     real_BL = torch.as_tensor(given.get("attention_mask", torch.ones_like(ids_BL))).to(ids_BL.device).bool()
-    require(
-        real_BL.shape == ids_BL.shape,
-        f"attention_mask has shape {tuple(real_BL.shape)}, the ids {tuple(ids_BL.shape)}; they must be the same",
-    )
+    shapes = [tuple(x.shape) for x in (real_BL, ids_BL)]
+    require(shapes[0] == shapes[1], f"attention_mask has shape {shapes[0]}, the ids {shapes[1]}; they must be the same")
     holes = [b for b, row in enumerate(real_BL.tolist()) if row != sorted(row)]
     require(not holes, f"attention_mask has a 0 behind a 1 in row {holes[:1]}; pad on the left")
     return ids_BL, real_BL

@@ -19,7 +19,7 @@ from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.placement import Quantize, check_placement, quantize_body
 from adjust_dlm.bases.smol_files import cache_dir, make_once, smol_ar_dir
-from adjust_dlm.bases.text import FileTokenizer
+from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, require
@@ -75,8 +75,7 @@ def file_digest(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 

@@ -59,7 +59,9 @@ class BertBase(Base):
         self.head_matrix = model.cls.predictions.decoder.weight.detach()
         self.bias_V = model.cls.predictions.decoder.bias.detach()
         self.width = self.head_matrix.shape[1]
-        self.layer_config = _layer_config(model.config)
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "initializer_range")
+        facts = {name: getattr(model.config, name) for name in names}
+        self.layer_config = Shape.of({"model_type": "llama", "num_hidden_layers": 1} | facts)  # of g: it may differ
         self.sep_id, self.special_ids = sep_id, list(special_ids)
 
     @torch.no_grad()
@@ -195,9 +197,3 @@ def read_wheel(path: Path, sha256: str) -> tuple[Any, list[str]]:
     except RuntimeError as error:
         raise InputError(f"the weights in {path} do not fit: {' '.join(str(error).split())}") from error
     return model, words
-
-
-def _layer_config(config: Any) -> Shape:
-    """One layer of the base's width and heads for g, in the library's own form (rotary, gated, RMSNorm)."""
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "initializer_range")
-    return Shape.of({"model_type": "llama", "num_hidden_layers": 1} | {name: getattr(config, name) for name in names})

@@ -16,10 +16,6 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import OrderOn, OrderRule, State, require
 
 
-class ProtocolError(AssertionError):
-    """The base breaks the protocol; the message says where."""
-
-
 def check_base(base: Base, prompts: Sequence[Sequence[int]], *, padding: bool = True, tolerance: float = 1e-4) -> None:
     """Runs every check that needs no trained weights. Use fp32: bf16 rounding hides faults.
 
@@ -31,8 +27,7 @@ def check_base(base: Base, prompts: Sequence[Sequence[int]], *, padding: bool = 
         tolerance: largest difference of logits that rounding may make.
 
     Raises:
-        ProtocolError: what is wrong, and where.
-        InputError: prompts that cannot show it.
+        InputError: what is wrong, and where; or prompts that cannot show it.
     """
     rows = [list(prompt) for prompt in prompts]
     _check_prompts(base, rows, padding)
@@ -62,7 +57,7 @@ def check_frame(base: Base, texts: Sequence[Sequence[int]]) -> None:
     and the row behind do. A shifted family without its shift (or with one too many) fails.
 
     Raises:
-        ProtocolError: a neighbour's row fits better.
+        InputError: a neighbour's row fits better.
     """
     mean = {-1: 0.0, 0: 0.0, 1: 0.0}  # nats a token: of all texts, those of different lengths count alike
     for text in texts:
@@ -76,16 +71,11 @@ def check_frame(base: Base, texts: Sequence[Sequence[int]]) -> None:
             seen_N = log_p_NLV[range(len(places)), places + ahead, truth_N].clamp_min(-60)
             mean[ahead] += float(seen_N.mean()) / len(texts)
     best = max(mean, key=lambda ahead: mean[ahead])
-    _hold(
+    require(
         best == 0,
         f"row i{best:+d} fits token i best ({mean[best]:.2f} nats a token, row i {mean[0]:.2f}): hidden is not in the "
         "scoring frame",
     )
-
-
-def _hold(condition: bool, message: str) -> None:
-    if not condition:
-        raise ProtocolError(message)
 
 
 def _state(base: Base, rows: Sequence[Sequence[int]], *, pad: int | None = None, padded: bool = False) -> State:
@@ -138,18 +128,18 @@ def _check_facts(base: Base) -> None:
     ids = {"mask_id": spec.mask_id, "pad_id": spec.pad_id, "bos_id": spec.bos_id}
     ids |= {f"end_ids[{n}]": token for n, token in enumerate(spec.end_ids)}
     odd = {name: token for name, token in ids.items() if token is not None and not 0 <= token < size}
-    _hold(not odd, f"spec has {odd}; ids run from 0 to {size - 1}")
-    _hold(spec.mask_id not in spec.end_ids, f"the mask {spec.mask_id} is among the end tokens {spec.end_ids}")
-    _hold(0 < spec.token_limit <= size, f"spec.token_limit is {spec.token_limit}; it must lie in 1..{size}")
-    _hold(spec.order in get_args(OrderRule), f"spec.order is {spec.order!r}; known are {get_args(OrderRule)}")
-    _hold(spec.order_on in get_args(OrderOn), f"spec.order_on is {spec.order_on!r}; known are {get_args(OrderOn)}")
+    require(not odd, f"spec has {odd}; ids run from 0 to {size - 1}")
+    require(spec.mask_id not in spec.end_ids, f"the mask {spec.mask_id} is among the end tokens {spec.end_ids}")
+    require(0 < spec.token_limit <= size, f"spec.token_limit is {spec.token_limit}; it must lie in 1..{size}")
+    require(spec.order in get_args(OrderRule), f"spec.order is {spec.order!r}; known are {get_args(OrderRule)}")
+    require(spec.order_on in get_args(OrderOn), f"spec.order_on is {spec.order_on!r}; known are {get_args(OrderOn)}")
     shape = tuple(base.head_matrix.shape)
-    _hold(shape == (size, base.width), f"head_matrix is {shape}; spec and width say {(size, base.width)}")
-    _hold(not base.head_matrix.requires_grad, "head_matrix wants gradients; the base is frozen: detach it")
+    require(shape == (size, base.width), f"head_matrix is {shape}; spec and width say {(size, base.width)}")
+    require(not base.head_matrix.requires_grad, "head_matrix wants gradients; the base is frozen: detach it")
     good = len(str(base.fingerprint)) >= 8
-    _hold(good, f"fingerprint is {base.fingerprint!r}; a sampler names its base by it: give a digest of the weights")
+    require(good, f"fingerprint is {base.fingerprint!r}; a sampler names its base by it: give a digest of the weights")
     width = Shape.of(base.layer_config).hidden_size
-    _hold(width == base.width, f"layer_config has hidden_size {width}, the base {base.width}")
+    require(width == base.width, f"layer_config has hidden_size {width}, the base {base.width}")
 
 
 def _check_states(base: Base, row: list[int]) -> None:
@@ -157,18 +147,18 @@ def _check_states(base: Base, row: list[int]) -> None:
     before = state.tokens_BL.clone()
     h_BLD, again_BLD, e_BLD = base.hidden(state), base.hidden(state), base.embed(state.tokens_BL)
     wanted = (1, len(row), base.width)
-    _hold(tuple(h_BLD.shape) == wanted, f"hidden gives {tuple(h_BLD.shape)}; one row for each position is {wanted}")
-    _hold(h_BLD.dtype == base.dtype, f"hidden gives {h_BLD.dtype}; the base says dtype {base.dtype}")
-    _hold(h_BLD.device == base.device, f"hidden gives states on {h_BLD.device}; the base says {base.device}")
-    _hold(not h_BLD.requires_grad, "hidden keeps a graph; the base is frozen: compute it under torch.no_grad()")
-    _hold(bool(h_BLD.isfinite().all()), "hidden gives NaN or infinity")
-    _hold(torch.equal(h_BLD, again_BLD), "two calls of hidden differ: is dropout on (call eval())?")
-    _hold(torch.equal(before, state.tokens_BL), "hidden writes into the canvas it is given")
+    require(tuple(h_BLD.shape) == wanted, f"hidden gives {tuple(h_BLD.shape)}; one row for each position is {wanted}")
+    require(h_BLD.dtype == base.dtype, f"hidden gives {h_BLD.dtype}; the base says dtype {base.dtype}")
+    require(h_BLD.device == base.device, f"hidden gives states on {h_BLD.device}; the base says {base.device}")
+    require(not h_BLD.requires_grad, "hidden keeps a graph; the base is frozen: compute it under torch.no_grad()")
+    require(bool(h_BLD.isfinite().all()), "hidden gives NaN or infinity")
+    require(torch.equal(h_BLD, again_BLD), "two calls of hidden differ: is dropout on (call eval())?")
+    require(torch.equal(before, state.tokens_BL), "hidden writes into the canvas it is given")
     moved = base.to_frame(h_BLD, state).shape
-    _hold(moved == h_BLD.shape, f"to_frame gives {tuple(moved)} of {tuple(h_BLD.shape)}")
-    _hold(tuple(e_BLD.shape) == wanted, f"embed gives {tuple(e_BLD.shape)}, wanted {wanted}")
+    require(moved == h_BLD.shape, f"to_frame gives {tuple(moved)} of {tuple(h_BLD.shape)}")
+    require(tuple(e_BLD.shape) == wanted, f"embed gives {tuple(e_BLD.shape)}, wanted {wanted}")
     turned_BLD = base.embed(state.tokens_BL.flip(1)).flip(1)
-    _hold(torch.equal(e_BLD, turned_BLD), "embed of a token depends on its place; give the token's own row alone")
+    require(torch.equal(e_BLD, turned_BLD), "embed of a token depends on its place; give the token's own row alone")
 
 
 def _check_logits(base: Base, row: list[int]) -> None:
@@ -177,26 +167,26 @@ def _check_logits(base: Base, row: list[int]) -> None:
     kept_RD = h_RD.clone()
     plain_RV, logits_RV = base.head(h_RD).float(), base.logits(h_RD)
     wanted = (len(h_RD), spec.vocab_size)
-    _hold(tuple(logits_RV.shape) == wanted, f"logits give {tuple(logits_RV.shape)}, wanted {wanted}")
-    _hold(logits_RV.dtype == torch.float32, f"logits are {logits_RV.dtype}; order rules and draws want float32")
-    _hold(torch.equal(h_RD, kept_RD), "logits write into the states they are given")
-    _hold(not bool(logits_RV.isnan().any()), "logits hold NaN")
+    require(tuple(logits_RV.shape) == wanted, f"logits give {tuple(logits_RV.shape)}, wanted {wanted}")
+    require(logits_RV.dtype == torch.float32, f"logits are {logits_RV.dtype}; order rules and draws want float32")
+    require(torch.equal(h_RD, kept_RD), "logits write into the states they are given")
+    require(not bool(logits_RV.isnan().any()), "logits hold NaN")
     same = torch.equal(base.plain_logits(h_RD).float(), logits_RV)
-    _hold(same, "logits and plain_logits differ: override `forbid`, which both call, not `logits`")
+    require(same, "logits and plain_logits differ: override `forbid`, which both call, not `logits`")
     open_RV = logits_RV > -torch.inf
-    _hold(bool((open_RV == open_RV[:1]).all()), "which tokens are forbidden differs from row to row")
+    require(bool((open_RV == open_RV[:1]).all()), "which tokens are forbidden differs from row to row")
     lost = [i for i in _allowed(base) if i == spec.mask_id or i >= spec.token_limit]
-    _hold(not lost, f"tokens {lost[:5]} can be committed; the mask and ids from token_limit on must be -inf in logits")
-    _hold(bool(open_RV.any()), "every token is forbidden")
+    require(not lost, f"tokens {lost[:5]} can be committed; the mask and ids from token_limit on must be -inf")
+    require(bool(open_RV.any()), "every token is forbidden")
     same = torch.equal(logits_RV[open_RV], plain_RV[open_RV])
-    _hold(same, "logits of allowed tokens are not those of head")
+    require(same, "logits of allowed tokens are not those of head")
     left = [i for i in spec.end_ids if bool((base.logits(h_RD, suppress_eos=True)[:, i] > -torch.inf).any())]
-    _hold(not left, f"end tokens {left} can be committed under suppress_eos")
+    require(not left, f"end tokens {left} can be committed under suppress_eos")
     step_RD = torch.linspace(-1, 1, h_RD.numel(), device=base.device).view_as(h_RD).to(h_RD.dtype)
     said_RV = step_RD.float() @ base.head_matrix.float().T
     error = float((base.head(h_RD + step_RD).float() - plain_RV - said_RV).abs().max())
     limit = float(said_RV.abs().max() + plain_RV.abs().max()) * (1e-4 if base.dtype == torch.float32 else 0.05)
-    _hold(
+    require(
         error <= limit,
         f"head is not W h + constant with W = head_matrix: a step in h moves logits by up to {error:.3g} more than W "
         "says. What is not linear in the head belongs into hidden",
@@ -210,7 +200,7 @@ def _check_both_ways(base: Base, row: list[int], before_LV: Tensor) -> None:
         tokens = [i for i in _allowed(base) if i != row[change]][:8]  # one of these must make a difference
         others = [[*row[:change], token, *row[change + 1 :]] for token in tokens]
         moved = max(_gap(before_LV[look], _log_p(base, _state(base, [other]))[0, look]) for other in others)
-        _hold(
+        require(
             moved > 0,  # the same shapes are computed twice: what is not seen changes not one bit
             f"the row of position {look} does not see the {word} token at position {change}: is attention causal? "
             f"(canvas {row})",
@@ -219,4 +209,4 @@ def _check_both_ways(base: Base, row: list[int], before_LV: Tensor) -> None:
 
 def _check_same(a_LV: Tensor, b_LV: Tensor, tolerance: float, what: str, row: list[int]) -> None:
     gap = _gap(a_LV, b_LV)
-    _hold(gap <= tolerance, f"{what} moves a row's log-probabilities by {gap:.3g} (canvas {row})")
+    require(gap <= tolerance, f"{what} moves a row's log-probabilities by {gap:.3g} (canvas {row})")

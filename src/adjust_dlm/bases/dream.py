@@ -26,18 +26,6 @@ class DreamBase(TransformerBase):
         return out
 
 
-def dream_config(**changes: Any) -> Any:
-    """The Qwen2 config of Dream-v0-7B (28 layers, D=3584, V=152064), with changes."""
-    from transformers import Qwen2Config
-
-    fields: dict[str, Any] = {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
-        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }  # fmt: skip
-    return Qwen2Config(**{**fields, **changes})
-
-
 def _shape(config: Mapping[str, Any]) -> Shape:
     return Shape.of({**config, "model_type": "qwen2"})
 
@@ -46,6 +34,11 @@ DREAM = Family(
     name="dream", base=DreamBase, next_frame=True, order="entropy", order_on="processed", shape=_shape,
     plain_shape=_shape, tied=("tie_word_embeddings", False), published=lambda name: f"model.{name}",
     head="lm_head.weight", mask_token="<|mask|>", end_tokens=("<|endoftext|>", "<|im_end|>"), mask_id=151666,
-    end_ids=(151643,), bos_id=151665, rotary_pairs=False,
+    end_ids=(151643,), bos_id=151665, rotary_pairs=False, plain_class="Qwen2Config",
+    numbers={
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
 )  # fmt: skip
-dream_base = DREAM.make
+dream_base, dream_config = DREAM.make, DREAM.config

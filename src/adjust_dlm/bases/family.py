@@ -35,6 +35,8 @@ class Family:
         end_tokens: tokens that end a text, as far as a tokenizer has them; the first is the filler.
         mask_id, end_ids, bos_id: of the published models. What a checkpoint says comes before them.
         rotary_pairs: whether its GGUF files keep q and k in rotary pairs (2i, 2i + 1).
+        plain_class: the class of transformers for configs under those names.
+        numbers: what such a config holds for the published model.
     """
 
     name: str
@@ -53,6 +55,14 @@ class Family:
     end_ids: tuple[int, ...]
     bos_id: int
     rotary_pairs: bool
+    plain_class: str
+    numbers: Mapping[str, Any]
+
+    def config(self, **changes: Any) -> Any:
+        """The published model's config, as one of transformers, with changes."""
+        import transformers
+
+        return getattr(transformers, self.plain_class)(**{"tie_word_embeddings": False, **self.numbers, **changes})
 
     def make(
         self, config: Any, *, mask_id: int | None = None, end_ids: tuple[int, ...] | None = None,

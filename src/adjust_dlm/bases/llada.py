@@ -16,18 +16,6 @@ class LladaBase(TransformerBase):
     """LLaDA-8B, LLaDA-1.5. The published step counts are `Base.reference_schedule` itself."""
 
 
-def llada_config(**changes: Any) -> Any:
-    """The Llama config of LLaDA-8B (32 layers, D=4096, V=126464), with changes."""
-    from transformers import LlamaConfig
-
-    fields: dict[str, Any] = {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 126464, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
-        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    }  # fmt: skip
-    return LlamaConfig(**{**fields, **changes})
-
-
 # What the body is built for; a checkpoint that says otherwise is refused. None stands for false, too.
 _PLAIN = {
     "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True, "alibi": None,
@@ -79,6 +67,11 @@ LLADA = Family(
     name="llada", base=LladaBase, next_frame=False, order="confidence", order_on="raw", shape=_shape,
     plain_shape=_plain_shape, tied=("weight_tying", True), published=_published,
     head="model.transformer.ff_out.weight", mask_token="<|mdm_mask|>", end_tokens=("<|endoftext|>", "<|eot_id|>"),
-    mask_id=126336, end_ids=(126081, 126348), bos_id=126080, rotary_pairs=True,
+    mask_id=126336, end_ids=(126081, 126348), bos_id=126080, rotary_pairs=True, plain_class="LlamaConfig",
+    numbers={
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 126464, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
 )  # fmt: skip
-llada_base = LLADA.make
+llada_base, llada_config = LLADA.make, LLADA.config

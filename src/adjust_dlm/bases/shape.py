@@ -65,7 +65,6 @@ class Shape:
             good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(good, f"{name} is {value!r}; it must be a whole number >= 1")
         numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range}
-        _check_rope(self.rope)
         rope = {key: self.rope[key] for key in ("rope_theta", *_ROPE_NEEDS[self.rope["rope_type"]])}
         for name, value in (numbers | rope).items():
             require(_positive(value), f"{name} is {value!r}; it must be a finite number above 0")
@@ -130,13 +129,9 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     odd = [part for part in parts if not isinstance(part, Mapping)]
     require(not odd, f"the rotary settings are {odd[:1]}; an object is wanted")
     rope = {"rope_theta": facts.get("rope_theta", 10000.0), **parts[0], **parts[1]}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    rope.pop("type", None)
-    return rope | {"rope_type": kind}
-
-
-def _check_rope(rope: Mapping[str, Any]) -> None:
-    kind = rope["rope_type"]
+    old_kind = rope.pop("type", None)
+    kind = rope["rope_type"] = rope.get("rope_type") or old_kind or "default"
     require(kind in _ROPE_NEEDS, f"rope_type is {kind!r}; known are {', '.join(_ROPE_NEEDS)}")
     lost = [key for key in _ROPE_NEEDS[kind] if key not in rope]
     require(not lost, f"rotary scaling of type {kind} lacks {', '.join(lost)}")
+    return rope

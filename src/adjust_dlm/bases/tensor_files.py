@@ -6,7 +6,7 @@ Everything that can be wrong is found and named before the first tensor is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,12 @@ class TensorFiles:
     Attributes:
         where: the folder or file, for messages.
         shapes: name -> shape.
-        kinds: name -> how its numbers are stored, for safetensors.
         read: (name, device) -> tensor in the dtype it is stored in.
     """
 
     where: Path
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str, torch.device], Tensor]
-    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, ignored: Callable[[str], bool]) -> None:
         """Raises InputError unless the names are exactly the wanted ones (and ignored ones), with their shapes."""
@@ -48,8 +46,6 @@ class TensorFiles:
         require(not extra, f"{self.where} holds tensors that do not belong to this model: {some(extra)}")
         odd = [f"{n} is {self.shapes[n]}, wanted {shape}" for n, shape in wanted.items() if self.shapes[n] != shape]
         require(not odd, f"{self.where} does not fit its config: {some(odd)}")
-        whole = [f"{n} is {self.kinds[n]}" for n in wanted if self.kinds.get(n, _FLOATS[0]) not in _FLOATS]
-        require(not whole, f"{self.where}: {some(whole)}; weights must be one of {', '.join(_FLOATS)}")
 
 
 def some(names: Sequence[str]) -> str:
@@ -77,9 +73,7 @@ def open_safetensors(folder: Path) -> TensorFiles:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
-    shapes = {name: parts[path][name][0] for name, path in file_of.items()}
-    kinds = {name: parts[path][name][1] for name, path in file_of.items()}
-    return TensorFiles(folder, shapes, read, kinds)
+    return TensorFiles(folder, {name: parts[path][name] for name, path in file_of.items()}, read)
 
 
 def read_index(path: Path, prefix: str = "") -> dict[str, Path]:
@@ -107,16 +101,19 @@ def _single(folder: Path) -> Path:
     raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}; {hint}")
 
 
-def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names, shapes and kinds; opening also compares the file's length with what its header says."""
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes; opening also compares the file's length with what its header says."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+            odd = [f"{n} is {x.get_dtype()}" for n, x in parts.items() if x.get_dtype() not in _FLOATS]
+            shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is damaged or no safetensors file: {error}; download it again") from error
+    require(not odd, f"{path}: {some(odd)}; weights must be one of {', '.join(_FLOATS)}")
+    return shapes
 
 
 Meta = dict[str, Any]
