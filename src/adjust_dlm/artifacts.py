@@ -175,7 +175,8 @@ def model_card(
     head |= {key: facts[key] for key in ("license", "base_model") if facts.get(key)}
     if "base_model" in head:
         check_hub_id("base_model", str(head["base_model"]))
-    table = results.get("results", results)
+    inner = results.get("results", results)
+    table = inner if isinstance(inner, Mapping) else {}
     places = (facts, facts.get("training") or {}, table.get("config") or {})
     name = next((public_name(str(place["base"])) for place in places if place.get("base")), "a base without a name")
     parts = [
@@ -209,7 +210,11 @@ def _measured(facts: Mapping[str, Any], table: Mapping[str, Any]) -> str:
     """The K-table, or plain numbers, and what training measured on held-out trajectories."""
     parts = ["## Measured\n"]
     if table.get("cells"):
-        parts += [_about_table(table.get("config") or {}), "", *_k_table(table["cells"]), ""]
+        config = table.get("config") or {}
+        judge = f" under `{public_name(str(config['judge']))}`" if config.get("judge") else ""
+        length = f" of {config['max_new_tokens']} tokens" if config.get("max_new_tokens") else ""
+        said = f"Unconditional texts{length}; NLL in nats a token{judge}, MAUVE against joint text; 95 % intervals."
+        parts += [said, "", *_k_table(table["cells"]), ""]
     else:
         parts += _numbers(table)
     if heldout := _numbers(facts.get("heldout") or {}):
@@ -221,12 +226,6 @@ def _numbers(values: Mapping[str, Any]) -> list[str]:
     good = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     rows = [f"| {key} | {value:.4g} |" for key, value in good.items()]
     return ["| | value |", "|---|---|", *rows, ""] if rows else []
-
-
-def _about_table(config: Mapping[str, Any]) -> str:
-    judge = f" under `{public_name(str(config['judge']))}`" if config.get("judge") else ""
-    length = f" of {config['max_new_tokens']} tokens" if config.get("max_new_tokens") else ""
-    return f"Unconditional texts{length}; NLL in nats a token{judge}, MAUVE against joint text; 95 % intervals."
 
 
 def _k_table(cells: Sequence[Mapping[str, Any]]) -> list[str]:

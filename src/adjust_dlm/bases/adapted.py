@@ -26,6 +26,7 @@ from adjust_dlm.types import InputError, require
 
 FACTS, LORA = "base.json", "adapter_config.json"
 ADAPTER, MASK_EMBEDDING = "adapter_model.safetensors", "mask_embedding.safetensors"
+_SPEC = ("mask_id", "pad_id", "bos_id", "context", "order", "order_on")  # facts of a `BaseSpec` as they stand
 FILES = (FACTS, LORA, ADAPTER, MASK_EMBEDDING)  # all of them make the fingerprint
 
 
@@ -118,12 +119,9 @@ def wrap_adapted(
     model: Body, facts: dict[str, Any], *, tokenizer: Any, fingerprint: str | None, name: str
 ) -> TransformerBase:
     """The base around a tied-head body whose adapter is merged."""
-    spec = BaseSpec(
-        name=name, mask_id=facts["mask_id"], end_ids=tuple(facts["end_ids"]), pad_id=facts["pad_id"],
-        bos_id=facts["bos_id"], vocab_size=model.config.vocab_size,
-        token_limit=facts.get("token_limit", model.config.vocab_size), context=facts["context"],
-        order=facts["order"], order_on=facts["order_on"],
-    )  # fmt: skip
+    vocab, said = model.config.vocab_size, {key: facts[key] for key in _SPEC}
+    limit = facts.get("token_limit", vocab)
+    spec = BaseSpec(name=name, end_ids=tuple(facts["end_ids"]), vocab_size=vocab, token_limit=limit, **said)
     head: Tensor = model.embed_tokens.weight
     base = TransformerBase(model, head, spec, next_frame=True, tokenizer=tokenizer, fingerprint=fingerprint)
     base.ar_source = facts.get("ar")
@@ -134,8 +132,8 @@ def _facts(path: Path) -> dict[str, Any]:
     for file in FILES:
         require((path / file).is_file(), f"{path} is not an adapted base: {file} is missing")
     facts = read_json(path / FACTS)
-    wanted = {"ar", "mask_id", "end_ids", "pad_id", "bos_id", "context", "order", "order_on"}
-    require(wanted <= facts.keys(), f"{path / FACTS} lacks {sorted(wanted - facts.keys())}")
+    lost = sorted({"ar", "end_ids", *_SPEC} - facts.keys())
+    require(not lost, f"{path / FACTS} lacks {lost}")
     return facts
 
 

@@ -62,15 +62,9 @@ class _Opened:
 
 @register_base("checkpoint", "Dream, LLaDA and relatives: a folder, a .gguf file or a Hub id instead of this name")
 def load_checkpoint(
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    source: str | None = None,
-    revision: str | None = None,
-    tokenizer: str | None = None,
-    quantize: Quantize | None = None,
-    device_map: DeviceMap | None = None,
-) -> TransformerBase:
+    *, device: torch.device, dtype: torch.dtype, source: str | None = None, revision: str | None = None,
+    tokenizer: str | None = None, quantize: Quantize | None = None, device_map: DeviceMap | None = None,
+) -> TransformerBase:  # fmt: skip
     """Loads a published checkpoint.
 
     Args:
