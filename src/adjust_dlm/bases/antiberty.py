@@ -77,8 +77,7 @@ class BertBase(Base):
             input_ids=tokens_BM, attention_mask=real_BM.long() if state.padded else None,
             position_ids=positions_BM, token_type_ids=torch.zeros_like(tokens_BM),
         )[0]  # fmt: skip
-        out: Tensor = self.model.cls.predictions.transform(h_BMD[:, :-1])
-        return out
+        return self.model.cls.predictions.transform(h_BMD[:, :-1])
 
     def head(self, h_RD: Tensor) -> Tensor:
         """W h + b."""
@@ -92,8 +91,7 @@ class BertBase(Base):
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """Word embeddings alone: g's layer has positions of its own."""
-        out: Tensor = self.model.bert.embeddings.word_embeddings(tokens_BL)
-        return out
+        return self.model.bert.embeddings.word_embeddings(tokens_BL)
 
 
 class ResidueTokenizer:

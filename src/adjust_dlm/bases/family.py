@@ -65,19 +65,24 @@ class Family:
         return getattr(transformers, self.plain_class)(**{"tie_word_embeddings": False, **self.numbers, **changes})
 
     def make(
-        self, config: Any, *, mask_id: int | None = None, end_ids: tuple[int, ...] | None = None,
-        bos_id: int | None = None, token_limit: int | None = None, model: Any = None, head_weight: Tensor | None = None,
-        tokenizer: Any = None,
-    ) -> Any:  # fmt: skip
-        """A base from a config of transformers, with random weights unless a model and a head are given."""
+        self, config: Any, *, model: Any = None, head_weight: Tensor | None = None, tokenizer: Any = None, **ids: Any
+    ) -> Any:
+        """A base from a config of transformers.
+
+        Args:
+            config: the body's shape, and the context.
+            model: the body; random weights unless it is given.
+            head_weight: [V, D]; random unless it is given.
+            tokenizer: optional.
+            ids: `mask_id`, `end_ids`, `bos_id` and `token_limit` where they are not the published model's.
+        """
         model = model if model is not None else new_model(self.plain_shape(config.to_dict()))
         if head_weight is None:
             head_weight = torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
-        end_ids = end_ids or self.end_ids
+        vocab = config.vocab_size
+        ids = {"mask_id": self.mask_id, "end_ids": self.end_ids, "bos_id": self.bos_id, "token_limit": vocab} | ids
         spec = BaseSpec(
-            name=self.name, mask_id=self.mask_id if mask_id is None else mask_id, end_ids=end_ids, pad_id=end_ids[0],
-            bos_id=self.bos_id if bos_id is None else bos_id, vocab_size=config.vocab_size,
-            token_limit=token_limit or config.vocab_size, context=config.max_position_embeddings, order=self.order,
-            order_on=self.order_on,
+            name=self.name, pad_id=ids["end_ids"][0], vocab_size=vocab, context=config.max_position_embeddings,
+            order=self.order, order_on=self.order_on, **ids,
         )  # fmt: skip
         return self.base(model, head_weight, spec, next_frame=self.next_frame, tokenizer=tokenizer)

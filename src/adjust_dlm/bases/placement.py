@@ -85,5 +85,4 @@ def _spread(model: nn.Module, how: str) -> dict[str, Any]:
 
     whole, low = {"no_split_module_classes": ["Layer"]}, how == "balanced_low_0"
     limits = None if how == "sequential" else get_balanced_memory(model, low_zero=low, **whole)
-    plan: dict[str, Any] = infer_auto_device_map(model, max_memory=limits, **whole)
-    return plan
+    return infer_auto_device_map(model, max_memory=limits, **whole)

@@ -70,8 +70,7 @@ def open_safetensors(folder: Path) -> TensorFiles:
 
     def read(name: str, device: torch.device) -> Tensor:
         with safe_open(file_of[name], "pt", device=str(device)) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+            return file.get_tensor(name)
 
     return TensorFiles(folder, {name: parts[path][name] for name, path in file_of.items()}, read)
 
