@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         try:
             safe = file.suffix == ".safetensors"
             found |= load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, SafetensorError) as error:
+        except (OSError, RuntimeError, EOFError, TypeError, ValueError, pickle.PickleError, SafetensorError) as error:
             said = (str(error) or repr(error)).splitlines()[0]
             raise InputError(f"cannot read the checkpoint {file}: {said}") from error
     mine = {name: tensor for name, tensor in found.items() if name.startswith(PREFIX)}
