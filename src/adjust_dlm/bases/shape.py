@@ -92,9 +92,8 @@ class Shape:
         heads, bias = facts["num_attention_heads"], bool(facts.get("attention_bias", False))
         kv = facts.get("num_key_value_heads")
         return cls(
-            model_type=kind, hidden_size=facts["hidden_size"], intermediate_size=facts["intermediate_size"],
-            num_hidden_layers=facts["num_hidden_layers"], num_attention_heads=heads,
-            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts), vocab_size=facts["vocab_size"],
+            model_type=kind, **{name: facts[name] for name in _NEEDED},
+            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts),
             max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind == "llama", mlp_bias=bool(facts.get("mlp_bias", False)) and kind == "llama",
