@@ -61,6 +61,18 @@ def tiny_base(family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), 
     )
 
 
+def two_sentences() -> tuple[ExactBase, list[str]]:
+    """The paper's figure: a base with support on two sentences only, and its words by id.
+
+    Both have six words: "The cat sat on the mat" and "The dog ran in the yard".
+    """
+    words = ["The", "cat", "dog", "sat", "ran", "on", "in", "the", "mat", "yard"]
+    joint = torch.zeros((len(words),) * 6)
+    for sentence in ("The cat sat on the mat", "The dog ran in the yard"):
+        joint[tuple(words.index(w) for w in sentence.split())] = 0.5
+    return ExactBase(joint), words
+
+
 def load_recipe(name: str) -> ModuleType:
     """`recipes/NAME.py` as a module."""
     spec = importlib.util.spec_from_file_location(f"{name}_recipe", ROOT / "recipes" / f"{name}.py")

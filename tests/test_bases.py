@@ -13,7 +13,7 @@ from transformers import LlamaModel, Qwen2Model
 
 from adjust_dlm.bases import cut_at_end, known_bases, load_base
 from adjust_dlm.bases.dream import DreamBase, dream_config
-from adjust_dlm.bases.exact import ExactBase, two_sentences
+from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.layers import BidirectionalLayer, new_model, shift_right
 from adjust_dlm.bases.llada import llada_config
 from adjust_dlm.bases.shape import Shape
@@ -34,6 +34,7 @@ from helpers import (
     target,
     tiny_base,
     tiny_config,
+    two_sentences,
 )
 
 ROW = [2, 5, 6, 7, MASK, MASK, 9, MASK]

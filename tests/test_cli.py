@@ -565,7 +565,7 @@ def test_compare_says_what_it_leaves_out(run: Cli) -> None:
 
 
 def test_default_sampler_and_partner_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adjust_dlm.bases.smol.MODELS", tmp_path)
+    monkeypatch.setattr("adjust_dlm.bases.adapted.MODELS", tmp_path)
     assert default_sampler("smol") is None and common.ar_partner("smol") is None
     for name, text in (("smol-sampler/sampler.json", "{}"), ("smol/base.json", '{"ar": "smol"}')):
         (tmp_path / name).parent.mkdir()

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from adjust_dlm.bases.exact import two_sentences
 from adjust_dlm.decoders import decode
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeConfig, DecodeResult
@@ -23,6 +22,7 @@ from helpers import (
     target,
     tiny_base,
     tiny_sampler,
+    two_sentences,
 )
 
 N = 20_000

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adjust_dlm.bases.text import FileTokenizer
+from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.serve.text import HALF, Words, Writer
 from serving import Typist, byte_tokenizer
 from tiny_ar import IM_END, MASK

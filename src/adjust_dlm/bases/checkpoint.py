@@ -6,8 +6,6 @@ The family is recognised by `config.json` (`model_type`) or by the GGUF's archit
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +17,28 @@ from torch import Tensor
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.dream import DREAM
 from adjust_dlm.bases.family import Family
-from adjust_dlm.bases.hub import PATTERNS, is_hub_id, snapshot
+from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.llada import LLADA
 from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantize_body
 from adjust_dlm.bases.shape import Shape
-from adjust_dlm.bases.tensor_files import Meta, TensorFiles, open_gguf, open_safetensors, unpermute
+from adjust_dlm.bases.tensor_files import (
+    HEAD,
+    Meta,
+    TensorFiles,
+    body_names,
+    gguf_config,
+    gguf_names,
+    open_gguf,
+    open_safetensors,
+    unpaired,
+)
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows
 from adjust_dlm.types import InputError, require
 
-FAMILIES: dict[str, Family] = {"dream": DREAM, "llada": LLADA}
-CONFIG, HEAD = "config.json", "lm_head.weight"
-logger = logging.getLogger(__name__)
+FAMILIES = {family.name: family for family in (DREAM, LLADA)}
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -47,33 +54,17 @@ class _Opened:
     next_frame: bool
     rotary_pairs: bool
 
-    def wanted(self, body: Body) -> dict[str, tuple[int, ...]]:
-        """Names in the files and the shapes they must have."""
-        shapes = {self.published[name]: tuple(tensor.shape) for name, tensor in body.state_dict().items()}
-        head = {} if self.tied else {self.published[HEAD]: (self.shape.vocab_size, self.shape.hidden_size)}
-        return shapes | head
-
     def read(self, name: str, device: torch.device) -> Tensor:
         """One of our tensors, in the dtype of the file."""
         tensor = self.files.read(self.published[name], device)
-        part = name.split(".")[-2]
-        if self.rotary_pairs and part in ("q_proj", "k_proj"):
-            shape = self.shape
-            tensor = unpermute(tensor, shape.num_attention_heads if part == "q_proj" else shape.num_key_value_heads)
-        return tensor
+        return unpaired(name, tensor, self.shape) if self.rotary_pairs else tensor
 
 
 @register_base("checkpoint", "Dream, LLaDA and relatives: a folder, a .gguf file or a Hub id instead of this name")
 def load_checkpoint(
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    source: str | None = None,
-    revision: str | None = None,
-    tokenizer: str | None = None,
-    quantize: Quantize | None = None,
-    device_map: DeviceMap | None = None,
-) -> TransformerBase:
+    *, device: torch.device, dtype: torch.dtype, source: str | None = None, revision: str | None = None,
+    tokenizer: str | None = None, quantize: Quantize | None = None, device_map: DeviceMap | None = None,
+) -> TransformerBase:  # fmt: skip
     """Loads a published checkpoint.
 
     Args:
@@ -91,7 +82,8 @@ def load_checkpoint(
     require(source is not None, "the base 'checkpoint' is loaded by the path or Hub id of its model")
     assert source is not None
     check_placement(quantize, device_map)
-    path = _local(source, revision)
+    path = local(source, PATTERNS, revision=revision)
+    require(path.exists(), f"there is no file or folder {source!r}")
     opened = _open_gguf(path) if path.suffix == ".gguf" else _open_folder(path)
     words = read_tokenizer(Path(tokenizer) if tokenizer else path) if tokenizer or path.is_dir() else None
     require(tokenizer is None or words is not None, f"there is no tokenizer in {tokenizer!r}")
@@ -104,33 +96,20 @@ def load_checkpoint(
     return place(base, device_map, device) if device_map is not None else base
 
 
-def _local(source: str, revision: str | None) -> Path:
-    """The path itself, or a Hub id's snapshot (offline: the one in the cache)."""
-    path = Path(source)
-    if path.exists() or not is_hub_id(source) or path.suffix == ".gguf":
-        require(path.exists(), f"there is no file or folder {source!r}")
-        require(revision is None, f"revision is {revision!r}, but {source!r} is no Hub id; folders have no revisions")
-        return path
-    return snapshot(source, PATTERNS, revision=revision)
-
-
 def _open_folder(folder: Path) -> _Opened:
     require((folder / CONFIG).is_file(), f"{folder} is no model: {CONFIG} is missing")
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{folder / CONFIG} is not JSON: {error}") from error
-    require(isinstance(config, dict), f"{folder / CONFIG} holds a {type(config).__name__}; an object is wanted")
+    config = read_json(folder / CONFIG)
     family = _family(str(config.get("model_type")), folder)
     shape = family.shape(config)
     require(
         not config.get("quantization_config"),
         f"{folder} is quantized ({CONFIG} has quantization_config); load the unquantized checkpoint with quantize=",
     )
-    tied = family.tied(config)
+    tied = config.get(*family.tied)
     require(isinstance(tied, bool), f"{folder / CONFIG} says {tied!r} on tied embeddings; true or false is wanted")
+    names = {name: family.published(name) for name in body_names(shape)} | {HEAD: family.head}
     return _Opened(
-        family, config, shape, open_safetensors(folder), _published(family, shape), tied,
+        family, config, shape, open_safetensors(folder), names, tied,
         next_frame=family.next_frame, rotary_pairs=False,
     )  # fmt: skip
 
@@ -145,154 +124,106 @@ def _family(kind: str, where: Path) -> Family:
     return family
 
 
-def _published(family: Family, shape: Shape) -> dict[str, str]:
-    with torch.device("meta"):
-        names = Body(shape).state_dict().keys()
-    return {name: family.published(name) for name in names} | {HEAD: family.head}
-
-
 def _open_gguf(path: Path) -> _Opened:
     meta, files = open_gguf(path)
     family = _family(kind := str(meta.get("general.architecture")), path)
-    config = _gguf_config(meta, kind)
-    shape = family.gguf_shape(config)
-    names = {name: name for name in _published(family, shape)}
+    config = gguf_config(meta, kind) | _gguf_ids(meta)
+    shape = family.plain_shape(config)
     shift = meta.get("diffusion.shift_logits", family.next_frame)
     require(
         bool(shift) == family.next_frame or kind == "dream",
         f"{path} says diffusion.shift_logits = {shift}; {kind} models do not shift",
     )
+    names = gguf_names(shape)
     return _Opened(
-        family, config, shape, files, names, HEAD not in files.shapes,
+        family, config, shape, files, names, names[HEAD] not in files.shapes,
         next_frame=bool(shift), rotary_pairs=family.rotary_pairs,
     )  # fmt: skip
 
 
-def _gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
-    """A GGUF's metadata under the names of a `config.json`."""
-
-    def fact(key: str) -> Any:
-        require(key in meta, f"the GGUF has no metadata {key}")
-        return meta[key]
-
-    words: list[str] = fact("tokenizer.ggml.tokens")
-    scaling = meta.get(f"{kind}.rope.scaling.type")
-    require(scaling in (None, "none"), f"the GGUF scales its rotary embedding ({scaling}); not supported")
-    heads = fact(f"{kind}.attention.head_count")
+def _gguf_ids(meta: Meta) -> dict[str, Any]:
+    """Special tokens of a GGUF's metadata, under the names of a `config.json`."""
+    ids = {key: meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("mask", "bos", "eos", "eot", "padding")}
+    types, words = meta.get("tokenizer.ggml.token_type") or [], len(meta["tokenizer.ggml.tokens"])
+    require(ids["mask"] is not None, "the GGUF has no metadata tokenizer.ggml.mask_token_id")
     return {
-        "hidden_size": fact(f"{kind}.embedding_length"),
-        "intermediate_size": fact(f"{kind}.feed_forward_length"),
-        "num_hidden_layers": fact(f"{kind}.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": meta.get(f"{kind}.attention.head_count_kv", heads),
-        "max_position_embeddings": fact(f"{kind}.context_length"),
-        "rms_norm_eps": fact(f"{kind}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": fact(f"{kind}.rope.freq_base"),
-        "vocab_size": len(words),
-        "mask_token_id": fact("tokenizer.ggml.mask_token_id"),
-        "eos_token_id": [
-            meta[f"tokenizer.ggml.{key}_token_id"] for key in ("eos", "eot") if f"tokenizer.ggml.{key}_token_id" in meta
-        ],
-        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
-        "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
-        "token_limit": _last_used(meta.get("tokenizer.ggml.token_type"), len(words)),
+        "mask_token_id": ids["mask"],
+        "eos_token_id": [token for token in (ids["eos"], ids["eot"]) if token is not None],
+        "bos_token_id": ids["bos"],
+        "pad_token_id": ids["padding"],
+        "token_limit": max((n + 1 for n, kind in enumerate(types) if kind != _UNUSED), default=words),
     }
 
 
 _UNUSED = 5  # GGUF's type of rows that are no token
 
 
-def _last_used(types: list[int] | None, words: int) -> int:
-    return max((n + 1 for n, kind in enumerate(types or []) if kind != _UNUSED), default=words)
-
-
 def _read(
     opened: _Opened, mask_id: int, device: torch.device, dtype: torch.dtype, spread: DeviceMap | None
 ) -> tuple[Body, Tensor, str]:
     """(body, head, fingerprint): every tensor is read once, straight to its place; a spread model first to the CPU."""
+    shape, files, published = opened.shape, opened.files, opened.published
     with torch.device("meta"):
-        body = Body(opened.shape)
-    opened.files.check(opened.wanted(body), ignored=lambda name: _harmless(name, opened))
+        body = Body(shape)
+    wanted = {name: tuple(tensor.shape) for name, tensor in body.state_dict().items()}
+    if not opened.tied:
+        wanted[HEAD] = (shape.vocab_size, shape.hidden_size)
+
+    def harmless(name: str) -> bool:
+        """Buffers that old releases saved, and the head of a tied model (the embedding again)."""
+        return name.endswith("rotary_emb.inv_freq") or (opened.tied and name == published[HEAD])
+
+    files.check({published[name]: size for name, size in wanted.items()}, ignored=harmless)
     first = torch.device("cpu") if spread is not None else device
     weights, rows = {}, {}
-    for name in [*body.state_dict(), *([] if opened.tied else [HEAD])]:
+    for name in wanted:
         tensor = opened.read(name, device if name == HEAD else first)
         rows[name] = sampled_rows(tensor, mask_id if name == EMBEDDING else None)
         if name == EMBEDDING and opened.tied:
             rows[HEAD] = sampled_rows(tensor)
         weights[name] = tensor.to(dtype)
-    if opened.tied and opened.published[HEAD] in opened.files.shapes:
+    if opened.tied and published[HEAD] in files.shapes:
         same = torch.equal(sampled_rows(opened.read(HEAD, first)), rows[HEAD])
-        require(same, f"{opened.files.where} has a head that is not the embedding, though its config ties the two")
+        require(same, f"{files.where} has a head that is not the embedding, though its config ties the two")
     head_VD = weights.pop(HEAD, None)
     body.load_state_dict(weights, assign=True)
     body.rotary.to(first)
-    fingerprint = fingerprint_of(opened.shape, rows)
-    return body, body.embed_tokens.weight if head_VD is None else head_VD, fingerprint
-
-
-def _harmless(name: str, opened: _Opened) -> bool:
-    """Buffers that old releases saved, and the head of a tied model (the embedding again)."""
-    return name.endswith("rotary_emb.inv_freq") or (opened.tied and name == opened.published[HEAD])
+    return body, body.embed_tokens.weight if head_VD is None else head_VD, fingerprint_of(shape, rows)
 
 
 def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
     """Ids from the tokenizer where there is one, else from the config; all are rows of the model."""
-    family, config, vocab = opened.family, opened.config, opened.shape.vocab_size
+    family, vocab = opened.family, opened.shape.vocab_size
+    said = {what: _ids(opened.config, f"{what}_token_id") for what in ("mask", "eos", "pad", "bos")}
     known = tokenizer.get_vocab() if tokenizer is not None else {}
-    mask = _mask_id(family, config, known, name)
-    ends = [known[token] for token in family.end_tokens if token in known] or _end_ids(config)
+    masks = [*said["mask"], *(known[token] for token in [family.mask_token] if token in known)]
+    require(bool(masks), f"{name} has no mask_token_id in config.json and no {family.mask_token} in its tokenizer")
+    require(
+        len(set(masks)) == 1,
+        f"{name}: config.json says mask_token_id {masks[0]}, the tokenizer's {family.mask_token} is {masks[-1]}",
+    )
+    ends = [known[token] for token in family.end_tokens if token in known] or said["eos"]
     require(bool(ends), f"{name}: neither the tokenizer nor config.json (eos_token_id) names a token that ends a text")
-    pad = _id(config, "pad_token_id")
-    limit = max(known.values()) + 1 if known else config.get("token_limit", vocab)
-    bos = _bos_id(opened, tokenizer, ends)
-    ids = {"mask": mask, "pad": ends[0] if pad is None else pad, "start": bos, "last": limit - 1}
+    pad = (said["pad"] or ends)[0]
+    limit = max(known.values()) + 1 if known else opened.config.get("token_limit", vocab)
+    # Configs of Dream-v0 name the end token as the start: without a tokenizer it is not believed.
+    starts = [*said["bos"], *([family.bos_id] if family.bos_id < vocab else [])]
+    bos = next((i for i in starts if i not in ends), None) if tokenizer is None else tokenizer.bos_token_id
+    ids = {"mask": masks[0], "pad": pad, "start": bos, "last": limit - 1}
     ids |= {f"end {n}": token for n, token in enumerate(ends)}
     wrong = {what: token for what, token in ids.items() if token is not None and not 0 <= token < vocab}
     require(not wrong, f"{name}: token ids {wrong} lie outside the model's {vocab} rows; another model's tokenizer?")
-    require(mask not in ends, f"{name}: id {mask} is both MASK and an end of texts")
+    require(masks[0] not in ends, f"{name}: id {masks[0]} is both MASK and an end of texts")
     return BaseSpec(
-        name=name, mask_id=mask, end_ids=tuple(ends), pad_id=ends[0] if pad is None else pad, bos_id=bos,
-        vocab_size=vocab, token_limit=limit, context=opened.shape.max_position_embeddings, order=family.order,
-        order_on=family.order_on,
+        name=name, mask_id=masks[0], end_ids=tuple(ends), pad_id=pad, bos_id=bos, vocab_size=vocab, token_limit=limit,
+        context=opened.shape.max_position_embeddings, order=family.order, order_on=family.order_on,
     )  # fmt: skip
 
 
-def _mask_id(family: Family, config: Mapping[str, Any], known: Mapping[str, int], name: str) -> int:
-    said, has = _id(config, "mask_token_id"), known.get(family.mask_token)
-    require(
-        said is not None or has is not None,
-        f"{name} has no mask_token_id in config.json and no {family.mask_token} in its tokenizer",
-    )
-    require(
-        said is None or has is None or said == has,
-        f"{name}: config.json says mask_token_id {said}, the tokenizer's {family.mask_token} is {has}",
-    )
-    return said if said is not None else int(has)  # type: ignore[arg-type]
-
-
-def _bos_id(opened: _Opened, tokenizer: Any, ends: list[int]) -> int | None:
-    """The tokenizer's start token; without a tokenizer the file's, unless that is an end, or the family's own.
-
-    Configs of Dream-v0 name the end token there.
-    """
-    if tokenizer is not None:
-        return None if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
-    said, own = _id(opened.config, "bos_token_id"), opened.family.bos_id
-    if said is not None and said not in ends:
-        return said
-    return own if own < opened.shape.vocab_size and own not in ends else None
-
-
-def _end_ids(config: Mapping[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
-    many = value if isinstance(value, list) else [value]
-    found = [_id({"eos_token_id": token}, "eos_token_id") for token in many]
-    return [token for token in found if token is not None]
-
-
-def _id(config: Mapping[str, Any], key: str) -> int | None:
+def _ids(config: Mapping[str, Any], key: str) -> list[int]:
+    """The ids under a key: one, several or none."""
     value = config.get(key)
-    good = value is None or (isinstance(value, int) and not isinstance(value, bool))
-    require(good, f"{key} is {value!r}; a token id is wanted")
-    return value
+    found: list[Any] = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
+    odd = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
+    require(not odd, f"{key} is {value!r}; a token id is wanted")
+    return found

@@ -54,7 +54,10 @@ class ExactBase(Base):
         )  # fmt: skip
         table = hashlib.sha256(self.joint.float().numpy().tobytes()).hexdigest()
         self.fingerprint = f"exact-{words}-{length}-{width}-{table}"
-        self.layer_config = _layer_config(width)
+        self.layer_config = Shape.of({
+            "model_type": "llama", "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "vocab_size": 8,
+        })  # fmt: skip
 
     def marginals(self, tokens_BL: Tensor) -> Tensor:
         """p(x_i | revealed) for every position, float64 [B, L, words]; the mask id is "not revealed".
@@ -135,25 +138,6 @@ class ExactPartner(Partner):
 
     def require_start(self, state: State) -> None:
         """Any canvas will do."""
-
-
-def _layer_config(width: int) -> Shape:
-    return Shape.of({
-        "model_type": "llama", "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "vocab_size": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-    })  # fmt: skip
-
-
-def two_sentences() -> tuple[ExactBase, list[str]]:
-    """The paper's figure: a base with support on two sentences only, and its words by id.
-
-    Both have six words: "The cat sat on the mat" and "The dog ran in the yard".
-    """
-    words = ["The", "cat", "dog", "sat", "ran", "on", "in", "the", "mat", "yard"]
-    joint = torch.zeros((len(words),) * 6)
-    for sentence in ("The cat sat on the mat", "The dog ran in the yard"):
-        joint[tuple(words.index(w) for w in sentence.split())] = 0.5
-    return ExactBase(joint), words
 
 
 @register_base("exact", "enumerable toy with a known joint (proofs and tutorials)", cpu_only=True)

@@ -6,11 +6,13 @@ HF_TOKEN) count.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from adjust_dlm.types import InputError
+from adjust_dlm.types import InputError, require
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -21,10 +23,34 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 
 
-def snapshot(
-    name: str, files: Sequence[str], *, revision: str | None = None, cache_dir: Path | str | None = None,
-    endpoint: str | None = None, kind: str = "model",
-) -> Path:  # fmt: skip
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    require(isinstance(content, dict), f"{path} holds a {type(content).__name__}; an object is wanted")
+    return dict(content)
+
+
+def local(name: Path | str, files: Sequence[str], *, revision: str | None = None) -> Path:
+    """The path itself, or the snapshot of a Hub id where there is no such path; a path may point at nothing.
+
+    Raises:
+        InputError: neither the Hub nor its cache has it; a revision of a path.
+    """
+    path = Path(name)
+    if path.exists() or not is_hub_id(path.as_posix()):
+        require(revision is None, f"revision is {revision!r}, but {path} is no Hub id; folders have no revisions")
+        return path
+    return snapshot(path.as_posix(), files, revision=revision)
+
+
+def snapshot(name: str, files: Sequence[str], *, revision: str | None = None, kind: str = "model") -> Path:
     """The local folder of `files` of a Hub repository, fetched if it is not in the Hub library's cache.
 
     `kind` is what the Hub calls the type of a repository: model or dataset.
@@ -35,13 +61,10 @@ def snapshot(
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(
-            name, repo_type=kind, revision=revision, allow_patterns=list(files), cache_dir=cache_dir, endpoint=endpoint
-        )
+        return Path(snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # those of its HTTP library, too, which changes with its major versions
         at = "" if revision is None else f" at revision {revision!r}"
         said = " ".join(str(error).split()) or "no reason given"
         raise InputError(
             f"no folder {name!r} here, and the Hub gave none{at}: {type(error).__name__}: {said}"
         ) from error
-    return Path(found)

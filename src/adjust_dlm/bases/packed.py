@@ -30,8 +30,7 @@ def frozen_linear(h_RD: Tensor, weight_VD: Tensor) -> Tensor:
     if version != weight_VD._version:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight_VD.contiguous())
         _packed[weight_VD] = weight_VD._version, packed
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(h_RD, packed, None, "none", [], "")
-    return out
+    return torch.ops.mkldnn._linear_pointwise(h_RD, packed, None, "none", [], "")
 
 
 def _packs(h_RD: Tensor, weight_VD: Tensor) -> bool:

@@ -96,8 +96,7 @@ def _require_same_ids(base: Base, source: str, tokenizer: Any, vocab_size: int) 
 @torch.inference_mode()
 def last_hidden(model: PreTrainedModel, ids_BL: Tensor) -> Tensor:
     """Last hidden states [B, L, D] of a causal model, after its final norm, without logits and cache."""
-    hidden_BLD: Tensor = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
-    return hidden_BLD
+    return model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
 
 
 def require_causal(model: PreTrainedModel, token: int, device: torch.device | str) -> Tensor:

@@ -19,20 +19,13 @@ _PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
-    """Refuses what `quantized` and `place` cannot do, before any weight is read."""
+    """Refuses what `quantize_body` and `place` cannot do, before any weight is read."""
     known = get_args(Quantize)
     require(quantize in (None, *known), f"quantize is {quantize!r}; it must be one of {', '.join(known)}")
-    if quantize in ("int8", "fp8") and importlib.util.find_spec("torchao") is None:
-        raise InputError(f"quantize {quantize} needs torchao: pip install 'adjust-dlm[quant]'")
-    if device_map is None:
-        return
-    if isinstance(device_map, str):
-        plans = ", ".join(_PLANS)
-        require(device_map in _PLANS, f"device_map is {device_map!r}; it must be one of {plans}, or a mapping")
-        return
-    require(isinstance(device_map, Mapping), f"device_map is {device_map!r}; it must be a name or a mapping")
-    places = {str(where) for where in device_map.values()}
-    require("disk" not in places, "device_map names disk; offloading to disk is not supported")
+    missing = quantize in ("int8", "fp8") and importlib.util.find_spec("torchao") is None
+    require(not missing, f"quantize {quantize} needs torchao: pip install 'adjust-dlm[quant]'")
+    good = device_map is None or isinstance(device_map, Mapping) or device_map in _PLANS
+    require(good, f"device_map is {device_map!r}; it must be one of {', '.join(_PLANS)}, or a mapping")
 
 
 def quantize_body(base: TransformerBase, kind: Quantize | None) -> None:
@@ -70,20 +63,18 @@ def place(base: TransformerBase, device_map: DeviceMap, device: torch.device) ->
     from accelerate import dispatch_model
 
     places = _spread(base.model, device_map) if isinstance(device_map, str) else dict(device_map)
-    require(
-        "disk" not in {str(where) for where in places.values()},
-        "the model does not fit on the devices and the CPU; offloading to disk is not supported",
-    )
+    on_disk = "disk" in map(str, places.values())
+    require(not on_disk, "some layers would lie on disk, beside the devices and the CPU; that is not supported")
     try:
         where = {torch.device(place) for place in places.values()}
         if len(where) == 1:
-            (only,) = where
-            base.model, base.head_matrix = base.model.to(only), base.head_matrix.to(only)
-            return base
-        base.model = dispatch_model(base.model, places, main_device=device, force_hooks=True)
+            (device,) = where
+            base.model = base.model.to(device)
+        else:
+            base.model = dispatch_model(base.model, places, main_device=device, force_hooks=True)
+        base.head_matrix = base.head_matrix.to(device)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise InputError(f"device_map {places} does not work here: {' '.join(str(error).split())}") from error
-    base.head_matrix = base.head_matrix.to(device)
     return base
 
 
@@ -92,8 +83,6 @@ def _spread(model: nn.Module, how: str) -> dict[str, Any]:
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    whole, limits = ["Layer"], None
-    if how != "sequential":
-        limits = get_balanced_memory(model, no_split_module_classes=whole, low_zero=how == "balanced_low_0")
-    plan: dict[str, Any] = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=whole)
-    return plan
+    whole, low = {"no_split_module_classes": ["Layer"]}, how == "balanced_low_0"
+    limits = None if how == "sequential" else get_balanced_memory(model, low_zero=low, **whole)
+    return infer_auto_device_map(model, max_memory=limits, **whole)

@@ -65,7 +65,6 @@ class Shape:
             good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(good, f"{name} is {value!r}; it must be a whole number >= 1")
         numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range}
-        _check_rope(self.rope)
         rope = {key: self.rope[key] for key in ("rope_theta", *_ROPE_NEEDS[self.rope["rope_type"]])}
         for name, value in (numbers | rope).items():
             require(_positive(value), f"{name} is {value!r}; it must be a finite number above 0")
@@ -93,9 +92,8 @@ class Shape:
         heads, bias = facts["num_attention_heads"], bool(facts.get("attention_bias", False))
         kv = facts.get("num_key_value_heads")
         return cls(
-            model_type=kind, hidden_size=facts["hidden_size"], intermediate_size=facts["intermediate_size"],
-            num_hidden_layers=facts["num_hidden_layers"], num_attention_heads=heads,
-            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts), vocab_size=facts["vocab_size"],
+            model_type=kind, **{name: facts[name] for name in _NEEDED},
+            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts),
             max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind == "llama", mlp_bias=bool(facts.get("mlp_bias", False)) and kind == "llama",
@@ -130,13 +128,9 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     odd = [part for part in parts if not isinstance(part, Mapping)]
     require(not odd, f"the rotary settings are {odd[:1]}; an object is wanted")
     rope = {"rope_theta": facts.get("rope_theta", 10000.0), **parts[0], **parts[1]}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    rope.pop("type", None)
-    return rope | {"rope_type": kind}
-
-
-def _check_rope(rope: Mapping[str, Any]) -> None:
-    kind = rope["rope_type"]
+    old_kind = rope.pop("type", None)
+    kind = rope["rope_type"] = rope.get("rope_type") or old_kind or "default"
     require(kind in _ROPE_NEEDS, f"rope_type is {kind!r}; known are {', '.join(_ROPE_NEEDS)}")
     lost = [key for key in _ROPE_NEEDS[kind] if key not in rope]
     require(not lost, f"rotary scaling of type {kind} lacks {', '.join(lost)}")
+    return rope

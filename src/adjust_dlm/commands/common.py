@@ -133,8 +133,7 @@ def load_sampler_for(flags: LoadFlags, base: Base) -> Any:
 
 def ar_partner(base_name: str) -> str | None:
     """Source of the autoregressive model that a base was adapted from (for `load_ar`); None for other bases."""
-    from adjust_dlm.bases.adapted import FACTS
-    from adjust_dlm.bases.smol import MODELS
+    from adjust_dlm.bases.adapted import FACTS, MODELS
 
     for file in (MODELS / base_name / FACTS, Path(base_name) / FACTS):
         if file.is_file():

@@ -92,13 +92,14 @@ def _check(flags: ExportConfig) -> None:
 
 def _sampler(flags: ExportConfig, base: Base) -> tuple[Sampler, dict[str, Any], dict[str, Any] | None]:
     """(sampler, its provenance, its run.yaml) from what the flags name."""
-    from adjust_dlm.artifacts import RUN, artifact_folder, read_provenance
+    from adjust_dlm.artifacts import RUN, read_provenance
+    from adjust_dlm.bases.hub import local
     from adjust_dlm.released import import_released
     from adjust_dlm.sampler import CONFIG, WEIGHTS, default_sampler, load_sampler
 
     if flags.from_released is not None:
         return import_released(flags.from_released, base), {"imported_from": flags.from_released.name}, None
-    folder = artifact_folder(flags.sampler or default_sampler(flags.base) or "", files=(CONFIG, WEIGHTS, RUN))
+    folder = local(flags.sampler or default_sampler(flags.base) or "", (CONFIG, WEIGHTS, RUN))
     sampler = load_sampler(folder, base)
     its_run = read_yaml(folder / RUN) if (folder / RUN).is_file() else None
     return sampler, read_provenance(folder), its_run
