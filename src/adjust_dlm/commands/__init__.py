@@ -55,7 +55,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval paired": Command(
         "Two decoders on the same problems: difference, interval, McNemar's test.",
-        "adjust_dlm.eval.paired", "PairedConfig", "run",
+        "adjust_dlm.eval.paired", "PairedConfig",
     ),
     "eval nll": Command(
         "NLL of existing texts under any autoregressive judge.", "adjust_dlm.eval.scores", "NllConfig", "run_nll"

@@ -13,7 +13,7 @@ import torch
 
 from adjust_dlm.decoders import Plan
 from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
-from adjust_dlm.serve.work import Commit, Cost, Failed, Finished, Progress, Row
+from adjust_dlm.serve.work import Commit, Cost, Finished, Progress, Row
 from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Lane:
         except Exception as error:
             logger.exception("%d rows could not come in", len(coming))
             for row in self.rows[-len(coming) :]:
-                row.ticket.tell(Failed(error))
+                row.ticket.tell(error)
             del self.rows[-len(coming) :]
 
     def drop_over(self) -> None:
@@ -129,7 +129,7 @@ class Lane:
             except Exception as own:
                 if not isinstance(own, InputError):
                     logger.exception("a request failed")
-                row.ticket.tell(Failed(own))
+                row.ticket.tell(own)
             else:
                 kept.append(b)
                 parts.append(part)
@@ -150,13 +150,14 @@ class Lane:
             tokens, order, masked = columns[b, :, own]
             before, row.cost = row.cost, Cost(*calls)
             spent.append([new - old for new, old in zip(row.cost, before, strict=True)])
-            fresh = () if row.quiet else _fresh(tokens, order, row.commits, None if chance is None else chance[b, own])
+            quiet, chances = row.ticket.work.quiet, None if chance is None else chance[b, own]
+            fresh = () if quiet else _fresh(tokens, order, row.commits, chances)
             row.commits = commits
             try:
                 _tell(row, tokens, masked, fresh)
             except Exception as error:  # text that cannot be decoded
                 logger.exception("a request failed")
-                row.ticket.tell(Failed(error))
+                row.ticket.tell(error)
         self._keep([b for b, row in enumerate(self.rows) if row.writer.reason is None and not row.ticket.over])
         return Cost(*map(max, zip(*spent, strict=True)))
 
@@ -178,7 +179,7 @@ def _tell(row: Row, tokens: Ints, masked: Ints, commits: tuple[Commit, ...]) -> 
     done = not len(open_)
     left = next((i for i in open_.tolist() if i >= new), len(tokens))
     text = row.writer.feed(tokens[new:left].tolist(), done=done)
-    if not row.quiet:
+    if not row.ticket.work.quiet:
         row.ticket.tell(Progress(index=row.index, text=text, commits=commits, cost=row.cost))
     if row.writer.reason is not None:
         started = row.ticket.started
