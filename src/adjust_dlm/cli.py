@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -42,9 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     gc.set_threshold(100_000, 20, 20)  # importing torch and transformers with the usual one takes half a second longer
     verbose = "--verbose" in argv or bool(os.environ.get("ADJUST_DEBUG"))
     handler = _log_to_stderr(verbose)
-    main_thread = threading.current_thread() is threading.main_thread()
     # SIGTERM unwinds like Ctrl-C, so that work folders and temporary files go away.
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None
+    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not verbose:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars look at it, too
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings, we check ourselves
@@ -64,12 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         code = _failed(error, verbose)
     finally:
-        if main_thread:
-            signal.signal(signal.SIGTERM, old)
+        signal.signal(signal.SIGTERM, old)
         logger = logging.getLogger("adjust_dlm")
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    _flush_or_drop(sys.stdout)
+    try:
+        sys.stdout.flush()
+    except OSError:  # nothing may be left that the interpreter would fail to write, with a traceback, on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
@@ -161,14 +161,6 @@ def _log_to_stderr(verbose: bool) -> logging.Handler:
         for name in ("torchao", "torch.utils._pytree"):
             logging.getLogger(name).setLevel(logging.ERROR)
     return handler
-
-
-def _flush_or_drop(stream: Any) -> None:
-    """Leaves nothing in the buffer that the interpreter would fail to write, with a traceback, on its way out."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class LoadFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFlags(LoadFlags):
-    """Flags of every command that decodes.
+class DrawFlags(LoadFlags):
+    """Flags of every command that decodes, a server included: there they hold where a request says nothing.
 
     Attributes:
         tokens_per_step: K, tokens committed per base pass.
@@ -56,20 +56,9 @@ class DecodeFlags(LoadFlags):
         top_p: nucleus mass in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
         order: entropy, confidence, margin, random or left_to_right; by default the base's own.
-        order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
-        schedule: exact (K per pass) or reference (the model family's published step counts).
         suppress_eos: never commit an end token.
         block_length: fill new tokens block by block of this length, from left to right; by default they are one block.
-        candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
-        cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
-            pass reuses any, and all are exact.
-        cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
-        chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
-        seed: with a sample's row number the only source of randomness.
-        num_samples: samples per prompt.
         eager: run the reference decoders where their fast form on CUDA would be taken.
-        json: JSON lines on stdout instead of text.
-        output: folder for result.json, samples.jsonl and run.yaml.
     """
 
     tokens_per_step: int = 4
@@ -78,17 +67,37 @@ class DecodeFlags(LoadFlags):
     top_p: float = 1.0
     top_k: int = 0
     order: str | None = None
-    order_on: str | None = None
-    schedule: str = "exact"
     suppress_eos: bool = False
     block_length: int | None = None
+    eager: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFlags(DrawFlags):
+    """Flags of every command that decodes prompts of its own.
+
+    Attributes:
+        order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
+        schedule: exact (K per pass) or reference (the model family's published step counts).
+        candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
+        cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
+            pass reuses any, and all are exact.
+        cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
+        chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
+        seed: with a sample's row number the only source of randomness.
+        num_samples: samples per prompt.
+        json: JSON lines on stdout instead of text.
+        output: folder for result.json, samples.jsonl and run.yaml.
+    """
+
+    order_on: str | None = None
+    schedule: str = "exact"
     candidates: int = 0
     cache_period: int | None = None
     cache_window: int | None = None
     chat: bool = True
     seed: int = 0
     num_samples: int = 1
-    eager: bool = False
     json: bool = False
     output: Path | None = None
 
@@ -101,12 +110,7 @@ class DecodeFlags(LoadFlags):
 
 
 def set_malloc(*, map_from: int, keep: int) -> None:
-    """Tells glibc, in this process, what to do with free memory; elsewhere nothing happens.
-
-    Args:
-        map_from: bytes from which on a block is mapped by the kernel, and given back as soon as it is free.
-        keep: bytes that it keeps of the others.
-    """
+    """Makes glibc give blocks of `map_from` bytes back as soon as they are free, and keep `keep` bytes of others."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         for name, value in ((-3, map_from), (-1, keep)):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h

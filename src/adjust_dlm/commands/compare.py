@@ -118,4 +118,4 @@ def _show(flags: CompareConfig, rows: list[Record]) -> None:
     if all(row["nll"] is None for row in rows):
         del lines["nll"]
     columns = ["", *(f"{row['decoder']}, K={row['tokens_per_step']}" for row in rows)]
-    show_table(columns, [[title, *(row[key] for row in rows)] for key, title in lines.items()], lines=True)
+    show_table(columns, [[title, *(row[key] for row in rows)] for key, title in lines.items()])

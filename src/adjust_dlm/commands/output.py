@@ -89,16 +89,14 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def show_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None, lines: bool = False
-) -> None:
-    """A table on stdout; numbers on the right, long texts folded; `lines` puts a rule under every row."""
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
+    """A table on stdout; numbers on the right, long texts folded, with a rule between rows where some have lines."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     rows = [list(row) for row in rows]
-    lines = lines or any("\n" in str(cell) for row in rows for cell in row)
+    lines = any("\n" in str(cell) for row in rows for cell in row)
     table = Table(title=title, title_justify="left", show_lines=lines)
     for n, name in enumerate(columns):
         numbers = all(isinstance(row[n], int | float) or row[n] is None for row in rows)
@@ -125,7 +123,7 @@ def show_results(results: Mapping[str, Any]) -> None:
     single = {key: value for key, value in results.items() if not isinstance(value, dict | list)}
     for key, value in {"": single, **results}.items():
         if isinstance(value, dict) and value and not any(isinstance(item, dict | list) for item in value.values()):
-            show_table(("", "value"), [(name, show_value(item)) for name, item in value.items()], title=key or None)
+            show_table(("", "value"), list(value.items()), title=key or None)
             continue
         if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
             value = [{"": name, **row} for name, row in value.items()]

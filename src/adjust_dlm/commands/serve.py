@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from adjust_dlm.commands.common import LoadFlags, load_for, load_sampler_for, set_malloc
+from adjust_dlm.commands.common import DrawFlags, load_for, load_sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ KEY = "ADJUST_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(LoadFlags):
+class ServeConfig(DrawFlags):
     """Settings of `adjust serve`.
 
     Attributes:
@@ -32,14 +32,6 @@ class ServeConfig(LoadFlags):
         model_name: what clients call the model; by default the base's name.
         decoder: what decodes where a request names none.
         set: settings of that decoder, as NAME=VALUE.
-        tokens_per_step: K where a request says nothing.
-        max_new_tokens: max_tokens where a request says nothing.
-        temperature: where a request says nothing.
-        top_p: where a request says nothing.
-        top_k: where a request says nothing.
-        block_length: where a request says nothing.
-        order: entropy, confidence, margin, random or left_to_right; by default the base's own.
-        suppress_eos: never commit an end token.
         load_partner: load the autoregressive partner, for NLL in /v1/canvas and decoders that ask one.
         max_rows: rows decoded at a time.
         max_batch_tokens: rows times longest canvas of a batch, at most.
@@ -49,7 +41,6 @@ class ServeConfig(LoadFlags):
         max_body: bytes of a request's body, at most.
         rate_limit: requests a minute of one address; 0 is no limit.
         drain_seconds: how long a first SIGTERM waits for running requests.
-        eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
     host: str = "127.0.0.1"
@@ -57,14 +48,6 @@ class ServeConfig(LoadFlags):
     model_name: str | None = None
     decoder: str = "adjust"
     set: tuple[str, ...] = ()
-    tokens_per_step: int = 4
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    block_length: int | None = None
-    order: str | None = None
-    suppress_eos: bool = False
     load_partner: bool = False
     max_rows: int = 16
     max_batch_tokens: int = 16384
@@ -74,7 +57,6 @@ class ServeConfig(LoadFlags):
     max_body: int = 1 << 20
     rate_limit: int = 0
     drain_seconds: float = 30.0
-    eager: bool = False
 
 
 def run(flags: ServeConfig) -> Outcome:

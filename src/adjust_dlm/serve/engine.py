@@ -8,7 +8,6 @@ neighbours are. Waiting rows come in strictly in the order in which they were as
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import operator
 import threading
@@ -85,7 +84,6 @@ class Engine:
         self._waiting: deque[Row] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lanes: dict[Hashable, Lane] = {}
-        self._turns = itertools.count()
         self._thread: threading.Thread | None = None
 
     def _fast_rounds(self, eager: bool | None) -> Rounds | None:
@@ -124,7 +122,9 @@ class Engine:
             ApiError: the queue is full, or the server is shutting down.
         """
         self.plan(work)
-        ticket, ends, key = Ticket(work, sink, self.limits.seconds), self.base.spec.end_ids, _key(work)
+        ticket, ends = Ticket(work, sink, self.limits.seconds), self.base.spec.end_ids
+        settings = work.config.but(seed=0, max_new_tokens=1)  # rows share a pass if they differ in nothing else
+        key = (work.decoder, settings, repr(sorted(work.options.items())), work.chance)
         rows = [
             Row(ticket, spec, index, key, Writer(self.words.decode, ends, work.stops, quiet=work.quiet))
             for index, spec in enumerate(work.rows)
@@ -218,8 +218,9 @@ class Engine:
         for lane in self._lanes.values():
             lane.settle()
         if self._lanes:
-            lane = min(self._lanes.values(), key=lambda lane: lane.turn)
-            lane.turn = next(self._turns)
+            key = next(iter(self._lanes))  # the lane that was served last stands last
+            with self._wake:
+                lane = self._lanes[key] = self._lanes.pop(key)
             self.done = Cost(*map(operator.add, self.done, lane.play()))
             self._forget_empty()
 
@@ -284,14 +285,8 @@ class Engine:
                 base, sampler = self._rounds.passes(plan.base)
                 helpers = {"sampler": sampler or self.sampler, "partner": self.partner}
                 plan = make_plan(base, work.config, decoder=work.decoder, **helpers, **work.options)
-        return Lane(plan, row, next(self._turns), chance=work.chance, play=play)
+        return Lane(plan, row, chance=work.chance, play=play)
 
 
 def _leaving() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
-
-
-def _key(work: Work) -> Hashable:
-    """What rows must have in common to share a pass: everything but seed and length."""
-    settings = work.config.but(seed=0, max_new_tokens=1)
-    return work.decoder, settings, repr(sorted(work.options.items())), work.chance

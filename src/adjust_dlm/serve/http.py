@@ -87,6 +87,7 @@ class Service:
         async def watch() -> None:  # Starlette does not stop a handler whose client has gone
             while (await request.receive())["type"] != "http.disconnect":
                 pass
+            ticket.over = True
             queue.put_nowait(ApiError(499, "the connection is closed"))
 
         watching = asyncio.create_task(watch())
@@ -124,7 +125,7 @@ class Service:
         shape = Shape(kind, self.config.model, work, prompts)
         if isinstance(ask, Generation) and ask.stream:
             options = ask.stream_options
-            return _sse_response(_pieces(shape, events, with_usage=options is not None and bool(options.include_usage)))
+            return _sse_response(_pieces(shape, events, with_usage=bool(options and options.include_usage)))
         rows = sorted([event async for event in events if isinstance(event, Finished)], key=lambda row: row.index)
         return JSONResponse(shape.whole(rows, self.engine.words))
 
@@ -222,7 +223,8 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
     app.add_api_route("/metrics", service.show_metrics, include_in_schema=False, response_model=None)
     metrics.paths = {path for _, path, *_ in routes} | {"/metrics", *PATHS}
     app.routes.extend(ROUTES)
-    _handle_errors(app)
+    for kind in (RequestValidationError, HTTPException, InputError, Exception):
+        app.add_exception_handler(kind, _failed)
     rate = Rate(config.rate_limit)
     app.add_middleware(Guard, api_key=config.api_key, rate=rate, max_body=config.max_body, done=metrics.request)
     return app
@@ -265,14 +267,9 @@ def _told(error: Exception) -> Body:
     return errors.body(known)
 
 
-def _handle_errors(app: FastAPI) -> None:
+async def _failed(_request: Request, error: Exception) -> Response:
     """Every failure in OpenAI's shape."""
-
-    async def handle(_request: Request, error: Exception) -> Response:
-        return errors.answer(_invalid(error) if isinstance(error, RequestValidationError) else error)
-
-    for kind in (RequestValidationError, HTTPException, InputError, Exception):
-        app.add_exception_handler(kind, handle)
+    return errors.answer(_invalid(error) if isinstance(error, RequestValidationError) else error)
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

@@ -28,18 +28,16 @@ class Lane:
     Attributes:
         rows: in the order of the canvas; never empty.
         canvas: theirs, but for those that came since `settle`.
-        turn: when it was last served; the engine serves the smallest.
     """
 
     def __init__(
-        self, plan: Plan, row: Row, turn: int, *, chance: bool, play: Callable[[RoundCanvas], None] | None = None
+        self, plan: Plan, row: Row, *, chance: bool, play: Callable[[RoundCanvas], None] | None = None
     ) -> None:
         """A lane with its first row.
 
         Args:
             plan: the decoder and its settings.
             row: which gives the lane its kind.
-            turn: see above.
             chance: note with what probability tokens are drawn.
             play: plays one round as the plan's decoder does, and leaves the canvas as it was if it fails; by default
                 that decoder itself.
@@ -47,7 +45,7 @@ class Lane:
         Raises:
             InputError: the row does not fit the base.
         """
-        self.plan, self.turn, self._chance, self._play = plan, turn, chance, play
+        self.plan, self._chance, self._play = plan, chance, play
         self.rows, self.canvas = [row], self._canvas(row)
         self._coming: list[RoundCanvas] = []
 
