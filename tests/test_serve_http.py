@@ -374,7 +374,8 @@ def test_bodies_that_are_no_requests_are_refused(random_texts: Served, path: str
     for content, headers, param in (
         (b'{"model":"m", x}', as_json, None), (b"[]", as_json, None), (b"5", as_json, None), (b"null", as_json, None),
         (b"\xff\xfe", as_json, None), (b"prompt=x", {"content-type": "application/x-www-form-urlencoded"}, None),
-        (b'{"temperature": NaN}', as_json, "temperature"), (b"[" * 5000, as_json, None),
+        (b'{"temperature": NaN}', as_json, "temperature"),
+        (b'{"decoder_options": {"gamma": Infinity}}', as_json, "decoder_options"), (b"[" * 5000, as_json, None),
         (b'{"decoder": "\\ud800"}', as_json, None),
     ):  # fmt: skip
         answer = random_texts.client.post(path, content=content, headers=headers)

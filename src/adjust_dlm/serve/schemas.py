@@ -50,7 +50,7 @@ class Sampling(_Strict):
     top_k: int | None = Field(None, ge=0, le=MOST)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     decoder: str | None = None
-    decoder_options: dict[str, Any] | None = None
+    decoder_options: dict[str, bool | int | float | str | list[int] | None] | None = None
     tokens_per_step: Count | None = None
 
     @model_validator(mode="before")
