@@ -70,8 +70,9 @@ def run(flags: ServeConfig) -> Outcome:
     app, engine = app_for(flags, config)
     server = Server(app, engine, drain_seconds=flags.drain_seconds)
     host, port = sock.getsockname()[:2]
-    where, decoders = f"[{host}]" if ":" in host else host, ", ".join(engine.decoders)
-    logger.info("serving %s on http://%s:%d (decoders: %s)", config.model, where, port, decoders)
+    where = f"[{host}]" if ":" in host else host
+    sock.listen()  # before the log says so: who reads it is not refused
+    logger.info("serving %s on http://%s:%d (decoders: %s)", config.model, where, port, ", ".join(engine.decoders))
     server.run(sockets=[sock])
     return Outcome(results={})
 

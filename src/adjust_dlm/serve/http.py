@@ -197,14 +197,12 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
     """The ASGI application; the engine starts and ends with it."""
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def running(_app: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
         await asyncio.to_thread(engine.close)
 
-    app = FastAPI(
-        title="adjust serve", version=adjust_dlm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="adjust serve", version=adjust_dlm.__version__, lifespan=running, docs_url=None, redoc_url=None)
     metrics = Metrics(engine)
     service = Service(engine, config, metrics)
     stream: _Answers = {200: {"content": _STREAM, "description": "Server-sent events."}}
