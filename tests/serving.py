@@ -15,10 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.serve.asks import AppConfig
 from adjust_dlm.serve.engine import Engine, Limits
-from adjust_dlm.serve.http import AppConfig, create_app
+from adjust_dlm.serve.http import create_app
 from adjust_dlm.serve.run import Server, bound
-from adjust_dlm.serve.work import Event, Failed, Finished, Progress, RowSpec, Ticket, Work
+from adjust_dlm.serve.work import Event, Finished, Progress, RowSpec, Ticket, Work
 from adjust_dlm.types import DecodeConfig, State
 from helpers import oracle, wide
 from tiny_ar import BOS, CHAT, IM_END, MASK, SPECIAL
@@ -124,9 +125,9 @@ class Log:
 
     @property
     def error(self) -> Exception:
-        (failed,) = [event for event in self.events if isinstance(event, Failed)]
+        (failed,) = [event for event in self.events if isinstance(event, Exception)]
         assert self.events[-1] is failed
-        return failed.error
+        return failed
 
 
 def submit(engine: Engine, work: Work) -> tuple[Ticket, Log]:

@@ -334,8 +334,8 @@ def test_the_command_writes_what_transformers_runs(
         (["--base", "exact"], "no sampler ships for base 'exact'; name one with --sampler"),
         (["--private"], "--private is about --push, which is not given"),
         (["--push", "noname"], "push is 'noname'; it must be a Hub id, ORG/NAME"),
-        (["--results", "/nowhere.json"], "cannot read the results /nowhere.json: No such file"),
-        (["--run", "/nowhere.yaml"], "cannot read the settings file /nowhere.yaml"),
+        (["--results", "/nowhere.json"], "cannot read /nowhere.json: [Errno 2] No such file"),
+        (["--run", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(

@@ -82,7 +82,7 @@ def test_rows_of_one_kind_share_passes() -> None:
     base, engine, ids = typed()
     logs = [submit(engine, work_of(ids, new=4 + n, seed=n))[1] for n in range(5)]
     play(engine)
-    assert base.passes == engine.counters.base_passes == engine.counters.rounds == 8
+    assert base.passes == engine.done.base_calls == engine.done.rounds == 8
     assert [log.finished[0].text for log in logs] == ["hell", "hello", "hello ", "hello w", "hello wo"]
 
 
@@ -170,7 +170,7 @@ def test_the_queue_is_bounded_and_a_request_comes_in_whole_or_not_at_all() -> No
     submit(engine, work_of(ids, ids))
     with pytest.raises(ApiError, match="2 rows wait already and the queue takes 3") as refused:
         submit(engine, work_of(ids, ids))
-    assert (refused.value.status, refused.value.retry_after, engine.waiting) == (429, 1, 2)
+    assert (refused.value.status_code, refused.value.headers, engine.waiting) == (429, {"retry-after": "1"}, 2)
     submit(engine, work_of(ids))
     with pytest.raises(InputError, match="4 rows in one request"):
         submit(engine, work_of(ids, ids, ids, ids))
@@ -184,7 +184,7 @@ def test_a_cancelled_request_leaves_before_the_next_round() -> None:
     _, other = submit(engine, work_of(ids, new=15))
     engine.turn()
     assert engine.running == 3
-    ticket.cancel()
+    ticket.over = True
     seen = len(log.events)
     engine.turn()
     assert engine.running == 1 and len(log.events) == seen
@@ -196,7 +196,7 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
     base, engine, ids = typed(rows=1)
     submit(engine, work_of(ids, new=2))
     ticket, log = submit(engine, work_of(ids, new=2))
-    ticket.cancel()
+    ticket.over = True
     play(engine)
     assert log.events == [] and base.passes == 2
 
@@ -207,7 +207,7 @@ def test_a_request_that_takes_too_long_is_given_up_waiting_or_not() -> None:
     logs = [submit(engine, work_of(ids, new=50))[1] for _ in range(2)]
     play(engine)
     for log in logs:
-        assert isinstance(log.error, ApiError) and log.error.status == 504
+        assert isinstance(log.error, ApiError) and log.error.status_code == 504
     assert logs[0].rounds >= 1 and logs[1].rounds == 0 and base.passes <= 5
 
 
@@ -332,10 +332,10 @@ def test_the_thread_drains_and_closes() -> None:
     base.sleep = 0.005
     engine.start()
     _, log = submit(engine, work_of(ids, new=20))
-    engine.drain()
+    engine.draining = True
     with pytest.raises(ApiError, match="shutting down") as refused:
         submit(engine, work_of(ids))
-    assert refused.value.status == 503
+    assert refused.value.status_code == 503
     wait_for(lambda: engine.idle)
     assert log.finished[0].text == "x" * 20
     engine.close()
@@ -349,7 +349,7 @@ def test_closing_gives_up_what_is_left() -> None:
     logs = [submit(engine, work_of(ids, new=90))[1] for _ in range(2)]
     wait_for(lambda: logs[0].rounds > 0)
     engine.close()
-    assert all(isinstance(log.error, ApiError) and log.error.status == 503 for log in logs)
+    assert all(isinstance(log.error, ApiError) and log.error.status_code == 503 for log in logs)
     assert base.passes < 90
     with pytest.raises(ApiError):
         engine.call(lambda: 1)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,20 +18,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Base": "adjust_dlm.bases",
-    "load_base": "adjust_dlm.bases",
-    "decode": "adjust_dlm.decoders",
-    "generate": "adjust_dlm.decoders",
-    "Sampler": "adjust_dlm.sampler",
-    "load_sampler": "adjust_dlm.sampler",
-    "save_pretrained": "adjust_dlm.artifacts",
-    "from_pretrained": "adjust_dlm.artifacts",
-    "push_to_hub": "adjust_dlm.artifacts",
-    "import_released": "adjust_dlm.released",
-    "DecodeConfig": "adjust_dlm.types",
-    "DecodeResult": "adjust_dlm.types",
+_NAMES = {
+    "bases": ("Base", "load_base"),
+    "decoders": ("decode", "generate"),
+    "sampler": ("Sampler", "load_sampler"),
+    "artifacts": ("save_pretrained", "from_pretrained", "push_to_hub"),
+    "released": ("import_released",),
+    "types": ("DecodeConfig", "DecodeResult"),
 }
+_WHERE = {name: f"adjust_dlm.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = [*_WHERE, "__version__"]
 
 
@@ -38,6 +34,4 @@ def __getattr__(name: str) -> Any:
     """Imports the public names on first use."""
     if name not in _WHERE:
         raise AttributeError(f"module 'adjust_dlm' has no attribute {name!r}")
-    import importlib
-
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -27,76 +27,51 @@ class Command:
     function: str = "run"
 
 
-COMMANDS: dict[str, Command] = {
-    "bases": Command("List bases and samplers, what is cached, sizes.", "adjust_dlm.commands.bases", "BasesConfig"),
-    "fetch": Command(
-        "Fetch the default base's autoregressive weights.", "adjust_dlm.commands.fetch", "FetchConfig"
+_TABLE: dict[str, tuple[str, ...]] = {
+    "bases": ("List bases and samplers, what is cached, sizes.", "commands.bases", "BasesConfig"),
+    "fetch": ("Fetch the default base's autoregressive weights.", "commands.fetch", "FetchConfig"),
+    "generate": ("Write text with any decoder.", "commands.generate", "GenerateConfig"),
+    "compare": ("Joint, parallel and ADJUST side by side on one prompt.", "commands.compare", "CompareConfig"),
+    "serve": (
+        "Serve a base to OpenAI's clients; infilling and a stream of every commit.", "commands.serve", "ServeConfig",
     ),
-    "generate": Command("Write text with any decoder.", "adjust_dlm.commands.generate", "GenerateConfig"),
-    "compare": Command(
-        "Joint, parallel and ADJUST side by side on one prompt.", "adjust_dlm.commands.compare", "CompareConfig"
-    ),
-    "serve": Command(
-        "Serve a base to OpenAI's clients; infilling and a stream of every commit.",
-        "adjust_dlm.commands.serve", "ServeConfig",
-    ),
-    "trajectories": Command(
+    "trajectories": (
         "Decode with K=1 and store the order: what training reads.",
-        "adjust_dlm.data.trajectories", "TrajectoriesConfig", "make_trajectories",
+        "data.trajectories", "TrajectoriesConfig", "make_trajectories",
     ),
-    "train": Command("Train a sampler on trajectories.", "adjust_dlm.train.trainer", "TrainConfig", "train"),
-    "adapt": Command(
-        "Turn an autoregressive model into a masked diffusion base.",
-        "adjust_dlm.train.adapt", "AdaptConfig", "adapt",
-    ),
-    "eval divergence": Command(
+    "train": ("Train a sampler on trajectories.", "train.trainer", "TrainConfig", "train"),
+    "adapt": ("Turn an autoregressive model into a masked diffusion base.", "train.adapt", "AdaptConfig", "adapt"),
+    "eval divergence": (
         "How far every decoder's text is from the base's joint law: KL both ways.",
-        "adjust_dlm.eval.divergence", "DivergenceConfig",
+        "eval.divergence", "DivergenceConfig",
     ),
-    "eval paired": Command(
-        "Two decoders on the same problems: difference, interval, McNemar's test.",
-        "adjust_dlm.eval.paired", "PairedConfig", "run",
+    "eval paired": (
+        "Two decoders on the same problems: difference, interval, McNemar's test.", "eval.paired", "PairedConfig",
     ),
-    "eval nll": Command(
-        "NLL of existing texts under any autoregressive judge.", "adjust_dlm.eval.scores", "NllConfig", "run_nll"
+    "eval nll": ("NLL of existing texts under any autoregressive judge.", "eval.scores", "NllConfig", "run_nll"),
+    "eval mauve": ("MAUVE of existing texts against a reference.", "eval.scores", "MauveConfig", "run_mauve"),
+    "eval table": (
+        "NLL and MAUVE of every decoder and K: the paper's Table 1.", "eval.table", "TableConfig", "make_table",
     ),
-    "eval mauve": Command(
-        "MAUVE of existing texts against a reference.", "adjust_dlm.eval.scores", "MauveConfig", "run_mauve"
-    ),
-    "eval table": Command(
-        "NLL and MAUVE of every decoder and K: the paper's Table 1.",
-        "adjust_dlm.eval.table", "TableConfig", "make_table",
-    ),
-    "eval frontier": Command(
+    "eval frontier": (
         "Quality of every decoder against passes and time: one plot, one CSV.",
-        "adjust_dlm.eval.frontier", "FrontierConfig", "make_frontier",
+        "eval.frontier", "FrontierConfig", "make_frontier",
     ),
-    "eval gsm8k": Command(
-        "GSM8K with any decoder: strict and flexible accuracy.", "adjust_dlm.eval.tasks.gsm8k", "Gsm8kConfig"
+    "eval gsm8k": ("GSM8K with any decoder: strict and flexible accuracy.", "eval.tasks.gsm8k", "Gsm8kConfig"),
+    "eval math": ("MATH with any decoder: the boxed answer, normalised.", "eval.tasks.maths", "MathConfig"),
+    "eval humaneval": (
+        "HumanEval: functions, run against their tests.", "eval.tasks.code", "HumanEvalConfig", "run_humaneval",
     ),
-    "eval math": Command(
-        "MATH with any decoder: the boxed answer, normalised.", "adjust_dlm.eval.tasks.maths", "MathConfig"
-    ),
-    "eval humaneval": Command(
-        "HumanEval: functions, run against their tests.",
-        "adjust_dlm.eval.tasks.code", "HumanEvalConfig", "run_humaneval",
-    ),
-    "eval mbpp": Command(
-        "MBPP: programs, run against their tests.", "adjust_dlm.eval.tasks.code", "MbppConfig", "run_mbpp"
-    ),
-    "eval parallelbench": Command(
+    "eval mbpp": ("MBPP: programs, run against their tests.", "eval.tasks.code", "MbppConfig", "run_mbpp"),
+    "eval parallelbench": (
         "Waiting lines, puzzles and sentences: what parallel decoding loses.",
-        "adjust_dlm.eval.tasks.parallelbench", "ParallelBenchConfig", "run_parallelbench",
+        "eval.tasks.parallelbench", "ParallelBenchConfig", "run_parallelbench",
     ),
-    "bench runtime": Command(
+    "bench runtime": (
         "Tokens per second and components beside parallel decoding and the device's ceilings.",
-        "adjust_dlm.commands.bench", "RuntimeConfig",
+        "commands.bench", "RuntimeConfig",
     ),
-    "export": Command(
-        "Write a sampler as a repository for the Hub and transformers.", "adjust_dlm.commands.export", "ExportConfig"
-    ),
-    "report": Command(
-        "Tables, figures and one page from result folders.",
-        "adjust_dlm.bench.report", "ReportConfig", "make_report",
-    ),
+    "export": ("Write a sampler as a repository for the Hub and transformers.", "commands.export", "ExportConfig"),
+    "report": ("Tables, figures and one page from result folders.", "bench.report", "ReportConfig", "make_report"),
 }  # fmt: skip
+COMMANDS = {name: Command(text, f"adjust_dlm.{module}", *names) for name, (text, module, *names) in _TABLE.items()}

@@ -24,7 +24,7 @@ class BasesConfig:
 
 def run(flags: BasesConfig) -> Outcome:
     """Lists bases, samplers and the cache; loads no model and fetches nothing."""
-    results = {"bases": _bases(), "samplers": _samplers(), "cache": _cache()}
+    results = {"bases": _bases(), "cache": _cache()}
     if flags.json:
         say(to_json(results))
     else:
@@ -33,49 +33,27 @@ def run(flags: BasesConfig) -> Outcome:
 
 
 def _bases() -> list[dict[str, Any]]:
-    """Every registered base; `ready` says that its weights need no download."""
+    """Every registered base with the sampler that ships for it; `ready` says that its weights need no download."""
     from adjust_dlm.bases import known_bases
     from adjust_dlm.bases.adapted import MODELS
-    from adjust_dlm.commands.common import ar_partner
+    from adjust_dlm.bases.antiberty import wheel_path
+    from adjust_dlm.bases.smol_files import MARKER, SMOL, cache_dir
     from adjust_dlm.sampler import default_sampler
 
+    cached = {
+        "smol": any(cache_dir().glob(f"{SMOL.name}-{SMOL.version}-*/{MARKER}")),
+        "antiberty": wheel_path().is_file(),
+    }
     return [
         {
             "name": name,
             "description": text,
             "packaged_bytes": size(MODELS / name),
-            "ar": (source := ar_partner(name)),
-            "ready": _ready(name) if source is None else _ar_cached(source),
-            "sampler": str(sampler) if (sampler := default_sampler(name)) else None,
+            "ready": cached.get(name, True),
+            "sampler": default_sampler(name),
         }
         for name, text in known_bases().items()
     ]
-
-
-def _ready(name: str) -> bool:
-    """Whether a base that was not adapted here needs no download."""
-    from adjust_dlm.bases.antiberty import wheel_path
-    from adjust_dlm.commands.common import DEFAULT_BASE
-
-    return wheel_path().is_file() if name == "antiberty" else name != DEFAULT_BASE
-
-
-def _ar_cached(source: str) -> bool:
-    """Whether the autoregressive weights of a source are on this machine."""
-    from adjust_dlm.bases.smol_files import MARKER, SMOL, cache_dir
-
-    if source == "smol":
-        return any(cache_dir().glob(f"{SMOL.name}-{SMOL.version}-*/{MARKER}"))
-    return Path(source, "config.json").is_file()
-
-
-def _samplers() -> list[dict[str, Any]]:
-    """The samplers that ship with the package."""
-    from adjust_dlm.bases import known_bases
-    from adjust_dlm.sampler import default_sampler
-
-    found = [(name, default_sampler(name)) for name in known_bases()]
-    return [{"base": name, "path": str(path), "bytes": size(path)} for name, path in found if path]
 
 
 def _cache() -> dict[str, Any]:
@@ -97,16 +75,10 @@ def size(path: Path) -> int:
 def _show(results: dict[str, Any]) -> None:
     from rich.filesize import decimal
 
-    show_table(
-        ("base", "what it is", "ready", "sampler"),
-        [
-            (b["name"], b["description"], "yes" if b["ready"] else "on first use", b["sampler"])
-            for b in results["bases"]
-        ],
-    )
-    cache = results["cache"]
-    rows = [(f"sampler of {s['base']}", s["path"], decimal(s["bytes"])) for s in results["samplers"]]
-    rows += [("packaged adapter", b["name"], decimal(n)) for b in results["bases"] if (n := b["packaged_bytes"])]
+    bases, cache = results["bases"], results["cache"]
+    listed = [(b["name"], b["description"], "yes" if b["ready"] else "on first use", b["sampler"]) for b in bases]
+    show_table(("base", "what it is", "ready", "sampler"), listed)
+    rows = [("packaged adapter", b["name"], decimal(n)) for b in bases if (n := b["packaged_bytes"])]
     rows += [("cached", entry["name"], decimal(entry["bytes"])) for entry in cache["entries"]]
     rows += [("cache folder", cache["folder"], decimal(cache["bytes"]))]
     show_table(("on this machine", "where", "size"), rows)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
+import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from adjust_dlm.bases import Base
     from adjust_dlm.types import DecodeConfig, DecodeResult
 
@@ -46,8 +46,8 @@ class LoadFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFlags(LoadFlags):
-    """Flags of every command that decodes.
+class DrawFlags(LoadFlags):
+    """Flags of every command that decodes, a server included: there they hold where a request says nothing.
 
     Attributes:
         tokens_per_step: K, tokens committed per base pass.
@@ -56,20 +56,9 @@ class DecodeFlags(LoadFlags):
         top_p: nucleus mass in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
         order: entropy, confidence, margin, random or left_to_right; by default the base's own.
-        order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
-        schedule: exact (K per pass) or reference (the model family's published step counts).
         suppress_eos: never commit an end token.
         block_length: fill new tokens block by block of this length, from left to right; by default they are one block.
-        candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
-        cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
-            pass reuses any, and all are exact.
-        cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
-        chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
-        seed: with a sample's row number the only source of randomness.
-        num_samples: samples per prompt.
         eager: run the reference decoders where their fast form on CUDA would be taken.
-        json: JSON lines on stdout instead of text.
-        output: folder for result.json, samples.jsonl and run.yaml.
     """
 
     tokens_per_step: int = 4
@@ -78,17 +67,37 @@ class DecodeFlags(LoadFlags):
     top_p: float = 1.0
     top_k: int = 0
     order: str | None = None
-    order_on: str | None = None
-    schedule: str = "exact"
     suppress_eos: bool = False
     block_length: int | None = None
+    eager: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFlags(DrawFlags):
+    """Flags of every command that decodes prompts of its own.
+
+    Attributes:
+        order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
+        schedule: exact (K per pass) or reference (the model family's published step counts).
+        candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
+        cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
+            pass reuses any, and all are exact.
+        cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
+        chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
+        seed: with a sample's row number the only source of randomness.
+        num_samples: samples per prompt.
+        json: JSON lines on stdout instead of text.
+        output: folder for result.json, samples.jsonl and run.yaml.
+    """
+
+    order_on: str | None = None
+    schedule: str = "exact"
     candidates: int = 0
     cache_period: int | None = None
     cache_window: int | None = None
     chat: bool = True
     seed: int = 0
     num_samples: int = 1
-    eager: bool = False
     json: bool = False
     output: Path | None = None
 
@@ -100,23 +109,25 @@ class DecodeFlags(LoadFlags):
         return DecodeConfig(**{field.name: getattr(self, field.name) for field in fields(DecodeConfig)})
 
 
-def pick_dtype(name: str) -> torch.dtype | None:
-    """The dtype of a `--dtype` flag; None leaves it to the base."""
-    import torch
-
-    from adjust_dlm.types import require
-
-    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    require(name in known, f"dtype is {name!r}; it must be one of {', '.join(known)}")
-    return known[name]
+def set_malloc(*, map_from: int, keep: int) -> None:
+    """Makes glibc give blocks of `map_from` bytes back as soon as they are free, and keep `keep` bytes of others."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        for name, value in ((-3, map_from), (-1, keep)):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+            libc.mallopt(name, value)
 
 
 def load_for(flags: LoadFlags) -> Base:
     """The base that the flags name, on their device."""
-    from adjust_dlm.bases import load_base
+    import torch
 
+    from adjust_dlm.bases import load_base
+    from adjust_dlm.types import require
+
+    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    require(flags.dtype in known, f"dtype is {flags.dtype!r}; it must be one of {', '.join(known)}")
     options = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
-    base = load_base(flags.base, device=flags.device, dtype=pick_dtype(flags.dtype), **options)
+    base = load_base(flags.base, device=flags.device, dtype=known[flags.dtype], **options)
     if flags.compile:
         base.compile()
     return base
@@ -131,51 +142,28 @@ def load_sampler_for(flags: LoadFlags, base: Base) -> Any:
     return None if folder is None else from_pretrained(folder, base)
 
 
-def ar_partner(base_name: str) -> str | None:
-    """Source of the autoregressive model that a base was adapted from (for `load_ar`); None for other bases."""
-    from adjust_dlm.bases.adapted import FACTS, MODELS
-
-    for file in (MODELS / base_name / FACTS, Path(base_name) / FACTS):
-        if file.is_file():
-            source: str = json.loads(file.read_text(encoding="utf-8"))["ar"]
-            return source
-    return None
-
-
-def encode_prompt(base: Base, text: str, *, chat: bool) -> list[int]:
-    """Ids of a prompt; a base without a tokenizer takes ids separated by spaces.
+def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, chat: bool) -> list[list[int]]:
+    """Ids of each prompt, without any the one without a prompt; a base without a tokenizer takes ids.
 
     Args:
         base: whose tokenizer, chat template and start token count.
-        text: the prompt.
+        texts: the prompts.
+        config: of the canvas behind them.
         chat: use the chat template if the base has one.
 
     Raises:
-        InputError: the prompt is empty, no UTF-8, or not a list of ids where ids are needed.
+        InputError: a prompt is empty, no UTF-8, not a list of ids where ids are needed, or does not fit the base.
     """
-    from adjust_dlm.types import InputError, require
-
-    require(bool(text.strip()), "the prompt is empty; leave it out for text without a prompt")
-    halves = any("\ud800" <= letter <= "\udfff" for letter in text)  # what Python makes of bytes that are no UTF-8
-    require(not halves, f"the prompt is not UTF-8 text: {text!r}")
-    if base.tokenizer is not None:
-        return base.encode(text, chat=chat and bool(getattr(base.tokenizer, "chat_template", None)))
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError:
-        name = base.spec.name
-        raise InputError(f"base {name!r} has no tokenizer; give token ids separated by spaces, not {text!r}") from None
-
-
-def no_prompt(base: Base) -> list[int]:
-    """Ids in front of text without a prompt: the family's start token, if it has one."""
-    return [] if base.spec.bos_id is None else [base.spec.bos_id]
-
-
-def check_fit(base: Base, prompts: list[list[int]], config: DecodeConfig) -> None:
-    """Raises InputError unless every prompt and its canvas fit the base, before anything is decoded."""
+    from adjust_dlm.serve.text import Words
     from adjust_dlm.types import require
 
+    words, prompts = Words(base), []
+    for text in texts:
+        require(bool(text.strip()), "the prompt is empty; leave it out for text without a prompt")
+        in_template = chat and bool(getattr(base.tokenizer, "chat_template", None))
+        message = {"role": "user", "content": text}
+        prompts.append(words.encode_messages([message]) if in_template else words.encode(text))
+    prompts = prompts or [words.start()]
     for n, ids in enumerate(prompts):
         total = len(ids) + config.max_new_tokens
         require(
@@ -183,6 +171,7 @@ def check_fit(base: Base, prompts: list[list[int]], config: DecodeConfig) -> Non
             f"prompt {n} has {len(ids)} tokens, with {config.max_new_tokens} new ones {total}; "
             f"base {base.spec.name!r} takes at most {base.spec.context}",
         )
+    return prompts
 
 
 def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
@@ -192,12 +181,13 @@ def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
     those before the first end token; `seconds` is the wall time of the batch the row was decoded in.
     """
     from adjust_dlm.bases import cut_at_end
+    from adjust_dlm.serve.text import Words
 
     new = result.config.max_new_tokens
     tokens, order = result.tokens_BL[b, -new:].tolist(), result.order_BL[b, -new:].tolist()
     words = cut_at_end(tokens, base.spec.end_ids)
     return {
-        "text": base.decode(tokens) if base.tokenizer is not None else " ".join(map(str, words)),
+        "text": Words(base).decode(tokens),
         "tokens": tokens,
         "order": order,
         "prompt_tokens": int(result.real_BL[b].sum()) - new,

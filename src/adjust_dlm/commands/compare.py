@@ -10,20 +10,16 @@ import tyro
 
 from adjust_dlm.commands.common import (
     DecodeFlags,
-    check_fit,
-    encode_prompt,
+    encode_prompts,
     load_for,
     load_sampler_for,
-    no_prompt,
     sample_record,
     setup_facts,
 )
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 if TYPE_CHECKING:
-    import torch
-
-    from adjust_dlm.bases import Base
+    from adjust_dlm.bases import Base, Partner
     from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
@@ -48,26 +44,34 @@ def run(flags: CompareConfig) -> Outcome:
     """
     config = flags.decode_config()
     base = load_for(flags)
-    sampler = load_sampler_for(flags, base)
-    ids = no_prompt(base) if flags.prompt is None else encode_prompt(base, flags.prompt, chat=flags.chat)
-    check_fit(base, [ids], config)
+    sampler, partner = load_sampler_for(flags, base), _partner(flags, base)
+    if sampler is None:
+        logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
+    (ids,) = encode_prompts(base, [flags.prompt] if flags.prompt is not None else [], config, chat=flags.chat)
     samples = _decode(flags, base, sampler, ids, config)
-    _add_nll(flags, base, ids, samples)
-    rows = [_row(name, [s for s in samples if s["decoder"] == name]) for name in _decoders(sampler)]
+    if partner is not None:
+        from adjust_dlm.serve.nll import mean_nll
+
+        for s in samples:
+            s["nll"] = mean_nll(base, partner, ids, s["tokens"][: s["completion_tokens"]])
+    rows = [_row(samples[at : at + flags.num_samples]) for at in range(0, len(samples), flags.num_samples)]
     _show(flags, rows)
     return Outcome(results={"rows": rows, "prompt": flags.prompt or "", **setup_facts(base, sampler)}, samples=samples)
 
 
-def _decoders(sampler: Any) -> list[str]:
-    return ["joint", "parallel"] if sampler is None else ["joint", "parallel", "adjust"]
+def _partner(flags: CompareConfig, base: Base) -> Partner | None:
+    from adjust_dlm.bases.partner import load_partner
+
+    if flags.partner is None and base.ar_source is None:
+        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
+        return None
+    return load_partner(base, flags.partner)
 
 
 def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:
     from adjust_dlm.decoders import decode
     from adjust_dlm.sampling import EVALUATION_ROWS
 
-    if sampler is None:
-        logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
     prompts = [ids] * flags.num_samples
     rows = list(range(EVALUATION_ROWS, EVALUATION_ROWS + flags.num_samples))
     eager = flags.eager or None
@@ -75,48 +79,23 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
     # decoder captures its own steps, so there each runs once before.
     decode(base, prompts, config.but(tokens_per_step=config.max_new_tokens), decoder="parallel", eager=eager)
     samples = []
-    for name in _decoders(sampler):
+    for name in ("joint", "parallel") if sampler is None else ("joint", "parallel", "adjust"):
         for _ in range(2 if base.device.type == "cuda" else 1):
             result = decode(base, prompts, config, decoder=name, sampler=sampler, rows=rows, eager=eager)
         samples += [{**sample_record(base, result, b), "row": row} for b, row in enumerate(rows)]
     return samples
 
 
-def _add_nll(flags: CompareConfig, base: Base, ids: list[int], samples: list[Record]) -> None:
-    """Puts `nll_sum` into every sample: -log p(completion | prompt) under the AR partner; None without one."""
-    source, start = flags.partner or base.ar_source, base.spec.bos_id
-    prompt = ids[ids[:1] == [start] :]
-    texts = [prompt, *(prompt + s["tokens"][: s["completion_tokens"]] for s in samples)]
-    sums: list[float] | None = None
-    if source is None or start is None:
-        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
-    elif any(texts):
-        sums = _nll_sums(source, texts, start, base.device)
-    for n, sample in enumerate(samples):
-        # The prompt itself never counts: NLL(prompt + completion) - NLL(prompt).
-        sample["nll_sum"] = None if sums is None else sums[n + 1] - sums[0]
-
-
-def _nll_sums(source: str, texts: list[list[int]], start: int, device: torch.device) -> list[float]:
-    """NLL of each text given the start token."""
-    from adjust_dlm.bases.adapted import load_ar
-    from adjust_dlm.eval.nll import score_nll
-
-    model, _ = load_ar(source, device=device)
-    sums: list[float] = score_nll(model, texts, condition_id=start, batch_size=8, device=device).sum_nll_N.tolist()
-    return sums
-
-
-def _row(decoder: str, samples: list[Record]) -> Record:
+def _row(samples: list[Record]) -> Record:
     """One decoder's numbers: passes and tokens are means per sample, seconds are those of the whole batch."""
     tokens = sum(s["completion_tokens"] for s in samples)
-    scored = tokens and samples[0]["nll_sum"] is not None
+    scored = [(s["nll"], s["completion_tokens"]) for s in samples if s.get("nll") is not None]
     seconds = samples[0]["seconds"]
     return {
-        "decoder": decoder,
+        "decoder": samples[0]["decoder"],
         "tokens_per_step": samples[0]["tokens_per_step"],
         "text": samples[0]["text"],
-        "nll": sum(s["nll_sum"] for s in samples) / tokens if scored else None,
+        "nll": sum(nll * count for nll, count in scored) / tokens if scored else None,
         "completion_tokens": tokens / len(samples),
         "base_calls": sum(s["base_calls"] for s in samples) / len(samples),
         "sampler_calls": sum(s["sampler_calls"] for s in samples) / len(samples),
@@ -139,4 +118,4 @@ def _show(flags: CompareConfig, rows: list[Record]) -> None:
     if all(row["nll"] is None for row in rows):
         del lines["nll"]
     columns = ["", *(f"{row['decoder']}, K={row['tokens_per_step']}" for row in rows)]
-    show_table(columns, [[title, *(row[key] for row in rows)] for key, title in lines.items()], lines=True)
+    show_table(columns, [[title, *(row[key] for row in rows)] for key, title in lines.items()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,7 +57,7 @@ def run(flags: ExportConfig) -> Outcome:
     from adjust_dlm.exported import export
 
     training = None if flags.run is None else read_yaml(flags.run)
-    results = None if flags.results is None else _read_results(flags.results)
+    results = None if flags.results is None else read_yaml(flags.results)
     base = load_base(flags.base, dtype=torch.bfloat16)  # what is written is bf16
     sampler, provenance, its_run = _sampler(flags, base)
     given = {"license": flags.license, "base_model": flags.base_model, "data": flags.data}
@@ -103,14 +102,3 @@ def _sampler(flags: ExportConfig, base: Base) -> tuple[Sampler, dict[str, Any], 
     sampler = load_sampler(folder, base)
     its_run = read_yaml(folder / RUN) if (folder / RUN).is_file() else None
     return sampler, read_provenance(folder), its_run
-
-
-def _read_results(path: Path) -> dict[str, Any]:
-    from adjust_dlm.types import InputError, require
-
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the results {path}: {getattr(error, 'strerror', None) or error}") from error
-    require(isinstance(content, dict), f"{path} holds a {type(content).__name__}; a JSON object is wanted")
-    return dict(content)

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +14,9 @@ import tyro
 
 from adjust_dlm.commands.common import (
     DecodeFlags,
-    check_fit,
-    encode_prompt,
+    encode_prompts,
     load_for,
     load_sampler_for,
-    no_prompt,
     sample_record,
     setup_facts,
 )
@@ -53,18 +52,23 @@ def run(flags: GenerateConfig) -> Outcome:
     """Decodes every prompt `num_samples` times; sample i of prompt j is row j * num_samples + i."""
     config = _check(flags)
     base = load_for(flags)
-    sampler, partner = _sampler(flags, base), _partner(flags, base)
-    prompts = [encode_prompt(base, text, chat=flags.chat) for text in flags.prompt] or [no_prompt(base)]
-    check_fit(base, prompts, config)
+    helpers = _helpers(flags, base)
+    prompts = encode_prompts(base, flags.prompt, config, chat=flags.chat)
     started = time.perf_counter()
     records = []
-    for record in _decode_all(flags, config, base, prompts, sampler=sampler, partner=partner):
+    for record in _decode_all(flags, config, base, prompts, helpers):
         records.append(record)
         _show(flags, record, several=len(prompts) * flags.num_samples > 1)
-    results = {**summary(records, time.perf_counter() - started), **setup_facts(base, sampler)}
-    passes = ("base", "sampler", "partner") if partner else ("base", "sampler")
-    cost = ", ".join(f"{results[f'{kind}_calls']} {kind} passes" for kind in passes)
-    logger.info("%d tokens in %.2f s; %s", results["completion_tokens"], results["seconds"], cost)
+    counted = ("prompt_tokens", "completion_tokens", "base_calls", "sampler_calls", "partner_calls")
+    total = {key: sum(record[key] for record in records) for key in counted}
+    seconds = time.perf_counter() - started
+    passes = ("base", "sampler", "partner") if helpers["partner"] else ("base", "sampler")
+    cost = ", ".join(f"{total[f'{kind}_calls']} {kind} passes" for kind in passes)
+    logger.info("%d tokens in %.2f s; %s", total["completion_tokens"], seconds, cost)
+    results = {
+        "samples": len(records), **total, "seconds": round(seconds, 6),
+        "tokens_per_second": total["completion_tokens"] / seconds, **setup_facts(base, helpers["sampler"]),
+    }  # fmt: skip
     return Outcome(results=results, samples=records)
 
 
@@ -81,37 +85,36 @@ def _check(flags: GenerateConfig) -> DecodeConfig:
     return config
 
 
-def _sampler(flags: GenerateConfig, base: Base) -> Any:
-    from adjust_dlm.decoders import DECODERS
-
-    if DECODERS[flags.decoder].needs_sampler:
-        return load_sampler_for(flags, base)
-    if flags.sampler:
-        logger.warning("decoder %s uses no sampler: %s is not read", flags.decoder, flags.sampler)
-    return None
-
-
-def _partner(flags: GenerateConfig, base: Base) -> Any:
+def _helpers(flags: GenerateConfig, base: Base) -> dict[str, Any]:
+    """The sampler and the partner, where the decoder needs them."""
     from adjust_dlm.bases.partner import load_partner
     from adjust_dlm.decoders import DECODERS
 
-    if DECODERS[flags.decoder].needs_partner:
-        return load_partner(base, flags.partner)
-    if flags.partner:
-        logger.warning("decoder %s asks no partner: %s is not read", flags.decoder, flags.partner)
-    return None
+    entry = DECODERS[flags.decoder]
+    for kind, needed in (("sampler", entry.needs_sampler), ("partner", entry.needs_partner)):
+        if getattr(flags, kind) and not needed:
+            logger.warning("decoder %s uses no %s: %s is not read", flags.decoder, kind, getattr(flags, kind))
+    return {
+        "sampler": load_sampler_for(flags, base) if entry.needs_sampler else None,
+        "partner": load_partner(base, flags.partner) if entry.needs_partner else None,
+    }
 
 
 def _decode_all(
-    flags: GenerateConfig, config: DecodeConfig, base: Base, prompts: list[list[int]], **helpers: Any
+    flags: GenerateConfig, config: DecodeConfig, base: Base, prompts: list[list[int]], helpers: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Records of all rows, batch by batch, with row number and prompt."""
+    """Records of all rows, batch by batch, with row number and prompt; a bar is on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from adjust_dlm.commands.watch import Watch
     from adjust_dlm.decoders import decode, read_options
 
     rows = range(len(prompts) * flags.num_samples)
     batches = [rows[first : first + flags.batch_size] for first in range(0, len(rows), flags.batch_size)]
-    for batch in _progress(batches, quiet=flags.watch or len(batches) == 1):
-        with _watching(flags, base) as watch:
+    quiet = flags.watch or len(batches) == 1 or not sys.stderr.isatty()
+    for batch in track(batches, "decoding", console=Console(stderr=True), disable=quiet):
+        with Watch(base) if flags.watch else nullcontext() as watch:
             result = decode(
                 base, [prompts[row // flags.num_samples] for row in batch], config,
                 decoder=flags.decoder, rows=list(batch), watch=watch, eager=flags.eager or None, **helpers,
@@ -122,24 +125,6 @@ def _decode_all(
             yield {**sample_record(base, result, b), "row": row, "prompt": text}
 
 
-def _progress(batches: list[range], *, quiet: bool) -> Iterator[range]:
-    """The batches, with a bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(batches, "decoding", console=Console(stderr=True), disable=quiet or not sys.stderr.isatty())
-
-
-def _watching(flags: GenerateConfig, base: Base) -> Any:
-    from contextlib import nullcontext
-
-    if not flags.watch:
-        return nullcontext()
-    from adjust_dlm.commands.watch import Watch
-
-    return Watch(base)
-
-
 def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> None:
     """One sample on stdout: text alone, or under its row number, or as JSON."""
     if flags.json:
@@ -147,11 +132,3 @@ def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> No
         say(to_json({key: value for key, value in record.items() if key not in hidden}))
     elif not flags.watch:
         say(f"--- row {record['row']} ---\n{record['text']}" if several else record["text"])
-
-
-def summary(records: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Totals over samples; throughput counts completion tokens only (no prompt, nothing behind the end)."""
-    counted = ("prompt_tokens", "completion_tokens", "base_calls", "sampler_calls", "partner_calls")
-    total = {key: sum(record[key] for record in records) for key in counted}
-    speed = total["completion_tokens"] / seconds if seconds else 0.0
-    return {"samples": len(records), **total, "seconds": round(seconds, 6), "tokens_per_second": speed}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,15 +45,9 @@ def plain(value: Any) -> Any:
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Strict JSON: what is not a finite number becomes null."""
-    return json.dumps(_finite(plain(value)), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    # A round trip, since the encoder has no hook for floats but its own spelling of NaN and infinity.
+    strict = json.loads(json.dumps(plain(value)), parse_constant=lambda _: None)
+    return json.dumps(strict, indent=indent, ensure_ascii=False)
 
 
 def check_folder(folder: Path | None) -> None:
@@ -96,16 +89,14 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def show_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None, lines: bool = False
-) -> None:
-    """A table on stdout; numbers on the right, long texts folded; `lines` puts a rule under every row."""
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
+    """A table on stdout; numbers on the right, long texts folded, with a rule between rows where some have lines."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     rows = [list(row) for row in rows]
-    lines = lines or any("\n" in str(cell) for row in rows for cell in row)
+    lines = any("\n" in str(cell) for row in rows for cell in row)
     table = Table(title=title, title_justify="left", show_lines=lines)
     for n, name in enumerate(columns):
         numbers = all(isinstance(row[n], int | float) or row[n] is None for row in rows)
@@ -129,17 +120,14 @@ def show_value(value: Any) -> str:
 def show_results(results: Mapping[str, Any]) -> None:
     """Any result: a table of its single values, and one for every mapping and every list of records in it."""
     results = plain(results)
-    single = [(key, value) for key, value in results.items() if not isinstance(value, dict | list)]
-    if single:
-        show_table(("", "value"), [(key, show_value(value)) for key, value in single])
-    for key, value in results.items():
+    single = {key: value for key, value in results.items() if not isinstance(value, dict | list)}
+    for key, value in {"": single, **results}.items():
         if isinstance(value, dict) and value and not any(isinstance(item, dict | list) for item in value.values()):
-            show_table(("", "value"), [(name, show_value(item)) for name, item in value.items()], title=key)
-        elif isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values()):
-            columns = list(dict.fromkeys(name for row in value.values() for name in row))
-            rows = [[name, *(row.get(column) for column in columns)] for name, row in value.items()]
-            show_table(["", *columns], rows, title=key)
-        elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            show_table(("", "value"), list(value.items()), title=key or None)
+            continue
+        if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
+            value = [{"": name, **row} for name, row in value.items()]
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
             names = dict.fromkeys(name for row in value for name in row)
             columns = [name for name in names if _worth_showing([row.get(name) for row in value])]
             show_table(columns, [[row.get(name) for name in columns] for row in value], title=key)

@@ -10,10 +10,11 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import yaml
 from ray import serve
 
-from adjust_dlm.commands.serve import KEY, ServeConfig, app_for, check, require_extra
+from adjust_dlm.commands.serve import KEY, ServeConfig, app_for, check
 from adjust_dlm.commands.settings import filled
 from adjust_dlm.types import require
 
@@ -56,12 +57,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Asks the engine's thread for a number from its device: one that hangs or is broken is replaced."""
-        await asyncio.wrap_future(self._engine.call(self._probe))
-
-    def _probe(self) -> float:
-        import torch
-
-        return float(torch.ones((), device=self._engine.base.device))
+        device = self._engine.base.device
+        await asyncio.wrap_future(self._engine.call(lambda: float(torch.ones((), device=device))))
 
 
 def build(args: dict[str, Any]) -> Any:
@@ -71,9 +68,13 @@ def build(args: dict[str, Any]) -> Any:
         args: fields of `RayServeConfig`; text, as the command line gives it, is read as YAML.
 
     Raises:
-        InputError: an unknown name, a value that does not fit, or what belongs elsewhere.
+        ValueError: an unknown name, a value that does not fit (Ray judges its own), or what belongs elsewhere.
     """
-    config = read(args)
+    for name, instead in _ELSEWHERE.items():
+        require(name not in args, f"{name} is no argument here; {instead}")
+    given = {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in args.items()}
+    config: RayServeConfig = filled(RayServeConfig, given, where="args")
+    check(config)
     rows, gpus = config.max_rows, {"num_gpus": config.gpus} if config.gpus else {}
     deployment = serve.deployment(
         name="adjust",
@@ -87,18 +88,3 @@ def build(args: dict[str, Any]) -> Any:
         health_check_period_s=2.0, health_check_timeout_s=30.0, graceful_shutdown_timeout_s=config.drain_seconds,
     )  # fmt: skip
     return deployment(serve.ingress()(Replica)).bind(config)
-
-
-def read(args: dict[str, Any]) -> RayServeConfig:
-    """Checked arguments; see `build`."""
-    require_extra()
-    for name, instead in _ELSEWHERE.items():
-        require(name not in args, f"{name} is no argument here; {instead}")
-    given = {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in args.items()}
-    config: RayServeConfig = filled(RayServeConfig, given, where="args")
-    least = {"min_replicas": 1, "max_replicas": config.min_replicas, "gpus": 0, "cpus": 0, "target_requests": 1}
-    for name, bound in least.items():
-        value = getattr(config, name)
-        require(value is None or value >= bound, f"{name} is {value}; it must be at least {bound}")
-    check(config)
-    return config

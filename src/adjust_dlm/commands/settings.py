@@ -1,15 +1,17 @@
 """One dataclass, three ways in: flags beat the YAML file, the file beats the defaults.
 
-Field types understood in a file: bool, int, float, str, Path, Literal, X | None, tuple, list and nested dataclasses.
+Field types understood in a file: bool, int, float, str, Path, Literal, X | None, tuple[X, ...] and nested dataclasses.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass
-from itertools import zip_longest
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
@@ -44,52 +46,35 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
         InputError: unreadable file, unknown key or a value of the wrong type in it.
         SystemExit: `--help` (0) or wrong flags (2).
     """
-    file = _file_flag(argv)
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    file = parser.parse_known_args(argv)[0].config
     start = filled(settings, read_yaml(file) if file else {}, where=str(file))
-    run_class = make_dataclass(
-        "Run",
-        [
-            ("settings", Annotated[settings, tyro.conf.arg(name="")]),
-            ("common", Annotated[Common, tyro.conf.arg(name="")]),
-        ],
-        frozen=True,
-    )
+    bare = tyro.conf.arg(name="")
+    parts = [("settings", Annotated[settings, bare]), ("common", Annotated[Common, bare])]
+    run_class = make_dataclass("Run", parts, frozen=True)
     run: Any = tyro.cli(run_class, args=argv, default=run_class(start, Common()), prog=prog, description=description)
     return run.settings, run.common
 
 
-def _file_flag(argv: list[str]) -> Path | None:
-    """The value of `--config`, found before the other flags are read; the last one counts."""
-    file = None
-    for word, following in zip_longest(argv, argv[1:]):
-        if word == "--":
-            break
-        if word == "--config" and following is not None:
-            file = Path(following)
-        elif word.startswith("--config="):
-            file = Path(word.removeprefix("--config="))
-    return file
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
+    """The mapping in a YAML or JSON file; an empty file is an empty mapping.
 
     Raises:
         InputError: no such file, no YAML, or no mapping.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        bad_input(f"cannot read the settings file {path}: {getattr(error, 'strerror', None) or error}")
-    except yaml.YAMLError as error:
-        bad_input(f"{path} is not YAML: {' '.join(str(error).split())}")
-    if content is not None and not isinstance(content, dict):
-        bad_input(f"{path} holds a {type(content).__name__}; it must be a mapping of settings to values")
-    return {str(key).replace("-", "_"): value for key, value in (content or {}).items()}
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        bad_input(f"cannot read {path}: {error}")
+    if not isinstance(content, dict):
+        bad_input(f"{path} holds a {type(content).__name__}; it must be a mapping of names to values")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
 def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: Any = None) -> C:
-    """An instance with the file's values over `base` or the defaults; nothing is validated yet.
+    """An instance with the file's values over `base` or the defaults; nothing else is validated yet.
 
     Fields without a default stay `tyro.MISSING`, so that a flag must give them. `__post_init__` is not run here:
     flags may still change what the file says.
@@ -107,12 +92,18 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
     unknown = sorted(values.keys() - known.keys())
     if unknown:
         bad_input(f"{where}: unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    hints = get_type_hints(settings, include_extras=True)
+    hints = get_type_hints(settings)
     made = object.__new__(settings)
     for name, field in known.items():
-        value = _default(field) if base is None else getattr(base, name)
-        if name in values:
-            value = convert(hints[name], values[name], f"{where}: {name}", value)
+        value, kind = _default(field) if base is None else getattr(base, name), hints[name]
+        if name in values and is_dataclass(kind) and isinstance(values[name], dict):
+            value = filled(kind, values[name], where=f"{where}: {name}", base=value)  # type: ignore[arg-type]
+        elif name in values:
+            try:
+                value = _converted(kind, values[name])
+            except (TypeError, ValueError):
+                wanted = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+                bad_input(f"{where}: {name} is {values[name]!r}; it must be {wanted}")
         object.__setattr__(made, name, value)
     return made
 
@@ -123,71 +114,20 @@ def _default(field: Field[Any]) -> Any:
     return tyro.MISSING if field.default_factory is MISSING else field.default_factory()
 
 
-def convert(kind: Any, value: Any, where: str, default: Any = None) -> Any:
-    """A YAML value as the type of its field.
-
-    Raises:
-        InputError: it is of another type.
-    """
+def _converted(kind: Any, value: Any) -> Any:
+    """A YAML value as the type of its field; raises TypeError or ValueError where it is of another."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return convert(args[0], value, where, default)
     if origin in (Union, UnionType):
-        return _convert_union(args, value, where, default)
-    if origin is Literal:
-        return value if value in args else _wrong(where, value, f"one of {', '.join(map(str, args))}")
-    if origin in (tuple, list):
-        return _convert_items(origin, args, value, where)
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            _wrong(where, value, "a mapping")
-        return filled(kind, value, where=where, base=None if default is tyro.MISSING else default)
-    return _convert_plain(kind, value, where)
-
-
-def _convert_union(args: tuple[Any, ...], value: Any, where: str, default: Any) -> Any:
-    if value is None and NoneType in args:
-        return None
-    kinds = [kind for kind in args if kind is not NoneType]
-    for kind in kinds[:-1]:
-        try:
-            return convert(kind, value, where, default)
-        except ValueError:
-            continue
-    return convert(kinds[-1], value, where, default)
-
-
-def _convert_items(origin: Any, args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """A list of items; one that stands alone needs no brackets."""
-    items = value if isinstance(value, list) else [value]
-    if origin is tuple and args[-1] is not Ellipsis:
-        if len(items) != len(args):
-            _wrong(where, value, f"a list of {len(args)}")
-        return tuple(convert(kind, item, where) for kind, item in zip(args, items, strict=True))
-    return origin(convert(args[0], item, where) for item in items)
-
-
-def _convert_plain(kind: Any, value: Any, where: str) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and (number or isinstance(value, str)):  # YAML 1.1 reads 1e-3 as text
-        try:
-            return float(value)
-        except ValueError:
-            _wrong(where, value, "a number")
-    right = {
-        bool: isinstance(value, bool),
-        int: number and isinstance(value, int),
-        float: False,
-        str: isinstance(value, str),
-        Path: isinstance(value, str),
-    }
-    if not right.get(kind, True):
-        _wrong(where, value, {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text"))
-    return Path(value) if kind is Path else value
-
-
-def _wrong(where: str, value: Any, wanted: str) -> NoReturn:
-    bad_input(f"{where} is {value!r}; it must be {wanted}")
+        for one in args:
+            with contextlib.suppress(TypeError, ValueError):
+                return _converted(one, value)
+    if origin is tuple:  # one item that stands alone needs no brackets
+        return tuple(_converted(args[0], item) for item in (value if isinstance(value, list) else [value]))
+    if kind in (float, Path) and not isinstance(value, bool):  # YAML 1.1 reads 1e-3 as text
+        return kind(value)
+    if type(value) is kind or (origin is Literal and value in args):
+        return value
+    raise TypeError
 
 
 def bad_input(message: str) -> NoReturn:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,7 +19,7 @@ BLOCK, PLAIN_BLOCK = "\u2591\u2591\u2591 ", "... "  # a masked position; the sec
 MASKED_STYLE, FRESH_STYLE, HEAD_STYLE = "dim", "bold black on green", "dim italic"
 
 
-class Watch:
+class Watch(Live):
     """A hook for `decode(watch=...)` and the context that owns the screen while a batch is decoded.
 
     Args:
@@ -28,64 +29,40 @@ class Watch:
 
     def __init__(self, base: Base, console: Console | None = None) -> None:
         """Draws nothing yet."""
+        super().__init__(console=console or Console(), auto_refresh=False, vertical_overflow="visible")
         self.base = base
-        self.console = console or Console()
         self.block = PLAIN_BLOCK if self.console.options.ascii_only else BLOCK
-        self.live = Live(console=self.console, auto_refresh=False, vertical_overflow="visible")
         self.seen_B: Tensor | None = None
-
-    def __enter__(self) -> Watch:
-        """Starts drawing."""
-        self.live.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        """Leaves the last frame on the screen."""
-        self.live.stop()
 
     def __call__(self, canvas: Canvas) -> None:
         """Draws the canvas; tokens committed since the last frame stand out."""
-        self.live.update(self.frame(canvas), refresh=True)
+        self.update(self.frame(canvas), refresh=True)
         self.seen_B = canvas.commits_B.clone()
 
     def frame(self, canvas: Canvas) -> Group:
         """One text per row of the batch, under a line that counts its passes."""
         seen_B = canvas.commits_B * 0 if self.seen_B is None else self.seen_B
         fresh_BL = canvas.order_BL >= seen_B[:, None]
-        several = len(canvas.rows_B) > 1
         parts = []
-        for b in range(len(canvas.rows_B)):
-            parts += [self._head(canvas, b, several), self._row(canvas, b, fresh_BL[b].tolist())]
+        for b, number in enumerate(canvas.rows_B.tolist()):
+            row = f"row {number}: " if len(canvas.rows_B) > 1 else ""
+            passes = f"{int(canvas.base_calls_B[b])} base passes, {int(canvas.sampler_calls_B[b])} sampler passes"
+            head = Text(f"{row}{int(canvas.commits_B[b])} tokens, {passes}", style=HEAD_STYLE)
+            parts += [head, self._row(canvas, b, fresh_BL[b].tolist())]
         return Group(*parts)
-
-    def _head(self, canvas: Canvas, b: int, several: bool) -> Text:
-        row = f"row {int(canvas.rows_B[b])}: " if several else ""
-        passes = f"{int(canvas.base_calls_B[b])} base passes, {int(canvas.sampler_calls_B[b])} sampler passes"
-        return Text(f"{row}{int(canvas.commits_B[b])} tokens, {passes}", style=HEAD_STYLE)
 
     def _row(self, canvas: Canvas, b: int, fresh_L: list[bool]) -> Text:
         """The new positions of row b; neighbours of one style are decoded together (a character may be two tokens)."""
         first = canvas.tokens_BL.shape[1] - canvas.config.max_new_tokens
         tokens, masked, order = (x[b].tolist() for x in (canvas.tokens_BL, canvas.masked_BL, canvas.order_BL))
         text = Text()
-        run: list[tuple[int, str]] = []
-        for i in range(first, len(tokens)):
-            style = MASKED_STYLE if masked[i] else FRESH_STYLE if fresh_L[i] else ""
-            if not masked[i] and order[i] < 0:
-                continue  # filler behind the end
-            if run and (masked[i] or run[0][1] != style):
-                text.append(*self._piece(run))
-                run = []
-            if masked[i]:
-                text.append(self.block, style)
+        new = [i for i in range(first, len(tokens)) if masked[i] or order[i] >= 0]  # no filler behind the end
+        for style, run in groupby(new, lambda i: MASKED_STYLE if masked[i] else FRESH_STYLE if fresh_L[i] else ""):
+            ids = [tokens[i] for i in run]
+            if style == MASKED_STYLE:
+                text.append(self.block * len(ids), style)
+            elif self.base.tokenizer is None:
+                text.append("".join(f"{token} " for token in ids), style)
             else:
-                run.append((tokens[i], style))
-        if run:
-            text.append(*self._piece(run))
+                text.append(self.base.tokenizer.decode(ids), style)
         return text
-
-    def _piece(self, run: list[tuple[int, str]]) -> tuple[str, str]:
-        ids, style = [token for token, _ in run], run[0][1]
-        if self.base.tokenizer is None:
-            return "".join(f"{token} " for token in ids), style
-        return self.base.tokenizer.decode(ids), style

@@ -8,8 +8,8 @@ neighbours are. Waiting rows come in strictly in the order in which they were as
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
+import operator
 import threading
 import time
 from collections import deque
@@ -23,10 +23,10 @@ from adjust_dlm.decoders import DECODERS, Plan, make_plan
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast.rounds import Held, Rounds
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.serve.errors import draining, queue_full, timed_out
+from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.lane import Lane
 from adjust_dlm.serve.text import Words, Writer
-from adjust_dlm.serve.work import Event, Failed, Row, Ticket, Work
+from adjust_dlm.serve.work import Cost, Event, Row, Ticket, Work
 from adjust_dlm.types import DecodeConfig, InputError, require
 
 logger = logging.getLogger(__name__)
@@ -56,32 +56,14 @@ class Limits:
         require(self.seconds > 0, f"seconds is {self.seconds}; it must be above 0")
 
 
-@dataclass
-class Counters:
-    """What the engine has done: passes are over whole batches; tokens are commits."""
-
-    rounds: int = 0
-    base_passes: int = 0
-    sampler_passes: int = 0
-    partner_passes: int = 0
-
-
-def served(*, sampler: bool, partner: bool) -> list[str]:
-    """Decoders whose rows may come and go, of those that have what they need."""
-    return [
-        name for name, entry in DECODERS.items()
-        if entry.resumable and (sampler or not entry.needs_sampler) and (partner or not entry.needs_partner)
-    ]  # fmt: skip
-
-
 class Engine:
     """Decodes requests together.
 
     Attributes:
         words: the base's tokenizer.
-        counters: of the passes so far.
-        decoders: names of what it can run.
-        draining: whether new requests are refused.
+        done: rounds and passes so far, over whole batches.
+        decoders: names of what it can run: rows may come and go, and what they need is there.
+        draining: set it to refuse new requests; what is there goes on.
     """
 
     def __init__(
@@ -90,15 +72,18 @@ class Engine:
     ) -> None:  # fmt: skip
         """Starts nothing; see `start`. `eager` as in `decode`: rounds have a fast form where decoders have one."""
         self.base, self.sampler, self.partner = base, sampler, partner
-        self.limits, self.words, self.counters = limits or Limits(), Words(base), Counters()
-        self.decoders = served(sampler=sampler is not None, partner=partner is not None)
+        self.limits, self.words, self.done = limits or Limits(), Words(base), Cost()
+        self.decoders = [
+            name for name, entry in DECODERS.items()
+            if entry.resumable and (sampler is not None or not entry.needs_sampler)
+            and (partner is not None or not entry.needs_partner)
+        ]  # fmt: skip
         self._rounds = self._fast_rounds(eager)
         self.draining = self._closing = False
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._lanes: dict[Hashable, Lane] = {}
-        self._turns = itertools.count()
         self._thread: threading.Thread | None = None
 
     def _fast_rounds(self, eager: bool | None) -> Rounds | None:
@@ -129,7 +114,7 @@ class Engine:
             self.base, work.config, decoder=work.decoder, sampler=self.sampler, partner=self.partner, **work.options
         )
 
-    def submit(self, work: Work, sink: Callable[[Event], None]) -> Ticket:
+    def submit(self, work: Work, sink: Callable[[Event], object]) -> Ticket:
         """Puts a request into the queue; its events go to `sink`, in the engine's thread.
 
         Raises:
@@ -137,16 +122,19 @@ class Engine:
             ApiError: the queue is full, or the server is shutting down.
         """
         self.plan(work)
-        ticket, ends, key = Ticket(work, sink, self.limits.seconds), self.base.spec.end_ids, _key(work)
+        ticket, ends = Ticket(work, sink, self.limits.seconds), self.base.spec.end_ids
+        settings = work.config.but(seed=0, max_new_tokens=1)  # rows share a pass if they differ in nothing else
+        key = (work.decoder, settings, repr(sorted(work.options.items())), work.chance)
         rows = [
             Row(ticket, spec, index, key, Writer(self.words.decode, ends, work.stops, quiet=work.quiet))
             for index, spec in enumerate(work.rows)
         ]
         with self._wake:
             if self.draining or self._closing:
-                raise draining()
+                raise _leaving()
             if len(self._waiting) + len(rows) > self.limits.queue:
-                raise queue_full(len(self._waiting), self.limits.queue)
+                message = f"{len(self._waiting)} rows wait already and the queue takes {self.limits.queue}"
+                raise ApiError(429, f"{message}; try again later", code="queue_full", headers={"retry-after": "1"})
             self._waiting.extend(rows)
             self._wake.notify()
         return ticket
@@ -156,7 +144,7 @@ class Engine:
         future: Future[T] = Future()
         with self._wake:
             if self._closing:
-                raise draining()
+                raise _leaving()
             self._calls.append((function, future))
             self._wake.notify()
         return future
@@ -187,10 +175,6 @@ class Engine:
         self._thread = threading.Thread(target=self._work, name="adjust-engine", daemon=True)
         self._thread.start()
 
-    def drain(self) -> None:
-        """From now on nothing new is taken; what is there goes on."""
-        self.draining = True
-
     def close(self) -> None:
         """Gives up whatever is left and ends the thread, after the present round."""
         with self._wake:
@@ -212,7 +196,7 @@ class Engine:
             except Exception as error:  # a fault of ours: nobody may wait for ever, and the next request may work
                 logger.exception("the engine failed")
                 self._give_up(error)
-        self._give_up(draining())
+        self._give_up(_leaving())
 
     def _give_up(self, error: Exception) -> None:
         with self._wake:
@@ -222,7 +206,7 @@ class Engine:
             calls = list(self._calls)
             self._calls.clear()
         for row in rows:
-            row.ticket.tell(Failed(error))
+            row.ticket.tell(error)
         for _, future in calls:
             future.set_exception(error)
 
@@ -234,20 +218,15 @@ class Engine:
         for lane in self._lanes.values():
             lane.settle()
         if self._lanes:
-            key, lane = min(self._lanes.items(), key=lambda item: item[1].turn)
-            lane.turn = next(self._turns)
-            cost = lane.play()
-            self.counters.rounds += cost.rounds
-            self.counters.base_passes += cost.base_calls
-            self.counters.sampler_passes += cost.sampler_calls
-            self.counters.partner_passes += cost.partner_calls
-            self._forget_empty(key)
+            key = next(iter(self._lanes))  # the lane that was served last stands last
+            with self._wake:
+                lane = self._lanes[key] = self._lanes.pop(key)
+            self.done = Cost(*map(operator.add, self.done, lane.play()))
+            self._forget_empty()
 
-    def _forget_empty(self, *keys: Hashable) -> None:
-        for key in keys:
-            if not self._lanes[key].rows:
-                with self._wake:
-                    del self._lanes[key]
+    def _forget_empty(self) -> None:
+        with self._wake:
+            self._lanes = {key: lane for key, lane in self._lanes.items() if lane.rows}
 
     def _do_calls(self) -> None:
         while self._calls:
@@ -262,12 +241,13 @@ class Engine:
         with self._wake:
             for row in [*self._waiting, *(row for lane in self._lanes.values() for row in lane.rows)]:
                 if now > row.ticket.deadline:
-                    row.ticket.tell(Failed(timed_out(row.ticket.seconds)))
+                    message = f"not finished after {self.limits.seconds:g} s"
+                    row.ticket.tell(ApiError(504, message, code="request_timeout"))
             if any(row.ticket.over for row in self._waiting):
                 self._waiting = deque(row for row in self._waiting if not row.ticket.over)
         for lane in self._lanes.values():
             lane.drop_over()
-        self._forget_empty(*self._lanes)
+        self._forget_empty()
 
     def _admit(self) -> None:
         """Lets rows in from the head of the queue as long as they fit; the first that does not holds the others."""
@@ -287,7 +267,7 @@ class Engine:
             except Exception as error:
                 if not isinstance(error, InputError):
                     logger.exception("a request failed")
-                row.ticket.tell(Failed(error))
+                row.ticket.tell(error)
             with self._wake:  # only now: a row is always in one place or the other
                 self._waiting.popleft()
 
@@ -305,10 +285,8 @@ class Engine:
                 base, sampler = self._rounds.passes(plan.base)
                 helpers = {"sampler": sampler or self.sampler, "partner": self.partner}
                 plan = make_plan(base, work.config, decoder=work.decoder, **helpers, **work.options)
-        return Lane(plan, row, next(self._turns), chance=work.chance, play=play)
+        return Lane(plan, row, chance=work.chance, play=play)
 
 
-def _key(work: Work) -> Hashable:
-    """What rows must have in common to share a pass: everything but seed and length."""
-    settings = work.config.but(seed=0, max_new_tokens=1)
-    return work.decoder, settings, repr(sorted(work.options.items())), work.chance
+def _leaving() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})

@@ -2,62 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from adjust_dlm.types import InputError
 
+_KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
 
-class ApiError(Exception):
-    """An answer other than 200.
 
-    Attributes:
-        status: HTTP status.
-        message: one line for people.
-        kind: `type` in the body: invalid_request_error, rate_limit_error, server_error, ...
-        code: for programs, or None.
-        param: the parameter at fault, or None.
-        retry_after: seconds after which it is worth another try, or None.
-    """
+class ApiError(HTTPException):
+    """An answer other than 200: status and one line for people; for programs a code, and the parameter at fault."""
 
     def __init__(
-        self, status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
-        param: str | None = None, retry_after: int | None = None,
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         """See the class."""
-        super().__init__(message)
-        self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
-        self.retry_after = retry_after
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-
-    def headers(self) -> dict[str, str]:
-        """Of the answer."""
-        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        super().__init__(status, message, headers)
+        self.code, self.param = code, param
 
 
-def queue_full(waiting: int, most: int) -> ApiError:
-    """429: too many rows wait already."""
-    message = f"{waiting} rows wait already and the queue takes {most}; try again later"
-    return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=1)
-
-
-def draining() -> ApiError:
-    """503: the server is about to stop."""
-    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down", retry_after=5)
-
-
-def timed_out(seconds: float) -> ApiError:
-    """504: the request took longer than the server allows."""
-    return ApiError(504, f"not finished after {seconds:g} s", kind="timeout_error", code="request_timeout")
-
-
-def as_api_error(error: Exception) -> ApiError:
+def as_http(error: Exception) -> HTTPException:
     """What to tell a client about any exception: bad input is explained, a fault of ours is not."""
-    if isinstance(error, ApiError):
+    if isinstance(error, HTTPException):
         return error
     if isinstance(error, InputError):
         return ApiError(400, str(error))
-    return ApiError(500, "the server failed on this request; its log says why", kind="server_error", code="internal")
+    return ApiError(500, "the server failed on this request; its log says why", code="internal")
+
+
+def body(error: HTTPException) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = _KINDS.get(error.status_code, "invalid_request_error")
+    named = {name: getattr(error, name, None) for name in ("param", "code")}
+    return {"error": {"message": str(error.detail), "type": kind, **named}}
+
+
+def answer(error: Exception) -> Response:
+    """The whole answer, in ASCII: a message may repeat half a character that the request held."""
+    told = as_http(error)
+    return Response(json.dumps(body(told)), told.status_code, told.headers, "application/json")

@@ -13,7 +13,7 @@ import torch
 
 from adjust_dlm.decoders import Plan
 from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
-from adjust_dlm.serve.work import Commit, Cost, Failed, Finished, Progress, Row
+from adjust_dlm.serve.work import Commit, Cost, Finished, Progress, Row
 from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
@@ -28,18 +28,16 @@ class Lane:
     Attributes:
         rows: in the order of the canvas; never empty.
         canvas: theirs, but for those that came since `settle`.
-        turn: when it was last served; the engine serves the smallest.
     """
 
     def __init__(
-        self, plan: Plan, row: Row, turn: int, *, chance: bool, play: Callable[[RoundCanvas], None] | None = None
+        self, plan: Plan, row: Row, *, chance: bool, play: Callable[[RoundCanvas], None] | None = None
     ) -> None:
         """A lane with its first row.
 
         Args:
             plan: the decoder and its settings.
             row: which gives the lane its kind.
-            turn: see above.
             chance: note with what probability tokens are drawn.
             play: plays one round as the plan's decoder does, and leaves the canvas as it was if it fails; by default
                 that decoder itself.
@@ -47,7 +45,7 @@ class Lane:
         Raises:
             InputError: the row does not fit the base.
         """
-        self.plan, self.turn, self._chance, self._play = plan, turn, chance, play
+        self.plan, self._chance, self._play = plan, chance, play
         self.rows, self.canvas = [row], self._canvas(row)
         self._coming: list[RoundCanvas] = []
 
@@ -80,7 +78,7 @@ class Lane:
         except Exception as error:
             logger.exception("%d rows could not come in", len(coming))
             for row in self.rows[-len(coming) :]:
-                row.ticket.tell(Failed(error))
+                row.ticket.tell(error)
             del self.rows[-len(coming) :]
 
     def drop_over(self) -> None:
@@ -129,7 +127,7 @@ class Lane:
             except Exception as own:
                 if not isinstance(own, InputError):
                     logger.exception("a request failed")
-                row.ticket.tell(Failed(own))
+                row.ticket.tell(own)
             else:
                 kept.append(b)
                 parts.append(part)
@@ -150,13 +148,14 @@ class Lane:
             tokens, order, masked = columns[b, :, own]
             before, row.cost = row.cost, Cost(*calls)
             spent.append([new - old for new, old in zip(row.cost, before, strict=True)])
-            fresh = () if row.quiet else _fresh(tokens, order, row.commits, None if chance is None else chance[b, own])
+            quiet, chances = row.ticket.work.quiet, None if chance is None else chance[b, own]
+            fresh = () if quiet else _fresh(tokens, order, row.commits, chances)
             row.commits = commits
             try:
                 _tell(row, tokens, masked, fresh)
             except Exception as error:  # text that cannot be decoded
                 logger.exception("a request failed")
-                row.ticket.tell(Failed(error))
+                row.ticket.tell(error)
         self._keep([b for b, row in enumerate(self.rows) if row.writer.reason is None and not row.ticket.over])
         return Cost(*map(max, zip(*spent, strict=True)))
 
@@ -178,7 +177,7 @@ def _tell(row: Row, tokens: Ints, masked: Ints, commits: tuple[Commit, ...]) -> 
     done = not len(open_)
     left = next((i for i in open_.tolist() if i >= new), len(tokens))
     text = row.writer.feed(tokens[new:left].tolist(), done=done)
-    if not row.quiet:
+    if not row.ticket.work.quiet:
         row.ticket.tell(Progress(index=row.index, text=text, commits=commits, cost=row.cost))
     if row.writer.reason is not None:
         started = row.ticket.started

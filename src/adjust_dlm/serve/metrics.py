@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from adjust_dlm.serve.engine import Engine
@@ -13,38 +13,18 @@ from adjust_dlm.serve.work import Finished
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 
 
-class _EngineCollector:
-    """Reads the engine when it is asked."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        engine, done = self.engine, self.engine.counters
-        yield GaugeMetricFamily("adjust_queue_rows", "Rows that wait.", value=engine.waiting)
-        yield GaugeMetricFamily("adjust_running_rows", "Rows that are decoded.", value=engine.running)
-        yield GaugeMetricFamily("adjust_draining", "1 while new requests are refused.", value=int(engine.draining))
-        yield CounterMetricFamily("adjust_rounds", "Rounds of batches.", value=done.rounds)
-        for kind in ("base", "sampler", "partner"):
-            passes = getattr(done, f"{kind}_passes")
-            yield CounterMetricFamily(f"adjust_{kind}_passes", f"Passes of the {kind} over batches.", value=passes)
-        held = engine.held
-        yield GaugeMetricFamily("adjust_captured_shapes", "Shapes of batches with buffers.", value=held.shapes)
-        yield GaugeMetricFamily("adjust_captured_functions", "Captured functions at hand.", value=held.functions)
-        yield CounterMetricFamily("adjust_captures", "Functions captured, dropped ones included.", value=held.captures)
-        memory = GaugeMetricFamily("adjust_captured_bytes", "Device memory of the fast form.", labels=["kind"])
-        memory.add_metric(["buffers"], held.buffer_bytes)
-        memory.add_metric(["graphs"], held.graph_bytes)
-        yield memory
-
-
 class Metrics:
-    """Counters and histograms of one server."""
+    """Counters and histograms of one server, and what its engine says when it is asked.
+
+    Attributes:
+        paths: that get a label of their own; strangers share one.
+    """
 
     def __init__(self, engine: Engine) -> None:
         """All at zero."""
-        registry = self.registry = CollectorRegistry()
-        registry.register(_EngineCollector(engine))
+        self.engine, self.paths, registry = engine, set[str](), CollectorRegistry()
+        self.registry = registry
+        registry.register(self)
         self.requests = Counter(
             "adjust_requests", "Requests by path and status.", ["path", "status"], registry=registry
         )
@@ -58,15 +38,28 @@ class Metrics:
             "adjust_row_seconds", "Of rows, from request to last token.", buckets=_SECONDS, registry=registry
         )
         self.tokens = Counter("adjust_tokens", "Tokens by kind.", ["kind"], registry=registry)
-        self._known: set[str] = set()
 
-    def know(self, paths: set[str]) -> None:
-        """Paths that get a label of their own; strangers share one."""
-        self._known = paths
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """What the registry asks of its collectors."""
+        engine, done, held = self.engine, self.engine.done, self.engine.held
+        yield GaugeMetricFamily("adjust_queue_rows", "Rows that wait.", value=engine.waiting)
+        yield GaugeMetricFamily("adjust_running_rows", "Rows that are decoded.", value=engine.running)
+        yield GaugeMetricFamily("adjust_draining", "1 while new requests are refused.", value=int(engine.draining))
+        yield CounterMetricFamily("adjust_rounds", "Rounds of batches.", value=done.rounds)
+        for kind in ("base", "sampler", "partner"):
+            calls = getattr(done, f"{kind}_calls")
+            yield CounterMetricFamily(f"adjust_{kind}_passes", f"Passes of the {kind} over batches.", value=calls)
+        yield GaugeMetricFamily("adjust_captured_shapes", "Shapes of batches with buffers.", value=held.shapes)
+        yield GaugeMetricFamily("adjust_captured_functions", "Captured functions at hand.", value=held.functions)
+        yield CounterMetricFamily("adjust_captures", "Functions captured, dropped ones included.", value=held.captures)
+        memory = GaugeMetricFamily("adjust_captured_bytes", "Device memory of the fast form.", labels=["kind"])
+        memory.add_metric(["buffers"], held.buffer_bytes)
+        memory.add_metric(["graphs"], held.graph_bytes)
+        yield memory
 
     def request(self, path: str, status: int, seconds: float) -> None:
         """A request is over."""
-        label = path if path in self._known else "other"
+        label = path if path in self.paths else "other"
         self.requests.labels(label, str(status)).inc()
         self.seconds.labels(label).observe(seconds)
 
@@ -75,11 +68,3 @@ class Metrics:
         self.queued.observe(event.queued)
         self.decoding.observe(event.seconds)
         self.tokens.labels("completion").inc(event.tokens)
-
-    def prompt(self, tokens: int) -> None:
-        """A request came in."""
-        self.tokens.labels("prompt").inc(tokens)
-
-    def text(self) -> bytes:
-        """The exposition."""
-        return generate_latest(self.registry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.responses import FileResponse
 from starlette.routing import Route
 
 FOLDER = Path(__file__).parent / "page"
-PATHS = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/icon.svg": "icon.svg"}
+PATHS = ("/", "/page.js", "/page.css", "/icon.svg")
 # Nothing but this server's own files may be loaded, nothing but this server asked, and no text become HTML.
 HEADERS = {
     "content-security-policy": (
@@ -23,13 +22,12 @@ HEADERS = {
 }
 
 
-def page_routes() -> list[Route]:
-    """One for each file: what no route knows stays 404, and a known path with another method 405."""
-    return [Route(path, _file(FOLDER / name)) for path, name in PATHS.items()]
-
-
-def _file(path: Path) -> Callable[[Request], Awaitable[FileResponse]]:
+def _route(path: str) -> Route:
     async def answer(_request: Request) -> FileResponse:
-        return FileResponse(path, headers=HEADERS)
+        return FileResponse(FOLDER / (path[1:] or "index.html"), headers=HEADERS)
 
-    return answer
+    return Route(path, answer)
+
+
+# One for each file: what no route knows stays 404, and a known path with another method 405.
+ROUTES = [_route(path) for path in PATHS]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import ipaddress
 import logging
-import platform
 import signal
 import socket
 import time
@@ -18,23 +15,9 @@ from fastapi import FastAPI
 from adjust_dlm.serve.engine import Engine
 
 logger = logging.getLogger(__name__)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 1 << 20  # the first two of malloc.h
 _LAST_BYTES_SECONDS = 5  # for answers that are written while the server stops
 # Clients drop an idle connection after 5 to 60 s. One that the server drops first may have a request on its way.
 _KEEP_ALIVE_SECONDS = 75
-
-
-def return_freed_memory() -> None:
-    """Tells glibc to give large blocks back to the kernel as soon as they are free, in this process.
-
-    `adjust` keeps them, which is quicker for a command that ends. Batches of a server change their size all the time:
-    kept blocks are cut up, the next large one does not fit, and memory grows for hours (200 MiB in five minutes of
-    mixed traffic with the default model on two CPU cores).
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            libc.mallopt(name, _LARGE_BYTES)
 
 
 class Server(uvicorn.Server):
@@ -57,7 +40,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Uvicorn's signal handler."""
         again = self.engine.draining
-        self.engine.drain()
+        self.engine.draining = True
         self._last_moment = time.monotonic() + (0 if again else self.drain_seconds)
         logger.info("%s: %s", signal.Signals(sig).name, "giving up the rest" if again else "finishing what runs")
 
@@ -73,8 +56,7 @@ class Server(uvicorn.Server):
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket at an address, not yet listening; port 0 is any free one. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -82,11 +64,3 @@ def bound(host: str, port: int) -> socket.socket:
         sock.close()
         raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
     return sock
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

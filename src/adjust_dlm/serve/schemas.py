@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+
+from adjust_dlm.serve.errors import ApiError
 
 MOST_CHOICES = 128
 MOST = 1_000_000  # of any count; far beyond every context
@@ -20,34 +19,14 @@ IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls",
 )  # fmt: skip
-
-
-def _is(*values: Any) -> Callable[[Any], bool]:
-    """Equal to one of the values, and of its type (0 is not false)."""
-    return lambda value: any(type(value) is type(known) and value == known for known in values)
-
-
-# What else OpenAI's servers know: the values that change nothing, and what to do instead.
-_UNSERVED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "logprobs": (_is(False), "a position's distribution changes from pass to pass; see certainty in /v1/canvas"),
-    "top_logprobs": (_is(), "a position's distribution changes from pass to pass; see certainty in /v1/canvas"),
-    "logit_bias": (_is({}), "leave it out"),
-    "presence_penalty": (_is(0, 0.0), "leave it out or 0"),
-    "frequency_penalty": (_is(0, 0.0), "leave it out or 0"),
-    "echo": (_is(False), "put the prompt in front yourself"),
-    "suffix": (_is(""), "use /v1/infill, which fills gaps in a text"),
-    "tools": (_is([]), "leave it out"),
-    "tool_choice": (_is("none", "auto"), "leave it out"),
-    "functions": (_is([]), "leave it out"),
-    "function_call": (_is("none", "auto"), "leave it out"),
-    "response_format": (_is({"type": "text"}), "only text is served"),
-    "modalities": (_is(["text"]), "only text is served"),
-    "audio": (_is(), "only text is served"),
-    "prediction": (_is(), "leave it out"),
-    "reasoning_effort": (_is("none"), "leave it out"),
-    "verbosity": (_is(), "leave it out"),
-    "web_search_options": (_is(), "leave it out"),
-}
+# What else OpenAI's servers know, and the values that change nothing.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,), "top_logprobs": (), "logit_bias": ({},), "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0), "echo": (False,), "suffix": ("",), "best_of": (1,), "tools": ([],),
+    "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "reasoning_effort": ("none",), "verbosity": (), "web_search_options": (),
+}  # fmt: skip
 
 
 class _Strict(BaseModel):
@@ -71,25 +50,19 @@ class Sampling(_Strict):
     top_k: int | None = Field(None, ge=0, le=MOST)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     decoder: str | None = None
-    decoder_options: dict[str, Any] | None = None
+    decoder_options: dict[str, bool | int | float | str | list[int] | None] | None = None
     tokens_per_step: Count | None = None
-    adaptive: bool | Annotated[float, Field(ge=0, le=MOST)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_served(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        _check_characters(body)
-        out = {key: value for key, value in body.items() if key not in IGNORED}
-        for name, (changes_nothing, instead) in _UNSERVED.items():
-            if name in out:
-                value = out.pop(name)
-                if value is not None and not changes_nothing(value):
-                    _refuse(name, f"{name} is not served: {instead}")
-        best_of = out.pop("best_of", None)
-        if best_of is not None and best_of != (out.get("n") or 1):
-            _refuse("best_of", f"best_of is {best_of!r}; only n is served, so best_of must equal it")
+        out = {key: value for key, value in body.items() if value is not None and key not in IGNORED}
+        for name in _UNSERVED.keys() & out.keys():
+            value = out.pop(name)
+            if not any(type(value) is type(known) and value == known for known in _UNSERVED[name]):
+                raise ApiError(400, f"{name} is not served; leave it out", param=name, code="unsupported_parameter")
         return out
 
 
@@ -134,8 +107,7 @@ class Message(_Strict):
         """Answers come back with empty fields in them; names are not part of any template."""
         if not isinstance(body, dict):
             return body
-        kept = ("role", "content")
-        return {key: value for key, value in body.items() if key in kept or (value not in (None, []) and key != "name")}
+        return {key: value for key, value in body.items() if key != "name" and value not in (None, [])}
 
     def plain(self) -> dict[str, str]:
         """As a chat template wants it."""
@@ -168,31 +140,7 @@ class CanvasAsk(Generation):
     nll: bool | None = None
 
 
-class ErrorObject(BaseModel):
-    """OpenAI's error object."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class ErrorBody(BaseModel):
-    """Body of every answer that is no success."""
+    """Body of every answer that is no success: OpenAI's error object, with message, type, param and code."""
 
-    error: ErrorObject
-
-
-def _check_characters(body: dict[str, Any]) -> None:
-    """JSON can spell half a character (a lone surrogate), which no tokenizer takes and no answer can repeat."""
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):x}"
-        raise PydanticCustomError("bad_body", "the body holds {half}, half a character", {"half": half}) from None
-    except RecursionError:
-        raise PydanticCustomError("bad_body", "the body is nested too deeply") from None
-
-
-def _refuse(param: str, message: str) -> None:
-    raise PydanticCustomError("not_served", "{message}", {"message": message, "param": param})
+    error: dict[Literal["message", "type", "param", "code"], str | None]

@@ -30,24 +30,20 @@ class Words:
         return [] if self.base.spec.bos_id is None else [self.base.spec.bos_id]
 
     def encode(self, text: str, *, first: bool = True) -> list[int]:
-        """Ids; `first` puts the family's start token in front. Raises InputError for words that are no ids."""
+        """Ids; `first` puts the family's start token in front. Raises InputError for half characters and for no ids."""
+        _require_whole(text)
         if self.base.tokenizer is None:
-            return self._numbers(text)
+            try:
+                return [int(word) for word in text.split()]
+            except ValueError:
+                message = "has no tokenizer; give token ids separated by spaces, not"
+                raise InputError(f"base {self.base.spec.name!r} {message} {text!r}") from None
         with self._lock:
-            if first:
-                return self.base.encode(text)
-            ids: list[int] = self.base.tokenizer.encode(text, add_special_tokens=False)
-            return ids
-
-    def _numbers(self, text: str) -> list[int]:
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError:
-            name = self.base.spec.name
-            raise InputError(f"base {name!r} has no tokenizer; give token ids separated by spaces") from None
+            return self.base.encode(text) if first else self.base.tokenizer.encode(text, add_special_tokens=False)
 
     def encode_messages(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation. Raises InputError where the base has no chat template."""
+        """Ids of a conversation. Raises InputError for half characters, and where the base has no chat template."""
+        _require_whole("".join(message["content"] for message in messages))
         template = getattr(self.base.tokenizer, "chat_template", None)
         require(
             bool(template),
@@ -68,8 +64,7 @@ class Words:
         if self.base.tokenizer is None:
             return " ".join(map(str, ids))
         with self._lock:
-            text: str = self.base.tokenizer.decode(ids, skip_special_tokens=True)
-            return text
+            return str(self.base.tokenizer.decode(ids, skip_special_tokens=True))
 
     def piece(self, token: int) -> dict[str, Any]:
         """A token alone: `text`, and `bytes` where it is no whole number of characters and its bytes are known."""
@@ -84,6 +79,11 @@ class Words:
             return bytes.fromhex(name[3:5])
         codes = [_byte_letters().get(letter) for letter in name or ""]
         return None if not codes or None in codes else bytes(code for code in codes if code is not None)
+
+
+def _require_whole(text: str) -> None:
+    """Half a character is what JSON can spell, and what Python makes of bytes that are no UTF-8."""
+    require(not re.search("[\ud800-\udfff]", text), f"this is not UTF-8 text: {text!r}")
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -119,48 +118,36 @@ class Finished:
     queued: float
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The whole request is over, and has no answer."""
-
-    error: Exception
-
-
-Event = Progress | Finished | Failed
+Event = Progress | Finished | Exception  # an exception: the whole request is over, and has no answer
 
 
 class Ticket:
-    """A request on its way. `over` may be set from any thread; nothing is reported after that.
+    """A request on its way.
 
     Attributes:
         live: rows that are not finished.
-        over: nobody waits for it any more.
+        over: nobody waits for it any more. Any thread may set it: nothing is reported after that, and its rows leave
+            before the next round.
         deadline: when it is given up, by `time.monotonic`.
     """
 
-    def __init__(self, work: Work, sink: Callable[[Event], None], seconds: float) -> None:
+    def __init__(self, work: Work, sink: Callable[[Event], object], seconds: float) -> None:
         """`sink` is called from the engine's thread with every event."""
-        self.work, self._sink, self.seconds = work, sink, seconds
+        self.work, self._sink = work, sink
         self.started = time.monotonic()
         self.deadline = self.started + seconds
         self.live, self.over = len(work.rows), False
-        self._lock = threading.Lock()
 
     def tell(self, event: Event) -> None:
         """Reports; the last row's end and any failure are the last word."""
-        with self._lock:
-            if self.over:
-                return
-            self.live -= isinstance(event, Finished)
-            self.over = isinstance(event, Failed) or self.live == 0
+        if self.over:
+            return
+        self.live -= isinstance(event, Finished)
+        if isinstance(event, Exception) or self.live == 0:
+            self.over = True
         try:
             self._sink(event)
         except Exception:  # a loop that is closed: the client is gone
-            self.over = True
-
-    def cancel(self) -> None:
-        """Nobody waits any more: its rows leave before the next round."""
-        with self._lock:
             self.over = True
 
 
@@ -190,8 +177,3 @@ class Row:
     def length(self) -> int:
         """Tokens of its canvas."""
         return len(self.spec.ids) + self.spec.new
-
-    @property
-    def quiet(self) -> bool:
-        """See `Work`."""
-        return self.ticket.work.quiet
