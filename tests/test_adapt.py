@@ -22,7 +22,7 @@ from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
 from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.train import adapt as adapt_module
-from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt, learning_rate
+from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.canvas_batches import CanvasBatches, largest_remainder
 from adjust_dlm.train.masked_ce import MIN_T, chunked_ce, draw_masks, masked_batch, stratified_times
@@ -183,18 +183,6 @@ def test_ranks_split_one_global_batch() -> None:
 
 def test_largest_remainder() -> None:
     assert largest_remainder({"a": 1.0, "b": 1.0, "c": 1.0}, 8) == {"a": 3, "b": 3, "c": 2}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "step", "fraction", "expected"),
-    [
-        ("linear", 0, 0.0, 0.1), ("linear", 9, 0.1, 1.0), ("linear", 30, 0.3, 1.0), ("linear", 65, 0.65, 0.5),
-        ("linear", 100, 1.0, 0.0), ("cosine", 50, 0.5, 0.5), ("cosine", 20, 1.0, 0.0),
-    ],
-)  # fmt: skip
-def test_learning_rate(schedule: Any, step: int, fraction: float, expected: float) -> None:
-    config = AdaptConfig(output=Path("x"), lr=1.0, warmup=10, schedule=schedule)
-    assert learning_rate(config, step, fraction) == pytest.approx(expected)
 
 
 def run_config(tmp_path: Path, name: str = "out", **changes: Any) -> AdaptConfig:

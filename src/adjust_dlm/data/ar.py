@@ -135,17 +135,15 @@ def ar_sample(
     temperature: float = 1.0,
     top_p: float = 0.95,
     forbid: Sequence[int] = (),
-    device: torch.device | str = "cpu",
     first_row: int = 0,
-    compile_draw: bool = False,
 ) -> Tensor:
     """Samples continuations of one prefix from a causal `LlamaForCausalLM` or `Qwen2ForCausalLM`.
 
     Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
-    `batch_size` or its neighbours beyond the rounding of the model's own kernels.
+    `batch_size` or its neighbours beyond the rounding of the model's own kernels. On a GPU the filter is compiled.
 
     Args:
-        model: the causal LM on `device`, in eval mode; its dtype is the dtype of the pass.
+        model: the causal LM in eval mode; its dtype is the dtype of the pass.
         prefix_ids: the ids before every continuation, at least one.
         count: rows to sample.
         new_tokens: T, length of each.
@@ -154,17 +152,20 @@ def ar_sample(
         temperature: T >= 0; 0 is argmax.
         top_p: nucleus mass in (0, 1].
         forbid: ids never drawn.
-        device: where the passes run.
         first_row: id of the first row; the others follow.
-        compile_draw: compile filter and draw (one compilation of fixed shape; worth it on a GPU).
 
     Returns:
         int64 [count, T] on the CPU, without the prefix.
     """
     require(len(prefix_ids) >= 1, "the prefix is empty; a causal model needs at least one token to start from")
-    settings = DecodeConfig(temperature=temperature, top_p=top_p)
-    pick = _drawer(model, settings, forbid, device, compile_draw)
-    grain = HEAD_ROWS if compile_draw else 1
+    settings, weight_VD = DecodeConfig(temperature=temperature, top_p=top_p), model.lm_head.weight
+    device, on_gpu = weight_VD.device, weight_VD.device.type == "cuda"
+    bias_V, filtered = forbid_bias(len(weight_VD), forbid, device), _filter(settings, on_gpu)
+
+    def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
+        return draw(filtered(h_CD @ weight_VD.T, bias_V), u_C, temperature)
+
+    grain = HEAD_ROWS if on_gpu else 1
     rows = min(batch_size, -(-count // grain) * grain)
     cache, parts = _Cache(), []
     for start in range(0, count, rows):
@@ -192,20 +193,6 @@ def _sample_batch(
         out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
         tokens_BT = out_BT[:, step : step + 1]
     return out_BT.cpu()
-
-
-def _drawer(
-    model: Any, settings: DecodeConfig, forbid: Sequence[int], device: torch.device | str, compile_draw: bool
-) -> Picker:
-    """(states [C, D], uniforms [C]) -> tokens [C]."""
-    weight_VD = model.lm_head.weight
-    bias_V = forbid_bias(weight_VD.shape[0], forbid, device)
-    filtered = _filter(settings, compile_draw)
-
-    def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
-        return draw(filtered(h_CD @ weight_VD.T, bias_V), u_C, settings.temperature)
-
-    return pick
 
 
 @functools.cache

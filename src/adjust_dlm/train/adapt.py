@@ -24,10 +24,11 @@ from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.canvas_batches import CanvasBatches
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.masked_ce import draw_masks, masked_batch
-from adjust_dlm.types import require, require_kinds
+from adjust_dlm.train.optim import learning_rate
+from adjust_dlm.types import require
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
-FLAT = 0.3  # the linear schedule decays over the rest
+DECAY = 0.7  # share of the run, at its end, over which the rate falls
 # Settings that may differ between a run and its resumption: they change no weight.
 _FREE = {
     "output",
@@ -43,22 +44,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptConfig:
-    """Everything that decides what `adapt` makes.
+class AdaptConfig(CorpusConfig):
+    """Everything that decides what `adapt` makes: its corpus, and its training.
 
     Attributes:
         output: folder of the adapted base, its checkpoint and its metrics.
-        ar: the autoregressive model: `smol`, or the path of a Llama or Qwen2 folder with tied embeddings.
         corpus: folder of the corpus, made there if it is missing; None: `corpus` in the output folder.
-        text: canvases of plain text to sample.
-        chat: canvases of chat to sample.
-        lists: canvases of list tasks to make.
-        heldout: canvases of each of these kinds kept for evaluation.
-        text_files: .txt or .jsonl (field `text`) files of your own to learn from as well.
-        length: tokens of a canvas, the start token included.
-        sample_batch: rows sampled at a time.
-        sample_temperature: temperature of the corpus.
-        sample_top_p: nucleus of the corpus.
         share_text: weight of plain text in every batch; kinds without canvases are left out.
         share_chat: weight of chat.
         share_lists: weight of list tasks.
@@ -68,8 +59,7 @@ class AdaptConfig:
         steps: optimizer steps.
         max_seconds: stop training (corpus and evaluation at the end not counted) after so long, the learning rate
             following whichever of steps and time is further on; such a run is not reproducible bit for bit.
-        lr: peak learning rate of AdamW.
-        schedule: after the warm-up, `linear` is flat for 30 % and then decays to 0; `cosine` decays all along.
+        lr: peak learning rate of AdamW; after the warm-up flat for 30 % of the run, then linear to 0.
         warmup: steps of linear warm-up.
         clip: largest norm of the gradient.
         lora_rank: rank of the adapters.
@@ -79,22 +69,11 @@ class AdaptConfig:
         log_every: steps between lines of the log; the loss, the clock and signals are looked at then.
         checkpoint_every_seconds: time between checkpoints.
         compile: compile the passes (GPUs only).
-        seed: names the corpus, the adapters' start, the order, the times and the masks.
         resume: `auto` goes on from the folder's checkpoint if there is one, `never` starts anew.
     """
 
     output: Path
-    ar: str = "smol"
     corpus: Path | None = None
-    text: int = 120_000
-    chat: int = 40_000
-    lists: int = 60_000
-    heldout: int = 1024
-    text_files: tuple[Path, ...] = ()
-    length: int = 129
-    sample_batch: int = 4096
-    sample_temperature: float = 1.0
-    sample_top_p: float = 0.95
     share_text: float = 0.55
     share_chat: float = 0.25
     share_lists: float = 0.2
@@ -104,7 +83,6 @@ class AdaptConfig:
     steps: int = 4000
     max_seconds: float | None = None
     lr: float = 2e-3
-    schedule: Literal["linear", "cosine"] = "linear"
     warmup: int = 100
     clip: float = 1.0
     lora_rank: int = 64
@@ -114,26 +92,28 @@ class AdaptConfig:
     log_every: int = 20
     checkpoint_every_seconds: float = 120.0
     compile: bool = True
-    seed: int = 0
     resume: Literal["auto", "never"] = "auto"
 
     def __post_init__(self) -> None:
-        require_kinds(self)
-        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every", "sample_batch"):
+        super().__post_init__()
+        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup", "eval_every", "checkpoint_every_seconds"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         for name in ("lr", "clip", "lora_alpha"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
         require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
-        for kind in KINDS:
-            share = getattr(self, f"share_{kind}")
+        for kind, share in self.shares.items():
             require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
-        asked = {**{kind: getattr(self, kind) for kind in KINDS[:3]}, "files": len(self.text_files)}
-        weighed = [kind for kind in KINDS if asked[kind] and getattr(self, f"share_{kind}")]
-        self.corpus_config()
-        require(bool(weighed), f"every kind of canvas that is asked for has share 0: {asked}")
+        asked = {"text": self.text, "chat": self.chat, "lists": self.lists, "files": len(self.text_files)}
+        weighed = any(asked[kind] and share for kind, share in self.shares.items())
+        require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Weight of each kind of canvas."""
+        return {kind: getattr(self, f"share_{kind}") for kind in KINDS}
 
     def canvases_of_a_pass(self, world: int) -> int:
         """Of one process; raises `InputError` if the batch does not divide."""
@@ -145,25 +125,10 @@ class AdaptConfig:
         require(local % micro == 0, f"micro_batch {micro} does not divide the {local} canvases of a process")
         return micro
 
-    def corpus_config(self) -> CorpusConfig:
-        """The part that decides the corpus."""
-        return CorpusConfig(
-            ar=self.ar, text=self.text, chat=self.chat, lists=self.lists, heldout=self.heldout, files=self.text_files,
-            length=self.length, temperature=self.sample_temperature, top_p=self.sample_top_p, seed=self.seed,
-        )  # fmt: skip
-
     def run(self) -> dict[str, Any]:
         """The settings that a resumed run must share."""
         fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
         return fields | {"text_files": [str(path) for path in self.text_files]}
-
-
-def learning_rate(config: AdaptConfig, step: int, fraction: float) -> float:
-    """Rate of a step, `fraction` of the run being over."""
-    warm = min(1.0, (step + 1) / max(1, config.warmup))
-    if config.schedule == "cosine":
-        return config.lr * warm * 0.5 * (1 + math.cos(math.pi * fraction))
-    return config.lr * warm * min(1.0, (1 - fraction) / (1 - FLAT))
 
 
 def adapt(config: AdaptConfig) -> dict[str, Any]:
@@ -183,10 +148,7 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
     vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
     folder = config.corpus or config.output / "corpus"
-    source = Source(
-        model=model, tokenizer=tokenizer, vocabulary=vocabulary, batch_size=config.sample_batch, device=device
-    )
-    build_corpus(folder, config.corpus_config(), source, rank=rank, world=world)
+    build_corpus(folder, config, Source(model, tokenizer, vocabulary), rank=rank, world=world)
     distributed.barrier()
     adapter = AdapterModel(
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar
@@ -196,9 +158,13 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
         if config.compile:
             adapter.compile_passes()
     batches = CanvasBatches(
-        load_corpus(folder, "train"), {kind: getattr(config, f"share_{kind}") for kind in KINDS},
-        batch_size=config.batch_size, seed=config.seed, rank=rank, world=world,
-    )  # fmt: skip
+        load_corpus(folder, "train"),
+        config.shares,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rank=rank,
+        world=world,
+    )
     trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
     # A finished base is not written again: its fingerprint would follow the rounding of the last evaluation.
     written = trainer.finished and (config.output / FACTS).is_file()
@@ -288,9 +254,9 @@ class AdaptTrainer:
         return max(self.step / self.config.steps, min(1.0, self.elapsed / limit) if limit else 0.0)
 
     def _train_step(self) -> None:
-        rate = learning_rate(self.config, self.step, self._fraction())
+        scale = learning_rate(self.step, self._fraction(), warmup=self.config.warmup, decay=DECAY)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.config.lr * scale
         total = torch.zeros((), device=self.device)
         for batch in self.batches.step(self.step, self.micro):
             loss, _ = self.adapter.losses(batch.to(self.device))
