@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -366,24 +365,6 @@ def test_two_processes_decode_different_rows_and_save_both_pools(tmp_path: Path)
     rows = [set(torch.cat([m["row_N"] for m in pool["moments"]]).tolist()) - {-1} for pool in pools]
     assert len(rows) == 2 and all(len(mine) > 16 for mine in rows)
     assert [{row % 2 for row in mine} for mine in rows] == [{0}, {1}]
-
-
-def test_the_fields_of_a_pool_are_those_of_adjust_trajectories() -> None:
-    """The same type, default and help, and each reaches the settings under which rows are made."""
-    of_pool, of_rows = ({f.name: f for f in dataclasses.fields(c)} for c in (PoolConfig, TrajectoriesConfig))
-    shared = of_pool.keys() - {"rows", "keep"}
-    assert shared == of_pool.keys() & of_rows.keys()
-    other = PoolConfig(
-        prompts="lists", chat=True, max_new_tokens=5, temperature=(0.5,), top_p=0.5, top_k=7, order="random",
-        order_on="raw",
-    )  # fmt: skip
-    made = other.trajectories(seed=0, suppress_eos=False)
-    for name in shared:
-        a, b = of_pool[name], of_rows[name]
-        assert (a.type, a.default) == (b.type, b.default)
-        helps = [re.search(rf"^ +{name}: .*$", c.__doc__ or "", re.MULTILINE) for c in (PoolConfig, TrajectoriesConfig)]
-        assert helps[0] is not None and helps[1] is not None and helps[0][0].strip() == helps[1][0].strip()
-        assert getattr(made, name) == getattr(other, name) != a.default
 
 
 def test_a_pool_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:

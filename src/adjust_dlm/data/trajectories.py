@@ -39,25 +39,45 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoriesConfig:
-    """Settings of `adjust trajectories`.
+class TextConfig:
+    """What texts of a base are decoded.
 
     Attributes:
-        output: folder for the shards and the manifest; an interrupted run continues there.
-        base: name of a base, or the folder of an adapted one.
         prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
-        num: how many trajectories.
-        sampler: folder of a g that then decodes by ADJUST, so that it can go on training on canvases and positions of
-            its own; none decodes jointly, by the base alone.
-        tokens_per_step: K of ADJUST, with a sampler.
+        chat: put each text of a file into the base's chat template (list tasks always are in it).
         max_new_tokens: masked positions after each prompt.
         temperature: one or more; with several, prompts and temperatures are crossed, row by row.
         top_p: nucleus mass in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
         order: rule that picks the next position; none takes the base's own.
         order_on: score the processed or the raw distribution; none takes the base's own.
+    """
+
+    prompts: str = "unconditional"
+    chat: bool = False
+    max_new_tokens: int = 128
+    temperature: tuple[float, ...] = (1.0,)
+    top_p: float = 1.0
+    top_k: int = 0
+    order: OrderRule | None = None
+    order_on: OrderOn | None = None
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoriesConfig(TextConfig):
+    """Settings of `adjust trajectories`.
+
+    Attributes:
+        output: folder for the shards and the manifest; an interrupted run continues there.
+        base: name of a base, or the folder of an adapted one.
+        num: how many trajectories.
+        sampler: folder of a g that then decodes by ADJUST, so that it can go on training on canvases and positions of
+            its own; none decodes jointly, by the base alone.
+        tokens_per_step: K of ADJUST, with a sampler.
         suppress_eos: never commit an end token.
-        chat: put each text of a file into the base's chat template (list tasks always are in it).
         seed: with a row's number, the only source of randomness.
         first_row: number of the first row; another start makes new rows of the same seed and prompts.
         batch_size: rows decoded together; divides shard_rows, and does not change the result (but for bf16 rounding).
@@ -65,25 +85,17 @@ class TrajectoriesConfig:
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is float32 on the CPU and bfloat16 on a GPU.
         compile: compile the base for fixed shapes (30-60 s at the start).
-        engine: local (this process, or the ranks of torchrun) or ray (actors of Ray Data; the extra `ray`).
+        engine: local (this process, or the ranks of torchrun) or ray (actors of Ray; the extra `ray`).
         actors: number of Ray actors; by default one a GPU, or one for four CPUs without any GPU.
         ray_address: a cluster that is up, such as auto or HOST:6379; RAY_ADDRESS in the environment does the same.
     """
 
     output: str
     base: str = "smol"
-    prompts: str = "unconditional"
     num: int = 1024
     sampler: str | None = None
     tokens_per_step: int = 1
-    max_new_tokens: int = 128
-    temperature: tuple[float, ...] = (1.0,)
-    top_p: float = 1.0
-    top_k: int = 0
-    order: OrderRule | None = None
-    order_on: OrderOn | None = None
     suppress_eos: bool = False
-    chat: bool = False
     seed: int = 0
     first_row: int = 0
     batch_size: int = 64
@@ -96,7 +108,7 @@ class TrajectoriesConfig:
     ray_address: str | None = None
 
     def __post_init__(self) -> None:
-        require_kinds(self)
+        super().__post_init__()
         require(self.num >= 1, f"num is {self.num}; it must be at least 1")
         require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
         last = self.first_row + self.num - 1
@@ -127,20 +139,10 @@ class TrajectoriesConfig:
 
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
         """One configuration per temperature, with the base's own order filled in."""
-        return [
-            DecodeConfig(
-                tokens_per_step=self.tokens_per_step,
-                max_new_tokens=self.max_new_tokens,
-                temperature=temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                order=self.order or base.spec.order,
-                order_on=self.order_on or base.spec.order_on,
-                suppress_eos=self.suppress_eos,
-                seed=self.seed,
-            )
-            for temperature in self.temperature
-        ]
+        names = ("tokens_per_step", "max_new_tokens", "top_p", "top_k", "suppress_eos", "seed")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        shared |= {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
+        return [DecodeConfig(**shared, temperature=temperature) for temperature in self.temperature]
 
 
 def make_trajectories(

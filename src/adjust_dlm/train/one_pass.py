@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,56 +23,36 @@ from adjust_dlm.bases import Base
 from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.store import temperature_index
-from adjust_dlm.data.trajectories import TrajectoriesConfig
+from adjust_dlm.data.trajectories import TextConfig, TrajectoriesConfig
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.decoders.machinery.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
 from adjust_dlm.train.rows import open_checked
 from adjust_dlm.train.unroll import NEVER, Frames
-from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require, require_kinds
+from adjust_dlm.types import DecodeConfig, State, Trajectory, require
 
 _IDLE = -1  # row id of a place in the pool that has not started yet
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolConfig:
-    """What `adjust train --one-pass` decodes; the fields of `adjust trajectories`, and the size of the pool.
+class PoolConfig(TextConfig):
+    """What `adjust train --one-pass` decodes, and the size of the pool.
 
     Attributes:
         rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
-        prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
-        chat: put each text of a file into the base's chat template (list tasks always are in it).
-        max_new_tokens: masked positions after each prompt.
-        temperature: one or more; with several, prompts and temperatures are crossed, row by row.
-        top_p: nucleus mass in (0, 1].
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        order: rule that picks the next position; none takes the base's own.
-        order_on: score the processed or the raw distribution; none takes the base's own.
         keep: folder for the trajectories that are decoded, in shards of 512 as `adjust trajectories` would write them
             (one process only).
     """
 
     rows: int = 64
-    prompts: str = "unconditional"
-    chat: bool = False
-    max_new_tokens: int = 128
-    temperature: tuple[float, ...] = (1.0,)
-    top_p: float = 1.0
-    top_k: int = 0
-    order: OrderRule | None = None
-    order_on: OrderOn | None = None
     keep: str | None = None
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
 
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
+        texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
         return TrajectoriesConfig(
-            output=self.keep or "", first_row=first, prompts=self.prompts, chat=self.chat,
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
-            order=self.order, order_on=self.order_on, suppress_eos=suppress_eos, seed=seed,
-        )  # fmt: skip
+            output=self.keep or "", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts
+        )
 
 
 def lookahead(weights: RowWeights, decay: float = NEXT_DECAY) -> int:
