@@ -31,7 +31,6 @@ from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import one_pass, preflight, trainer
 from adjust_dlm.train.batches import lots, pack
-from adjust_dlm.train.checkpoint import tensor_bytes
 from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead, start_pool
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
@@ -490,23 +489,22 @@ def test_a_dry_run_times_decoding_as_often_as_it_comes(tmp_path: Path, accumulat
     assert report["hours"] == pytest.approx(1000 * 10.5 * accumulate / 3600)
 
 
-def test_memory_of_the_pool_by_formula_is_memory_by_counting(tmp_path: Path) -> None:
-    """States with a feature behind them, and what a checkpoint holds, when all moments are there."""
+def tensor_bytes(value: Any) -> int:
+    if isinstance(value, dict | list | tuple):
+        return sum(map(tensor_bytes, value.values() if isinstance(value, dict) else value))
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def test_what_a_checkpoint_holds_of_a_pool_is_known_before(tmp_path: Path) -> None:
+    """When all moments are there, states of a base with a feature left out."""
     base = endless_base(num_hidden_layers=3)
     config = run_settings(tmp_path, pool=PoolConfig(rows=8, max_new_tokens=8), features=(1,), heldout=0)
     run = trainer._prepare(config, base, 0, 1)
     assert run.pool is not None
-    sizes, disk = preflight.memory_bytes(run), preflight.disk_bytes(run, tmp_path)["checkpoint"]
+    disk = preflight.disk_bytes(run, tmp_path)["checkpoint"]
     plain = dataclasses.replace(run, pool=None, pad_to=run.pool.width)
-    frames = run.pool.frames()
-    assert sizes["pool"] == sum(m.h_NLD.nbytes for m in run.pool.moments) == (4 + 9) * 8 * 9 * (2 * 32) * 4
+    run.pool.frames()
     assert disk - preflight.disk_bytes(plain, tmp_path)["checkpoint"] == tensor_bytes(run.pool.state())
-    assert sizes["sum"] == sum(size for name, size in sizes.items() if name != "sum")
-    # a base pass is over the 8 rows of the pool, not over the 8 x 4 states of a micro-batch, which are copied
-    shape = base.layer_config
-    row = 4 * (4 * 32 + max(3 * shape.intermediate_size, 3 * shape.num_attention_heads * shape.head_dim))
-    fewer = (8 - 8 * 4) * 9 * row + frames.h_BLD.nbytes
-    assert preflight.activation_bytes(run) - preflight.activation_bytes(plain) == fewer
 
 
 def test_a_dry_run_of_one_pass_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -514,5 +512,5 @@ def test_a_dry_run_of_one_pass_on_the_command_line(tmp_path: Path, capsys: pytes
     words = [f"--{name}={value}" for name, value in {**flags, "base": "exact", "output": tmp_path / "run"}.items()]
     assert cli.main(["train", "--one-pass", "--dry-run", *words]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("hours", "memory_gib", "pool", "training_rows", "windows_per_row"))
+    assert all(word in out for word in ("hours", "memory_gib", "peak", "training_rows", "windows_per_row"))
     assert files_in(tmp_path) == []

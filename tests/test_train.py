@@ -23,7 +23,7 @@ from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.corpus import CorpusConfig
 from adjust_dlm.data.prompts import PromptSource
-from adjust_dlm.data.store import TrajectoryStore, open_stores
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.divergence import observe
@@ -670,7 +670,7 @@ def test_two_micro_batches_equal_one_twice_as_wide(exact: ExactBase, folder: Pat
     for micro in (0, 1):
         torch.manual_seed(0)
         sampler = Sampler(exact)
-        store = list(open_stores([folder]))
+        store = list(TrajectoryStore(folder))
         rows = Run(settings(folder, tmp_path), exact, sampler, store, 0, 1, CPU).rows(False)
         run = unroll(
             exact, sampler, random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, micro), pad_id=0)

@@ -85,7 +85,7 @@ def test_every_state_equals_the_canvas_of_that_moment(name: str, tmp_path: Path)
     for row, trajectory in enumerate(opened):
         real_L = start.real_BL[row]
         for t in range(trajectory.commits):
-            tokens_L, masked_L = trajectory.state(t, opened.mask_id)
+            tokens_L, masked_L = trajectory.state(t, base.spec.mask_id)
             assert torch.equal(tokens_L, seen[t][0][row][real_L]), (row, t)
             assert torch.equal(masked_L, seen[t][1][row][real_L]), (row, t)
         assert torch.equal(trajectory.tokens_L, seen[-1][0][row][real_L])
@@ -107,7 +107,9 @@ def test_orders_are_rankings_and_prompts_are_given(dream: Base, tmp_path: Path) 
         commits += trajectory.commits
     assert (made["rows_made"], made["shards_made"], made["complete"]) == (20, 3, True)
     assert made["tokens"] == made["base_calls"] == commits  # K=1: one pass a commit
-    assert made["lengths"]["committed_mean"] == round(commits / 20, 4) == opened.manifest["lengths"]["committed_mean"]
+    assert (
+        made["lengths"]["committed_mean"] == round(commits / 20, 4) == opened.manifests[0]["lengths"]["committed_mean"]
+    )
 
 
 # --- H7: one prompt, one seed, no copies -------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def test_another_first_row_continues_the_same_series(dream: Base, tmp_path: Path
     make_trajectories(settings(tmp_path / "all", num=20), dream)
     make_trajectories(settings(tmp_path / "rest", num=12, first_row=8), dream)
     whole, rest = TrajectoryStore(tmp_path / "all"), TrajectoryStore(tmp_path / "rest")
-    assert rest.rows.tolist() == list(range(8, 20))
+    assert rest.columns.row_N.tolist() == list(range(8, 20))
     assert all(torch.equal(whole[8 + n].tokens_L, rest[n].tokens_L) for n in range(12))
 
 

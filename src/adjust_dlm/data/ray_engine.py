@@ -21,8 +21,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from adjust_dlm.data import store
 from adjust_dlm.types import InputError, require
 
@@ -38,7 +36,7 @@ class ShardMaker:
     """An actor: holds the base from its first shard on."""
 
     def __init__(self, config: Any, cwd: str, prepare: Prepare) -> None:
-        """Loads nothing yet, so that bad input comes back as a row and not as an actor that cannot start.
+        """Loads nothing yet, so that bad input is an error of a shard and not an actor that cannot start.
 
         Args:
             config: of the run.
@@ -50,28 +48,15 @@ class ShardMaker:
         self.config, self.prepare = config, prepare
         self.run: Any = None  # from the first shard on
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Makes the shards of a batch of row ranges that are not on disk yet; one row of counts for each."""
-        rows = [self._make((int(a), int(b))) for a, b in zip(batch["start"], batch["stop"], strict=True)]
-        return {key: np.array([row[key] for row in rows]) for key in rows[0]}
-
-    def _make(self, rows: store.Range) -> dict[str, Any]:
-        row: dict[str, Any] = {"start": rows[0], "stop": rows[1], "worker": os.getpid(), "base_calls": 0, "tokens": 0}
-        row |= {"error": "", "kind": "", "errno": 0}
-        try:
-            self.run = self.run or self.prepare(self.config)
-            before = self.run.base_calls, self.run.tokens
-            if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
-                self.run.make_shard(rows, None)
-            row |= {"base_calls": self.run.base_calls - before[0], "tokens": self.run.tokens - before[1]}
-        except InputError as error:
-            row |= {"kind": "input", "error": str(error)}
-        except OSError as error:
-            row |= {"kind": "os", "error": error.strerror or str(error), "errno": error.errno or 0}
-        except Exception as error:  # ours to tell: Ray's own message is a page
-            logger.exception("rows %d..%d", *rows)
-            row |= {"kind": "other", "error": f"{type(error).__name__}: {error}"}
-        return row
+    def __call__(self, item: dict[str, int]) -> dict[str, int]:
+        """Makes the shard of a row range unless it is on disk already; gives counts."""
+        rows = item["start"], item["stop"]
+        self.run = self.run or self.prepare(self.config)
+        before = self.run.base_calls, self.run.tokens
+        if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
+            self.run.make_shard(rows, None)
+        spent = {"base_calls": self.run.base_calls - before[0], "tokens": self.run.tokens - before[1]}
+        return {**item, **spent, "worker": os.getpid()}
 
 
 def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
@@ -86,31 +71,28 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
         `rows_made, shards_made, base_calls, tokens`, of this call.
 
     Raises:
-        InputError: no Ray, more actors than a machine has room for, or what the actors found wrong.
-        OSError: an actor could not write, or wrote into a folder that this machine does not see.
+        InputError: no Ray, or more actors than a machine has room for.
+        OSError: an actor wrote into a folder that this machine does not see.
+        Exception: what an actor raised.
     """
     require(find_spec("ray") is not None, "engine ray needs Ray: pip install 'adjust-dlm[ray]'")
     folder = Path(config.output)
     left = store.missing(folder, config.num, config.shard_rows, first_row=config.first_row)
     todo = left or [(config.first_row, config.first_row)]  # no rows: the settings are checked all the same
     done = {"rows_made": 0, "shards_made": 0, "base_calls": 0, "tokens": 0}
-    spoken = time.monotonic()
     with _cluster(config, len(todo)) as pool:
         logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
-        for row in _dataset(config, prepare, todo, pool).iter_rows():
-            _check(row)
-            done["rows_made"] += row["stop"] - row["start"]
-            done["shards_made"] += bool(row["stop"] > row["start"])
-            done["base_calls"] += row["base_calls"]
-            done["tokens"] += row["tokens"]
+        for row in _counts(config, prepare, todo, pool):
+            rows = row["stop"] - row["start"]
+            made = {"rows_made": rows, "shards_made": int(rows > 0), **row}
+            done = {name: count + made[name] for name, count in done.items()}
             logger.debug("rows %d..%d made by worker %d", row["start"], row["stop"] - 1, row["worker"])
             if show:
                 show(done["rows_made"])
-            elif time.monotonic() - spoken > 10:
-                spoken = time.monotonic()
+            elif done["shards_made"] % max(1, len(left) // 20) == 0:
                 logger.info("%d of %d shards made", done["shards_made"], len(left))
     _check_seen(folder, left)
-    return {name: int(count) for name, count in done.items()}
+    return done
 
 
 @dataclass(frozen=True)
@@ -141,31 +123,31 @@ def _pool(config: Any, resources: dict[str, float], shards: int, *, fixed: bool)
     return _Pool(actors, 1 if gpus else max(1, min(CPUS, cpus // actors)), int(gpus > 0))
 
 
-def _dataset(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool) -> Any:
-    """Lazy dataset of counts, one row a shard. Ray Data starts dead actors anew and gives them their shards again."""
+def _counts(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool) -> Iterator[dict[str, int]]:
+    """Counts of each shard. Ray Data starts dead actors anew and gives them their shards again.
+
+    Raises:
+        Exception: what an actor raised.
+    """
     import ray.data
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.raise_original_map_exception = True
     items = [{"start": a, "stop": b} for a, b in todo]
-    return ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+    dataset: Any = ray.data.from_items(items, override_num_blocks=len(items))
+    made = dataset.map(
         ShardMaker,
-        batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=pool.actors),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
         fn_constructor_kwargs={"config": config, "cwd": os.getcwd(), "prepare": prepare},
     )
-
-
-def _check(row: dict[str, Any]) -> None:
-    """Raises what an actor reported, as it would have been raised here."""
-    if row["kind"] == "os":
-        raise OSError(int(row["errno"]), str(row["error"]))
-    if row["kind"] == "other":
-        raise RuntimeError(f"an actor failed on rows {row['start']}..{row['stop'] - 1}: {row['error']}")
-    require(not row["kind"], str(row["error"]))
+    try:
+        yield from made.iter_rows()
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
 
 
 def _check_seen(folder: Path, made: list[store.Range], wait: float = LATE) -> None:
@@ -212,7 +194,7 @@ def _start(ray: Any, config: Any, address: str | None) -> None:
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an actor's error is ours to tell
     if address is None:
         cpus = max(config.actors or 1, os.cpu_count() or 1)
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)

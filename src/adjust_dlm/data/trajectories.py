@@ -85,7 +85,7 @@ class TrajectoriesConfig(TextConfig):
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is float32 on the CPU and bfloat16 on a GPU.
         compile: compile the base for fixed shapes (30-60 s at the start).
-        engine: local (this process, or the ranks of torchrun) or ray (actors of Ray; the extra `ray`).
+        engine: local (this process, or the ranks of torchrun) or ray (actors of Ray Data; the extra `ray`).
         actors: number of Ray actors; by default one a GPU, or one for four CPUs without any GPU.
         ray_address: a cluster that is up, such as auto or HOST:6379; RAY_ADDRESS in the environment does the same.
     """

@@ -173,26 +173,16 @@ class Pool:
         self.passes = self.group = self.spent = 0
 
     @property
-    def rows(self) -> int:
-        """N."""
-        return sum(len(lane.begins) for lane in self.lanes)
-
-    @property
     def end(self) -> int:
         """The row behind the last one that was taken."""
         return max(lane.end for lane in self.lanes)
 
     @property
-    def bytes(self) -> int:
-        """Of the states that it holds at most; behind the D columns of a base come those of its features."""
-        columns = self.base.width * (1 + len(self.base.keep))
-        return (self.length + self.wait) * self.rows * self.width * columns * self.base.dtype.itemsize
-
-    @property
     def saved_bytes(self) -> int:
         """Of `state`, with all moments (int32 tokens, three masks) and canvases (int64 tokens and order, two masks)."""
         moments = (self.length + self.wait) * (self.width * (4 + 3 * 1) + 8)
-        return self.rows * (moments + self.width * (2 * 8 + 2 * 1) + 2 * 8)
+        rows = sum(len(lane.begins) for lane in self.lanes)
+        return rows * (moments + self.width * (2 * 8 + 2 * 1) + 2 * 8)
 
     @property
     def settled(self) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.store import Columns, TrajectoryStore, open_stores
+from adjust_dlm.data.store import Columns, TrajectoryStore
 from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
@@ -46,17 +45,17 @@ def open_rows(
 
 def open_checked(folders: Sequence[str], base: Base) -> TrajectoryStore:
     """The trajectories in `folders`; raises InputError unless every row is of this base and some have two commits."""
-    data = open_stores([Path(p) for p in folders])
-    names = ", ".join(map(str, data.folders))
+    data = TrajectoryStore(*folders)
+    names, manifest = ", ".join(map(str, data.folders)), data.manifests[0]
     require(
-        data.fingerprint == base.fingerprint,
-        f"the trajectories in {names} come from a base with fingerprint {data.fingerprint[:16]}; "
+        manifest["base_fingerprint"] == base.fingerprint,
+        f"the trajectories in {names} come from a base with fingerprint {manifest['base_fingerprint'][:16]}; "
         f"base {base.spec.name!r} has {base.fingerprint[:16]}",
     )
     top = int(data.columns.tokens_P.max())
     require(
-        data.mask_id == base.spec.mask_id and top < base.spec.vocab_size,
-        f"the trajectories in {names} have another vocabulary: mask token {data.mask_id}, ids up to {top}; "
+        manifest["mask_id"] == base.spec.mask_id and top < base.spec.vocab_size,
+        f"the trajectories in {names} have another vocabulary: mask token {manifest['mask_id']}, ids up to {top}; "
         f"base {base.spec.name!r} has mask token {base.spec.mask_id}, ids up to {base.spec.vocab_size - 1}",
     )
     commits_N = np.maximum.reduceat(data.columns.order_P, data.columns.start_N[:-1]) + 1

@@ -20,7 +20,6 @@ from adjust_dlm.losses import pick_delta
 from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import random_slices, to_device
-from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import TrainConfig
@@ -29,10 +28,10 @@ from adjust_dlm.train.objective import batch_loss
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
 from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_of
-from adjust_dlm.train.record import check_unseen
+from adjust_dlm.train.record import BEST, LAST, check_unseen, keep_best, save_sampler
 from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.run import Run
-from adjust_dlm.train.trackers import Tracking
+from adjust_dlm.train.trackers import start_trackers
 from adjust_dlm.train.unroll import Frames, Slices
 from adjust_dlm.types import Trajectory
 
@@ -61,20 +60,20 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     distributed.require_same("the step to go on from", run.step)
     if config.dry_run:
         return preflight(run, folder, step=_step, evaluate=_held_out)
-    tracking = None
+    trackers = []
     if rank == 0:
         if _unfinished(run):
             check_disk(run, folder)
         if config.resume == "never":
             set_aside(folder)
-        tracking = Tracking(config.track, folder, run.settings(), resume_step=run.step)
-    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, tracking=tracking)
+        trackers = start_trackers(config.track, folder, run.settings(), resume_step=run.step)
+    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, trackers=trackers)
     try:
         with StopSignal() as stop:
             last = _loop(run, folder, metrics, stop)
     finally:
-        if tracking:
-            tracking.close()
+        for tracker in trackers:
+            tracker.finish()
     law: dict[str, Any] = {}
     if rank == 0 and not _unfinished(run):
         save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
