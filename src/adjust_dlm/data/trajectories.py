@@ -197,13 +197,13 @@ def make_trajectories(
     return _report(config, made, time.perf_counter() - started)
 
 
-def prepared_run(config: TrajectoriesConfig, base: Base | None = None, source: PromptSource | None = None) -> _Run:
+def prepared_run(config: TrajectoriesConfig, base: Base | None = None, source: PromptSource | None = None) -> RowMaker:
     """A process's part of a folder that is there and fits the settings; loads what is not given."""
     base = base if base is not None else _load(config)
     if source is None:
         last = config.first_row + config.num
         source = open_prompts(config.prompts, base, chat=config.chat, rows=last, seed=config.seed)
-    run = _Run(config, base, source)
+    run = RowMaker(config, base, source)
     run.prepare()
     return run
 
@@ -272,7 +272,7 @@ def _progress_bar(rows: int, *, shown: bool) -> Iterator[Show | None]:
         yield lambda done: bar.update(task, completed=done)
 
 
-class _Run:
+class RowMaker:
     """One process's part of a folder: what is fixed for all shards, and what it has counted so far."""
 
     def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource) -> None:
@@ -307,11 +307,15 @@ class _Run:
         path = self.folder / store.shard_name(rows)
         if path.exists():
             logger.warning("replacing the damaged %s", path)
+        texts = self.decoded(rows, show)
+        store.write_shard(self.folder, rows, texts, [len(self.source.ids(r)) for r in range(*rows)])
+
+    def decoded(self, rows: store.Range, show: Show | None = None) -> list[Trajectory]:
+        """Rows of a range in their order."""
         done: dict[int, Trajectory] = {}
         for settings, batch in self._batches(rows):
             done |= {trajectory.row: trajectory for trajectory in self._decode(settings, batch, show)}
-        everyone = range(*rows)
-        store.write_shard(self.folder, rows, [done[r] for r in everyone], [len(self.source.ids(r)) for r in everyone])
+        return [done[row] for row in range(*rows)]
 
     def _batches(self, rows: store.Range) -> Iterator[tuple[DecodeConfig, list[int]]]:
         """Rows of one temperature and of similar prompt length go together."""

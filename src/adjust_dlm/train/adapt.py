@@ -21,9 +21,8 @@ from adjust_dlm.data.ar import CHAT_TEMPLATE, Vocabulary, read_vocabulary
 from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
-from adjust_dlm.train.canvas_batches import CanvasBatches
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
-from adjust_dlm.train.masked_ce import draw_masks, masked_batch
+from adjust_dlm.train.masked_ce import CanvasBatches, draw_masks, masked_batch
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.types import require
 
@@ -259,7 +258,7 @@ class AdaptTrainer:
             group["lr"] = self.config.lr * scale
         total = torch.zeros((), device=self.device)
         for batch in self.batches.step(self.step, self.micro):
-            loss, _ = self.adapter.losses(batch.to(self.device))
+            loss = self.adapter.loss(batch.to(self.device))
             loss.backward()
             total += loss.detach()
         distributed.average_gradients(self.parameters)
@@ -325,7 +324,7 @@ class AdaptTrainer:
             weights_B = torch.cat([torch.ones(len(index)), torch.zeros(fill)])
             index = torch.cat([index, index.new_zeros(fill)])
             batch = masked_batch(part.tokens_NL[index], masked_NL[index], weights_B)
-            loss, _ = self.adapter.losses(batch.to(self.device))
+            loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
         ce, count = distributed.mean(total).tolist()
         return float(ce / max(count, 1.0))
@@ -348,13 +347,7 @@ class AdaptTrainer:
         payload = load_checkpoint(self.config.output, self.config.run())
         if payload is None:
             return
-        weights = self.adapter.trainables()
-        require(
-            weights.keys() == payload["weights"].keys(), f"{self.config.output}: the checkpoint is of another model"
-        )
-        with torch.no_grad():
-            for name, parameter in weights.items():
-                parameter.copy_(payload["weights"][name])
+        self.adapter.load_state_dict(payload["weights"], strict=False)  # the frozen ones are not in it
         self.optimizer.load_state_dict(payload["optimizer"])
         self.step, self.elapsed = payload["step"], payload["elapsed"]
         if self.rank == 0:

@@ -76,8 +76,8 @@ class AdapterModel(nn.Module):
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
         return self._states(tokens_BL, masked_BL, cos, sin)
 
-    def losses(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
-        """The weighted loss of a batch on the model's device, and the cross-entropy [R] of its rows."""
+    def loss(self, batch: MaskedBatch) -> Tensor:
+        """The weighted loss of a batch on the model's device."""
         states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
         h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
         head_VD = self.body.embed_tokens.weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,21 +11,6 @@ from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.train.batches import lots
 from adjust_dlm.train.unroll import Frames, Slices, Step, observe, unroll_frames, unrolled_kl
-from adjust_dlm.types import require
-
-
-def check_objective(config: Any) -> None:
-    """Raises `InputError` for settings of `TrainConfig` that make no objective."""
-    states, rollout = config.slice_states, config.rollout
-    require(states > rollout, f"slice_states is {states}; it must exceed the rollout ({rollout})")
-    stored = config.trajectories if config.one_pass else ()
-    require(
-        not stored,
-        f"trajectories is {stored}; one_pass decodes what it trains on: give stored rows as heldout_trajectories",
-    )
-    for name in ("next_share", "reverse"):
-        require(0 <= getattr(config, name) <= 1, f"{name} is {getattr(config, name)}; it is a share, 0..1")
-    require(0 < config.next_decay < math.inf, f"next_decay is {config.next_decay}; it must be a positive number")
 
 
 def batch_loss(

@@ -23,8 +23,8 @@ from adjust_dlm.bases import Base
 from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.store import temperature_index
-from adjust_dlm.data.trajectories import TextConfig, TrajectoriesConfig
-from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig
+from adjust_dlm.decoders import Canvas
 from adjust_dlm.decoders.machinery.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
 from adjust_dlm.train.rows import open_checked
@@ -314,11 +314,4 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
 
 def held_out_rows(base: Base, config: TrajectoriesConfig, source: PromptSource, count: int) -> list[Trajectory]:
     """Rows 0 .. count-1, decoded for metrics."""
-    done: dict[int, Trajectory] = {}
-    for t, settings in enumerate(config.decode_configs(base)):
-        rows = [r for r in range(count) if temperature_index(r, len(source), len(config.temperature)) == t]
-        for at in range(0, len(rows), config.batch_size):
-            some = rows[at : at + config.batch_size]
-            result = decode(base, [source.ids(r) for r in some], settings, decoder="joint", rows=some)
-            done |= {row: result.trajectory(b) for b, row in enumerate(some)}
-    return [done[row] for row in range(count)]
+    return RowMaker(config, base, source).decoded((0, count))
