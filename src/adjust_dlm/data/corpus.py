@@ -288,21 +288,30 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
 def _texts(path: Path) -> Iterator[str]:
     """One text of a .txt file, or one of every line of a .jsonl file."""
     require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
     if path.suffix == ".txt":
-        yield content
+        yield read_text(path)
         return
-    for number, line in enumerate(content.split("\n"), start=1):  # only line feeds end one: U+2028 may stand in a text
-        if line.strip():
-            try:
-                text = json.loads(line)["text"]
-                text.encode()  # a string, and no half of a surrogate pair
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InputError(f"{path}, line {number}: not an object with a field 'text'") from error
-            yield text
+    for where, line in lines_of(path):
+        try:
+            text = json.loads(line)["text"]
+            text.encode()  # a string, and no half of a surrogate pair
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{where}: not an object with a field 'text'") from error
+        yield text
+
+
+def read_text(path: Path) -> str:
+    """A whole file; raises InputError unless it is UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, str]]:
+    """`FILE, line N` and what stands there, but for blank lines. Only line feeds end one: U+2028 may stand in a text."""
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    return ((f"{path}, line {number}", line.strip()) for number, line in lines if line.strip())
 
 
 def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:

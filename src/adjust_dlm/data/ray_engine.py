@@ -16,10 +16,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adjust_dlm.data import store
 from adjust_dlm.types import InputError, require
@@ -95,8 +94,7 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
     return done
 
 
-@dataclass(frozen=True)
-class _Pool:
+class _Pool(NamedTuple):
     """How many actors, and what each of them gets."""
 
     actors: int
@@ -152,18 +150,15 @@ def _counts(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool)
 
 def _check_seen(folder: Path, made: list[store.Range], wait: float = LATE) -> None:
     """Workers on other machines may have written to disks of their own, or a shared one may show files late."""
-    end = time.monotonic() + wait
-    names = {store.shard_name(rows) for rows in made}
+    names, end = {store.shard_name(rows) for rows in made}, time.monotonic() + wait
     while unseen := sorted(names - set(os.listdir(folder) if folder.is_dir() else ())):
         if time.monotonic() > end:
-            break
+            raise FileNotFoundError(
+                2,
+                f"{len(unseen)} of {len(made)} shards that the actors wrote to {folder.absolute()} are not there on "
+                f"this machine (the first is {unseen[0]}): the folder must be on a disk that all nodes share",
+            )
         time.sleep(min(1.0, wait))
-    if unseen:
-        raise FileNotFoundError(
-            2,
-            f"{len(unseen)} of {len(made)} shards that the actors wrote to {folder.absolute()} are not there on this "
-            f"machine (the first is {unseen[0]}): the folder must be on a disk that all nodes share",
-        )
 
 
 @contextlib.contextmanager
