@@ -22,7 +22,6 @@ from torch import Tensor
 from adjust_dlm import cli
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.exact import load_exact
-from adjust_dlm.data.keep import Keeper
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
@@ -31,7 +30,7 @@ from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import one_pass, preflight, trainer
 from adjust_dlm.train.batches import lots, pack
-from adjust_dlm.train.one_pass import Pool, PoolConfig, held_out_rows, lookahead, start_pool
+from adjust_dlm.train.one_pass import Keeper, Pool, PoolConfig, held_out_rows, lookahead, start_pool
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, Trajectory

@@ -204,10 +204,11 @@ def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> 
     assert not (tmp_path / "s").exists()
 
 
-def test_what_an_actor_cannot_take_is_refused(tmp_path: Path) -> None:
+def test_what_an_actor_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from adjust_dlm.bases import load_base
 
     with pytest.raises(InputError, match="loads base and prompts in its actors"):
         make_trajectories(settings(tmp_path, engine="ray"), load_base("exact"))
     with pytest.raises(InputError, match="run it without torchrun"):
-        make_trajectories(settings(tmp_path, engine="ray"), rank=0, world=2)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        make_trajectories(settings(tmp_path, engine="ray"))

@@ -309,7 +309,7 @@ def read_text(path: Path) -> str:
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """`FILE, line N` and what stands there, but for blank lines. Only line feeds end one: U+2028 may stand in a text."""
+    """`FILE, line N` and what stands there, blank lines left out. Line feeds alone end one: a text may hold U+2028."""
     lines = enumerate(read_text(path).split("\n"), start=1)
     return ((f"{path}, line {number}", line.strip()) for number, line in lines if line.strip())
 

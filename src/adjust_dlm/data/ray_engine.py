@@ -51,11 +51,10 @@ class ShardMaker:
         """Makes the shard of a row range unless it is on disk already; gives counts."""
         rows = item["start"], item["stop"]
         self.run = self.run or self.prepare(self.config)
-        before = self.run.base_calls, self.run.tokens
+        before = dict(self.run.made)
         if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
-            self.run.make_shard(rows, None)
-        spent = {"base_calls": self.run.base_calls - before[0], "tokens": self.run.tokens - before[1]}
-        return {**item, **spent, "worker": os.getpid()}
+            self.run.make_shards([rows])
+        return {**item, **{name: count - before[name] for name, count in self.run.made.items()}, "worker": os.getpid()}
 
 
 def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
@@ -82,9 +81,7 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
     with _cluster(config, len(todo)) as pool:
         logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
         for row in _counts(config, prepare, todo, pool):
-            rows = row["stop"] - row["start"]
-            made = {"rows_made": rows, "shards_made": int(rows > 0), **row}
-            done = {name: count + made[name] for name, count in done.items()}
+            done = {name: count + row[name] for name, count in done.items()}
             logger.debug("rows %d..%d made by worker %d", row["start"], row["stop"] - 1, row["worker"])
             if show:
                 show(done["rows_made"])

@@ -13,17 +13,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.keep import Keeper
+from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
-from adjust_dlm.data.store import temperature_index
-from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig
+from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig, manifest_of
 from adjust_dlm.decoders import Canvas
 from adjust_dlm.decoders.machinery.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
@@ -126,6 +126,63 @@ class Lane:
         canvas.start_round()
         canvas.commit(pick(canvas.base, h_BLD, canvas))
         return before_BL & (canvas.order_BL >= 0)
+
+
+class Keeper:
+    """Keeps finished rows, which come in any order; a shard is written once all of its rows are there.
+
+    Rows depend on settings and row number alone, so a folder of the same settings may be gone on with, and a shard
+    that is there already is left as it is. The manifest counts what is there without a gap.
+
+    Args:
+        config: settings that make these rows; `output`, `first_row` and `shard_rows` are heeded, `num` is not.
+        base: who decodes.
+        source: prompts.
+
+    Raises:
+        InputError: the folder holds rows that other settings made, or a part of a shard.
+    """
+
+    def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource) -> None:
+        self.config, self.base, self.source = config, base, source
+        self.folder = Path(config.output)
+        self.waiting: dict[int, Trajectory] = {}
+        self.start = config.first_row
+        require(not self.folder.exists() or self.folder.is_dir(), f"{self.folder} is not a folder")
+        if (self.folder / store.MANIFEST).is_file():
+            rows = store.read_manifest(self.folder)["rows"]
+            store.check_same_run(self.folder, self.manifest(rows))
+            part = rows % config.shard_rows
+            require(part == 0, f"{self.folder} ends in a shard of {part} rows; use another folder to keep rows in")
+
+    def manifest(self, rows: int) -> dict[str, Any]:
+        """Of a store that holds `rows` rows."""
+        return manifest_of(replace(self.config, num=rows), self.base, self.source)
+
+    def __call__(self, trajectory: Trajectory) -> None:
+        """Takes one row."""
+        if trajectory.row >= self.start:
+            self.waiting[trajectory.row] = trajectory
+        while all(row in self.waiting for row in range(self.start, self.start + self.config.shard_rows)):
+            self._write((self.start, self.start + self.config.shard_rows))
+
+    def _write(self, rows: store.Range) -> None:
+        done = [self.waiting.pop(row) for row in range(*rows)]
+        if not store.is_whole(self.folder / store.shard_name(rows)):
+            store.write_shard(self.folder, rows, done, [len(self.source.ids(x.row)) for x in done])
+        self.start = rows[1]
+        end = max(stop for _, stop in store.find_shards(self.folder))
+        store.write_manifest(self.folder, self.manifest(end - self.config.first_row))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what waits for its shard."""
+        rows = [(x.tokens_L, x.order_L, x.row, x.seed, x.temperature) for x in self.waiting.values()]
+        return {"start": self.start, "waiting": rows}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self.start = saved["start"]
+        self.waiting = {fields[2]: Trajectory(*fields) for fields in saved["waiting"]}
 
 
 class Pool:
@@ -273,7 +330,7 @@ class Pool:
 
 def _rows_of(lane: int, lanes: int, source: PromptSource, first: int) -> Iterator[int]:
     """Row numbers of one temperature."""
-    return (row for row in itertools.count(first) if temperature_index(row, len(source), lanes) == lane)
+    return (row for row in itertools.count(first) if store.temperature_index(row, len(source), lanes) == lane)
 
 
 def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], str, Pool]:
@@ -295,15 +352,15 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     least = "it must be at least 2, for g learns between two commits of a text"
     require(pool.max_new_tokens >= 2, f"pool.max_new_tokens is {pool.max_new_tokens}; {least}")
     require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
-    store = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
-    manifests, first = ([], config.heldout) if store is None else (store.manifests, 0)
+    stored = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
+    manifests, first = ([], config.heldout) if stored is None else (stored.manifests, 0)
     first = max((m["first_row"] + m["rows"] for m in manifests if m["seed"] == config.seed), default=first)
     wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
     source = open_prompts(pool.prompts, base, chat=pool.chat, rows=first + wanted, seed=config.seed)
     source.check_fits(base, pool.max_new_tokens)
     made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
-    held = held_out_rows(base, made, source, config.heldout) if store is None else store
-    keeper = None if pool.keep is None else Keeper(made, base, source, dry_run=config.dry_run)
+    held = held_out_rows(base, made, source, config.heldout) if stored is None else stored
+    keeper = None if pool.keep is None else Keeper(made, base, source)
     return held, source.facts()["sha256"], Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
