@@ -19,8 +19,7 @@ from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
-from adjust_dlm.train.batches import lots, pack, random_slices
-from adjust_dlm.train.objective import batch_loss, depth_shares
+from adjust_dlm.train.batches import batch_loss, depth_shares, lots, pack, random_slices
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError

@@ -62,7 +62,6 @@ def test_rows_come_back_exactly(tmp_path: Path) -> None:
         assert (got.row, got.seed, got.tokens_L.dtype) == (r, 0, torch.int64)
         assert opened.columns.prompt_len_N[r] == r % 3 + 1
     assert int(opened[-1].tokens_L.max()) == BIG + 2 + 9
-    assert [t.row for t in opened[7:]] == [7, 8, 9]
     with pytest.raises(IndexError, match="trajectory 10 of 10"):
         opened[10]
 

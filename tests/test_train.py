@@ -32,9 +32,8 @@ from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import trainer
 from adjust_dlm.train.adapt import AdaptConfig
-from adjust_dlm.train.batches import pack, random_slices
+from adjust_dlm.train.batches import pack, random_slices, released_depth
 from adjust_dlm.train.metrics import held_out, looked_at
-from adjust_dlm.train.objective import released_depth
 from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train

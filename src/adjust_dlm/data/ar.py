@@ -167,36 +167,26 @@ def ar_sample(
 
     grain = HEAD_ROWS if on_gpu else 1
     rows = min(batch_size, -(-count // grain) * grain)
-    cache, parts = _Cache(), []
+    cache, parts, steps_T = _Cache(), [], torch.arange(new_tokens, device=device)
     for start in range(0, count, rows):
         # Always full batches: the surplus of the last one is cut off, and all shapes stay the same.
         ids_B = torch.arange(first_row + start, first_row + start + rows, device=device)
         cache.restart(len(prefix_ids) + new_tokens, rows)
-        parts.append(_sample_batch(model, prefix_ids, ids_B, new_tokens, cache, pick, seed))
+        tokens_BT = torch.tensor([list(prefix_ids)], device=device).expand(rows, -1)
+        out_BT = torch.empty(rows, new_tokens, dtype=torch.long, device=device)
+        # All uniforms at once: inside the loop, nothing waits for the device.
+        u_TB = uniform(seed, ids_B[None], steps_T[:, None], steps_T[:, None])
+        for step in range(new_tokens):
+            h_BD = _forward(model.model, tokens_BT, cache)
+            chunks = zip(h_BD.split(HEAD_ROWS), u_TB[step].split(HEAD_ROWS), strict=True)
+            out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
+            tokens_BT = out_BT[:, step : step + 1]
+        parts.append(out_BT.cpu())
     return torch.cat(parts)[:count]
 
 
-Picker = Callable[[Tensor, Tensor], Tensor]
-
-
-def _sample_batch(
-    model: Any, prefix_ids: Sequence[int], ids_B: Tensor, new_tokens: int, cache: _Cache, pick: Picker, seed: int
-) -> Tensor:
-    tokens_BT = torch.tensor([list(prefix_ids)], device=ids_B.device).expand(len(ids_B), -1)
-    out_BT = torch.empty(len(ids_B), new_tokens, dtype=torch.long, device=ids_B.device)
-    # All uniforms at once: inside the loop, nothing waits for the device.
-    steps_T = torch.arange(new_tokens, device=ids_B.device)
-    u_TB = uniform(seed, ids_B[None], steps_T[:, None], steps_T[:, None])
-    for step in range(new_tokens):
-        h_BD = _forward(model.model, tokens_BT, cache)
-        chunks = zip(h_BD.split(HEAD_ROWS), u_TB[step].split(HEAD_ROWS), strict=True)
-        out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
-        tokens_BT = out_BT[:, step : step + 1]
-    return out_BT.cpu()
-
-
 @functools.cache
-def _filter(settings: DecodeConfig, compiled: bool) -> Picker:
+def _filter(settings: DecodeConfig, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(logits [C, V], bias [V]) -> filtered fp32 logits; cached, so that it is compiled once in a process."""
 
     def filtered(logits_CV: Tensor, bias_V: Tensor) -> Tensor:

@@ -202,7 +202,8 @@ def _canvases(config: CorpusConfig, source: Source, split: str, kind: str, shard
     if kind == "lists":
         return _list_canvases(config, source, seed=(config.seed << 32) + shard, held_out=split == "heldout")
     if kind == "text":
-        return _text_canvases(config, source, first_row, rows)
+        prefix = [source.vocabulary.bos_id]
+        return ((prefix + sample, 1) for sample in _draw(config, source, [], prefix, first_row, rows))
     return _chat_canvases(config, source, first_row, rows)
 
 
@@ -229,12 +230,6 @@ def _draw(
         top_p=config.sample_top_p, forbid=[source.vocabulary.mask_id, *limit], first_row=row,
     ).tolist()  # fmt: skip
     return samples
-
-
-def _text_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
-    prefix = [source.vocabulary.bos_id]
-    for sample in _draw(config, source, [], prefix, first_row, rows):
-        yield prefix + sample, 1
 
 
 def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -301,14 +301,8 @@ class TrajectoryStore(Sequence[Trajectory]):
     def __len__(self) -> int:
         return len(self.columns.row_N)
 
-    @overload
-    def __getitem__(self, n: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Trajectory]: ...
-    def __getitem__(self, n: int | slice) -> Trajectory | list[Trajectory]:
+    def __getitem__(self, n: int) -> Trajectory:  # type: ignore[override]
         """The n-th trajectory (not row id n, when rows do not start at 0)."""
-        if isinstance(n, slice):
-            return [self[i] for i in range(*n.indices(len(self)))]
         if not -len(self) <= n < len(self):
             raise IndexError(f"trajectory {n} of {len(self)}")
         c, n = self.columns, n % len(self)

@@ -27,7 +27,7 @@ from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.ray_engine import make_with_ray
 from adjust_dlm.data.store import temperature_index
-from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.decoders import decode
 from adjust_dlm.provenance import versions
 from adjust_dlm.sampler import load_sampler, weights_digest
 from adjust_dlm.sampling import EVALUATION_ROWS
@@ -301,21 +301,14 @@ class RowMaker:
     def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
         prompts = [self.source.ids(row) for row in rows]
         idle = self._fillers(prompts) if self.config.compile else []
-        follow = show is not None and self.base.device.type == "cpu"  # a watched canvas has no fast form on a card
-
-        def watch(canvas: Canvas) -> None:
-            assert show is not None
-            part = min(1.0, int(canvas.commits_B.max()) / settings.max_new_tokens)
-            show(self.made["rows_made"] + len(rows) * part)
-
         result = decode(
             self.base, prompts + idle, settings, decoder="joint" if self.sampler is None else "adjust",
-            sampler=self.sampler, rows=rows + rows[:1] * len(idle), watch=watch if follow else None,
+            sampler=self.sampler, rows=rows + rows[:1] * len(idle),
         )  # fmt: skip
         self.made["rows_made"] += len(rows)
         self.made["base_calls"] += int(result.base_calls_B[: len(rows)].sum())
         self.made["tokens"] += int((result.order_BL[: len(rows)] >= 0).sum())
-        if show is not None and not follow:
+        if show is not None:
             show(self.made["rows_made"])
         return [result.trajectory(b) for b in range(len(rows))]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.adapted import FACTS, load_ar
-from adjust_dlm.data.ar import CHAT_TEMPLATE, Vocabulary, read_vocabulary
+from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
 from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
@@ -157,41 +157,24 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
         if config.compile:
             adapter.compile_passes()
     batches = CanvasBatches(
-        load_corpus(folder, "train"),
-        config.shares,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rank=rank,
+        load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
         world=world,
-    )
+    )  # fmt: skip
     trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
     # A finished base is not written again: its fingerprint would follow the rounding of the last evaluation.
-    written = trainer.finished and (config.output / FACTS).is_file()
+    written = trainer.fraction() >= 1 and (config.output / FACTS).is_file()
     result = trainer.run()
     if result["finished"] and rank == 0 and not written:
-        context = model.config.max_position_embeddings
-        adapter.save(config.output, base_facts(config, vocabulary, context, provenance=result))
+        facts = {
+            "ar": config.ar, "mask_id": vocabulary.mask_id, "end_ids": list(vocabulary.end_ids),
+            "pad_id": vocabulary.end_ids[0], "bos_id": vocabulary.bos_id, "token_limit": vocabulary.token_limit,
+            "context": model.config.max_position_embeddings, "order": "entropy", "order_on": "processed",
+            **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
+            "training": {**result, "settings": config.run(), "torch": torch.__version__},
+        }  # fmt: skip
+        adapter.save(config.output, facts)
     distributed.barrier()
     return result
-
-
-def base_facts(
-    config: AdaptConfig, vocabulary: Vocabulary, context: int, *, provenance: dict[str, Any]
-) -> dict[str, Any]:
-    """The content of base.json."""
-    return {
-        "ar": config.ar,
-        "mask_id": vocabulary.mask_id,
-        "end_ids": list(vocabulary.end_ids),
-        "pad_id": vocabulary.end_ids[0],
-        "bos_id": vocabulary.bos_id,
-        "token_limit": vocabulary.token_limit,
-        "context": context,
-        "order": "entropy",
-        "order_on": "processed",
-        **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
-        "training": {**provenance, "settings": config.run(), "torch": torch.__version__},
-    }
 
 
 class AdaptTrainer:
@@ -226,12 +209,12 @@ class AdaptTrainer:
         self._before = self._saved = self.elapsed
         with StopSignal() as stop:
             stopped = False
-            while self._fraction() < 1 and not stopped:
+            while self.fraction() < 1 and not stopped:
                 self._train_step()
-                if self.step % self.config.log_every == 0 or self._fraction() >= 1:
+                if self.step % self.config.log_every == 0 or self.fraction() >= 1:
                     stopped = self._look(stop)
                 every = self.config.eval_every
-                if every and self.step % every == 0 and self._fraction() < 1 and not stopped:
+                if every and self.step % every == 0 and self.fraction() < 1 and not stopped:
                     self.evaluate()
         self._save()
         if not stopped:
@@ -242,18 +225,13 @@ class AdaptTrainer:
             "tokens_per_second": round(tokens / max(self.elapsed, 1e-9)), "ce": ce,
         }  # fmt: skip
 
-    @property
-    def finished(self) -> bool:
-        """Whether the checkpoint taken up is that of the end."""
-        return self._fraction() >= 1
-
-    def _fraction(self) -> float:
+    def fraction(self) -> float:
         """How much of the run is over; the clock enters only if it may end the run."""
         limit = self.config.max_seconds
         return max(self.step / self.config.steps, min(1.0, self.elapsed / limit) if limit else 0.0)
 
     def _train_step(self) -> None:
-        scale = learning_rate(self.step, self._fraction(), warmup=self.config.warmup, decay=DECAY)
+        scale = learning_rate(self.step, self.fraction(), warmup=self.config.warmup, decay=DECAY)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * scale
         total = torch.zeros((), device=self.device)
@@ -278,11 +256,10 @@ class AdaptTrainer:
         elapsed = self._before + time.monotonic() - (self._started or 0.0)
         clock = torch.tensor([elapsed, float(stop.requested)], device=self.device)
         *losses, now, stopped = distributed.mean(torch.cat([torch.stack(self.losses), clock])).tolist()
-        first = self.step - len(losses)
-        for n, loss in enumerate(losses):
+        for step, loss in enumerate(losses, start=self.step - len(losses)):
             if not math.isfinite(loss):
                 raise FloatingPointError(
-                    f"the loss of step {first + n} is {loss}; lower lr ({self.config.lr}) or look at the corpus"
+                    f"the loss of step {step} is {loss}; lower lr ({self.config.lr}) or look at the corpus"
                 )
         speed = len(losses) * self.config.batch_size * self.config.length / max(now - self.elapsed, 1e-9)
         self.losses, self.elapsed = [], now
@@ -313,7 +290,7 @@ class AdaptTrainer:
         return out
 
     def _masked_ce(self, part: Corpus, t: float, kind: int) -> float:
-        generator = torch.Generator().manual_seed(self.config.seed * 1000 + kind * 100 + round(t * 100))
+        generator = torch.Generator().manual_seed((self.config.seed * 1000 + kind * 100 + round(t * 100)) % 2**63)
         rows = len(part.tokens_NL)
         masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), part.tokens_NL.shape[1], generator)
         mine = torch.arange(self.rank, rows, self.world)

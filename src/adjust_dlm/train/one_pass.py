@@ -83,10 +83,6 @@ class Moment:
     revealed_NL: Tensor
     h_NLD: Tensor
 
-    def state(self, padded: bool) -> State:
-        """As the base sees it."""
-        return State(self.tokens_NL.long(), self.real_NL, self.masked_NL, padded)
-
 
 class Lane:
     """The part of a pool that has one temperature: places, and which row comes next."""
@@ -323,9 +319,9 @@ class Pool:
             self.keeper.load(saved["kept"])
         for part in saved["moments"]:
             known = {name: value.to(device) for name, value in part.items()}
-            moment = Moment(**known, h_NLD=torch.empty(0))
-            moment.h_NLD = self.base.hidden(moment.state(self.lanes[0].canvas.padded))
-            self.moments.append(moment)
+            tokens_NL, real_NL, masked_NL = known["tokens_NL"].long(), known["real_NL"], known["masked_NL"]
+            h_NLD = self.base.hidden(State(tokens_NL, real_NL, masked_NL, self.lanes[0].canvas.padded))
+            self.moments.append(Moment(**known, h_NLD=h_NLD))
 
 
 def _rows_of(lane: int, lanes: int, source: PromptSource, first: int) -> Iterator[int]:

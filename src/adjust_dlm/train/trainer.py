@@ -19,12 +19,11 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.losses import pick_delta
 from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
-from adjust_dlm.train.batches import random_slices, to_device
+from adjust_dlm.train.batches import batch_loss, random_slices, to_device
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
-from adjust_dlm.train.objective import batch_loss
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
 from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_of
