@@ -286,8 +286,11 @@ class TrajectoryStore(Sequence[Trajectory]):
                     f"{folder} has {key} {m[key]!r}, {self.folders[0]} has {first[key]!r}: one base for all folders",
                 )
             for other_folder, other in zip(self.folders[:n], self.manifests, strict=False):
+                ends = [x["first_row"] + x["rows"] for x in (m, other)]
+                overlap = m["first_row"] < ends[1] and other["first_row"] < ends[0]
+                same_prompts = any(m["prompts"][key] == other["prompts"][key] for key in ("source", "sha256"))
                 require(
-                    not _copies(m, other),
+                    not (overlap and m["seed"] == other["seed"] and same_prompts),
                     f"{folder} and {other_folder} share rows of seed {m['seed']} on the same prompts, so they hold "
                     "copies: make one of them with another seed or first row",
                 )
@@ -324,12 +327,6 @@ def temperature_index(row: Any, prompts: int, temperatures: int) -> Any:
 def _temperatures(manifest: dict[str, Any], rows: Any) -> NDArray[np.float64]:
     values = np.array(manifest["temperatures"], np.float64)
     return values[temperature_index(rows.to_numpy(), manifest["prompts"]["count"], len(values))]
-
-
-def _copies(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    overlap = a["first_row"] < b["first_row"] + b["rows"] and b["first_row"] < a["first_row"] + a["rows"]
-    same_prompts = any(a["prompts"][key] == b["prompts"][key] for key in ("source", "sha256"))
-    return bool(overlap and a["seed"] == b["seed"] and same_prompts)
 
 
 def length_stats(columns: Columns) -> dict[str, float]:

@@ -283,9 +283,8 @@ class AdaptTrainer:
             part = self.heldout.of_kind(kind)
             if len(part.tokens_NL):
                 out[kind] = {str(t): self._masked_ce(part, t, n) for t in EVAL_TIMES}
-                shown = ", ".join(f"{value:.3f} at t={t}" for t, value in out[kind].items())
-                if self.rank == 0:
-                    logger.info("step %d: held-out masked CE, %s: %s", self.step, kind, shown)
+        if self.rank == 0:
+            logger.info("step %d: held-out masked CE by kind and t: %s", self.step, out)
         self.metrics.write(self.step, ce=out)
         return out
 

@@ -23,16 +23,9 @@ _LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
 
 
 def random_slices(
-    trajectories: Sequence[Trajectory],
-    rows: Sequence[int],
-    *,
-    count: int,
-    length: int,
-    rollout: int,
-    key: tuple[int, ...],
-    pad_id: int,
-    pad_to: int = 0,
-) -> Slices:
+    trajectories: Sequence[Trajectory], rows: Sequence[int], *, count: int, length: int, rollout: int,
+    key: tuple[int, ...], pad_id: int, pad_to: int = 0,
+) -> Slices:  # fmt: skip
     """`count` slices of `length` states from random trajectories.
 
     Starts run from -(windows - 1) to T - 2, so that every window start 0..T-2 is equally likely, the all-mask

@@ -329,8 +329,8 @@ def _rows_of(lane: int, lanes: int, source: PromptSource, first: int) -> Iterato
     return (row for row in itertools.count(first) if store.temperature_index(row, len(source), lanes) == lane)
 
 
-def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], str, Pool]:
-    """Held-out trajectories, a digest of the prompts, and the pool of this process.
+def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], Pool]:
+    """Held-out trajectories, and the pool of this process.
 
     Held-out rows come from stored folders where these are given; else they are rows 0 .. heldout-1, decoded first.
     Training decodes the rows behind them: of stored ones, behind the last that has its seed.
@@ -357,7 +357,7 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
     held = held_out_rows(base, made, source, config.heldout) if stored is None else stored
     keeper = None if pool.keep is None else Keeper(made, base, source)
-    return held, source.facts()["sha256"], Pool(
+    return held, Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
         weights=config.weights, decay=config.next_decay,

@@ -97,16 +97,14 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     held: Sequence[Trajectory] | None
     pool: Pool | None = None
     if config.one_pass:
-        held, digest, pool = start_pool(config, base, rank, world)
+        held, pool = start_pool(config, base, rank, world)
     else:
-        store, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
-        data, digest = store, store.digest()
+        data, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         resumes = config.resume == "auto" and (Path(config.output) / CHECKPOINT).is_file()
         sampler = start_sampler(base, config.sampler_config(), "fresh" if resumes else config.init)
-    facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
-    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
+    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, pool=pool, held=held)
     if config.init != "fresh" and not resumes:
         run.started_from = read_config(Path(config.init))
         check_unseen(run)
