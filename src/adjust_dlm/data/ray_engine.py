@@ -54,7 +54,8 @@ class ShardMaker:
         before = dict(self.run.made)
         if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
             self.run.make_shards([rows])
-        return {**item, **{name: count - before[name] for name, count in self.run.made.items()}, "worker": os.getpid()}
+        spent = {name: self.run.made[name] - before[name] for name in ("base_calls", "tokens")}
+        return {**item, **spent, "worker": os.getpid()}
 
 
 def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
@@ -81,7 +82,9 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
     with _cluster(config, len(todo)) as pool:
         logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
         for row in _counts(config, prepare, todo, pool):
-            done = {name: count + row[name] for name, count in done.items()}
+            rows = row["stop"] - row["start"]  # also where an actor died after it had written them
+            made = {**row, "rows_made": rows, "shards_made": int(rows > 0)}
+            done = {name: count + int(made[name]) for name, count in done.items()}
             logger.debug("rows %d..%d made by worker %d", row["start"], row["stop"] - 1, row["worker"])
             if show:
                 show(done["rows_made"])
