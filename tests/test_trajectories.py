@@ -1,5 +1,6 @@
 """Making trajectories: every state exact, no two rows alike, and nothing but (settings, row) shows in the result."""
 
+import functools
 import hashlib
 import os
 import signal
@@ -199,27 +200,16 @@ def test_every_prompt_meets_every_temperature() -> None:
         assert len(met) == prompts * temperatures
 
 
-def test_compiled_batches_keep_few_shapes_and_the_same_rows(
-    dream: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = set()
+def test_a_compiled_base_makes_the_same_rows(dream: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several lengths; traced by dynamo, run eagerly."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     base = tiny()
-    hidden = base.hidden
-
-    def spy(state: Any) -> torch.Tensor:
-        shapes.add(tuple(state.tokens_BL.shape))
-        return hidden(state)
-
-    monkeypatch.setattr(base, "hidden", spy)
-    monkeypatch.setattr(type(base), "compile", lambda self: None)
     plain = make_trajectories(settings(tmp_path / "a"), dream, source=MIXED)
     made = make_trajectories(settings(tmp_path / "b", compile=True), base, source=MIXED)
-    assert all(plain[name] == made[name] for name in ("rows_made", "base_calls", "tokens"))  # idle rows are not booked
-    assert shapes == {(5, 32 + 8)}  # four rows and an idle one, prompts rounded up to 32
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    shapes.clear()
-    made = make_trajectories(settings(tmp_path / "c", num=7, compile=True), base)
-    assert shapes == {(4, 1 + 8)} and made["rows_made"] == 7
+    assert base.compiled and not dream.compiled
+    assert all(plain[name] == made[name] for name in ("rows_made", "base_calls", "tokens"))
+    for x, y in zip(*(TrajectoryStore(tmp_path / name) for name in ("a", "b")), strict=True):
+        assert torch.equal(x.tokens_L, y.tokens_L) and torch.equal(x.order_L, y.order_L)
 
 
 # --- interruptions (H19) -----------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-_LENGTH_STEP = 32  # compiled canvases get a prompt part of a multiple of this, so that few shapes are compiled
 logger = logging.getLogger(__name__)
 
 
@@ -84,7 +83,7 @@ class TrajectoriesConfig(TextConfig):
         shard_rows: rows per file, the unit of work and of loss when interrupted.
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is float32 on the CPU and bfloat16 on a GPU.
-        compile: compile the base for fixed shapes (30-60 s at the start).
+        compile: compile the layers of the base, once for all lengths (10-30 s at the first pass).
         engine: local (this process, or the ranks of torchrun) or ray (actors of Ray Data; the extra `ray`).
         actors: number of Ray actors; by default one a GPU, or one for four CPUs without any GPU.
         ray_address: a cluster that is up, such as auto or HOST:6379; RAY_ADDRESS in the environment does the same.
@@ -299,24 +298,13 @@ class RowMaker:
             yield from ((settings, mine[i : i + size]) for i in range(0, len(mine), size))
 
     def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
-        prompts = [self.source.ids(row) for row in rows]
-        idle = self._fillers(prompts) if self.config.compile else []
         result = decode(
-            self.base, prompts + idle, settings, decoder="joint" if self.sampler is None else "adjust",
-            sampler=self.sampler, rows=rows + rows[:1] * len(idle),
+            self.base, [self.source.ids(row) for row in rows], settings,
+            decoder="joint" if self.sampler is None else "adjust", sampler=self.sampler, rows=rows,
         )  # fmt: skip
         self.made["rows_made"] += len(rows)
-        self.made["base_calls"] += int(result.base_calls_B[: len(rows)].sum())
-        self.made["tokens"] += int((result.order_BL[: len(rows)] >= 0).sum())
+        self.made["base_calls"] += int(result.base_calls_B.sum())
+        self.made["tokens"] += int((result.order_BL >= 0).sum())
         if show is not None:
             show(self.made["rows_made"])
         return [result.trajectory(b) for b in range(len(rows))]
-
-    def _fillers(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Idle rows that give every compiled batch one of few shapes; their results are dropped."""
-        lengths = {len(p) for p in prompts}
-        longest, room = max(lengths), self.base.spec.context - self.config.max_new_tokens
-        if len(self.source.lengths) > 1:
-            longest = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, room)
-        size = self.config.batch_size + (len(self.source.lengths) > 1)
-        return [[self.base.spec.pad_id] * longest] * (size - len(prompts))

@@ -39,7 +39,7 @@ def random_slices(
         rollout: unrolled steps; a slice holds length - rollout windows.
         key: integers that decide the draw, for example (seed, step, micro-batch).
         pad_id: token put on left pads.
-        pad_to: least canvas length: one shape for every batch, which a compiled base needs.
+        pad_to: least canvas length: one shape for every batch, which a compiled g needs.
     """
     generator = np.random.default_rng(key)
     chosen = [trajectories[rows[i]] for i in generator.integers(len(rows), size=count)]
