@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -87,9 +88,6 @@ def test_a_cluster_that_is_there_stays_and_actors_say_what_is_wrong(local: Path)
         before = contents(local)
         with pytest.raises(InputError, match=f"cannot continue {local}: seed was 0 and is now 7"):
             make_trajectories(settings(local, engine="ray", seed=7))
-        with pytest.raises(NotADirectoryError, match="plain"):  # as an actor met it
-            (local.parent / "plain").touch()
-            make_trajectories(settings(local.parent / "plain" / "s", engine="ray"))
         assert ray.is_initialized() and contents(local) == before
     finally:
         ray.shutdown()
@@ -131,6 +129,30 @@ def test_an_actor_counts_what_it_made_and_makes_no_shard_twice(local: Path, tmp_
     for rows in ((0, 64), (128, 192)):
         name = store.shard_name(rows)
         assert (tmp_path / "s" / name).read_bytes() == (local / name).read_bytes()
+
+
+def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(**changes: Any) -> Exception:
+        maker = ShardMaker(settings(tmp_path / "s", **changes), os.getcwd(), prepared_run)
+        return pickle.loads(maker({"start": 0, "stop": 64})["error"])
+
+    error = told(max_new_tokens=9)
+    assert isinstance(error, InputError) and "context of base 'exact'" in str(error)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "cannot write shard: No space left on device")
+
+    monkeypatch.setattr(store, "write_shard", full)
+    error = told()
+    assert isinstance(error, OSError) and error.errno == 28 and "cannot write shard: No space left" in str(error)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(store, "write_shard", broken)
+    error = told()
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "an actor failed on rows 0..63: ZeroDivisionError: made up"
 
 
 def test_shards_on_another_machines_disk_are_missed(local: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -35,7 +36,7 @@ class ShardMaker:
     """An actor: holds the base from its first shard on."""
 
     def __init__(self, config: Any, cwd: str, prepare: Prepare) -> None:
-        """Loads nothing yet, so that bad input is an error of a shard and not an actor that cannot start.
+        """Loads nothing yet, so that bad input comes back as a row and not as an actor that cannot start.
 
         Args:
             config: of the run.
@@ -47,15 +48,23 @@ class ShardMaker:
         self.config, self.prepare = config, prepare
         self.run: Any = None  # from the first shard on
 
-    def __call__(self, item: dict[str, int]) -> dict[str, int]:
-        """Makes the shard of a row range unless it is on disk already; gives counts."""
+    def __call__(self, item: dict[str, int]) -> dict[str, Any]:
+        """Makes the shard of a row range unless it is on disk already; gives counts, and what went wrong, pickled."""
         rows = item["start"], item["stop"]
-        self.run = self.run or self.prepare(self.config)
-        before = dict(self.run.made)
-        if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
-            self.run.make_shards([rows])
-        spent = {name: self.run.made[name] - before[name] for name in ("base_calls", "tokens")}
-        return {**item, **spent, "worker": os.getpid()}
+        row: dict[str, Any] = {**item, "base_calls": 0, "tokens": 0, "worker": os.getpid(), "error": b""}
+        try:
+            self.run = self.run or self.prepare(self.config)
+            before = dict(self.run.made)
+            if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
+                self.run.make_shards([rows])
+            row |= {name: self.run.made[name] - before[name] for name in ("base_calls", "tokens")}
+        except (InputError, OSError) as error:
+            row["error"] = pickle.dumps(error)
+        except Exception as error:  # ours to tell: Ray's own message is a page
+            logger.exception("rows %d..%d", *rows)
+            said = f"an actor failed on rows {rows[0]}..{rows[1] - 1}: {type(error).__name__}: {error}"
+            row["error"] = pickle.dumps(RuntimeError(said))
+        return row
 
 
 def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
@@ -70,9 +79,8 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
         `rows_made, shards_made, base_calls, tokens`, of this call.
 
     Raises:
-        InputError: no Ray, or more actors than a machine has room for.
-        OSError: an actor wrote into a folder that this machine does not see.
-        Exception: what an actor raised.
+        InputError: no Ray, more actors than a machine has room for, or what the actors found wrong.
+        OSError: an actor could not write, or wrote into a folder that this machine does not see.
     """
     require(find_spec("ray") is not None, "engine ray needs Ray: pip install 'adjust-dlm[ray]'")
     folder = Path(config.output)
@@ -81,7 +89,9 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
     done = {"rows_made": 0, "shards_made": 0, "base_calls": 0, "tokens": 0}
     with _cluster(config, len(todo)) as pool:
         logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
-        for row in _counts(config, prepare, todo, pool):
+        for row in _dataset(config, prepare, todo, pool).iter_rows():
+            if row["error"]:
+                raise pickle.loads(row["error"])
             rows = row["stop"] - row["start"]  # also where an actor died after it had written them
             made = {**row, "rows_made": rows, "shards_made": int(rows > 0)}
             done = {name: count + int(made[name]) for name, count in done.items()}
@@ -121,31 +131,22 @@ def _pool(config: Any, resources: dict[str, float], shards: int, *, fixed: bool)
     return _Pool(actors, 1 if gpus else max(1, min(CPUS, cpus // actors)), int(gpus > 0))
 
 
-def _counts(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool) -> Iterator[dict[str, int]]:
-    """Counts of each shard. Ray Data starts dead actors anew and gives them their shards again.
-
-    Raises:
-        Exception: what an actor raised.
-    """
+def _dataset(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool) -> Any:
+    """Lazy dataset of counts, one row a shard. Ray Data starts dead actors anew and gives them their shards again."""
     import ray.data
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.raise_original_map_exception = True
     items = [{"start": a, "stop": b} for a, b in todo]
     dataset: Any = ray.data.from_items(items, override_num_blocks=len(items))
-    made = dataset.map(
+    return dataset.map(
         ShardMaker,
         compute=ray.data.ActorPoolStrategy(size=pool.actors),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
         fn_constructor_kwargs={"config": config, "cwd": os.getcwd(), "prepare": prepare},
     )
-    try:
-        yield from made.iter_rows()
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
 
 
 def _check_seen(folder: Path, made: list[store.Range], wait: float = LATE) -> None:
@@ -189,7 +190,7 @@ def _start(ray: Any, config: Any, address: str | None) -> None:
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an actor's error is ours to tell
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
     if address is None:
         cpus = max(config.actors or 1, os.cpu_count() or 1)
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
