@@ -31,7 +31,7 @@ import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.commands.settings import filled, read_yaml
-from adjust_dlm.data.store import open_stores
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.eval.generation import Generated, costs
 from adjust_dlm.eval.mauve import mauve
 from adjust_dlm.eval.nll import NllScore, score_nll
@@ -202,7 +202,7 @@ def train_variant(config: TrainConfig, base: Base, fast: Base) -> tuple[Sampler,
     if not result["finished"]:
         raise SystemExit(f"stopped by a signal; the same command goes on with {config.output}")
     g = load_sampler(result["sampler"], base)
-    data = open_stores([Path(x) for x in config.trajectories])
+    data = TrajectoryStore(*config.trajectories)
     held = Run(config=config, base=base, sampler=g, data=data, rank=0, world=1, device=base.device).rows(True)
     plain = replace(TrainConfig(), rollout=DEPTHS, slice_states=DEPTHS + 1, suppress_eos=config.suppress_eos)
     size, own = sum(p.numel() for p in base.model.parameters()), sum(p.numel() for p in g.parameters())

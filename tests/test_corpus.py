@@ -111,15 +111,18 @@ def test_chat_canvases() -> None:
     assert chat_canvas([7] * 65 + [*turn, 9], [1, 50], turn, (2, 0), 80) is None  # a user turn of 65 tokens
 
 
-def source(batch_size: int = 16) -> Source:
+def source() -> Source:
     model = tiny_model()
-    words = read_vocabulary(TOKENIZER, model.config)
-    cpu = torch.device("cpu")
-    return Source(model=model, tokenizer=TOKENIZER, vocabulary=words, batch_size=batch_size, device=cpu)
+    return Source(model, TOKENIZER, read_vocabulary(TOKENIZER, model.config))
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "SHARD_ROWS", 8)
 
 
 def config(**changes: Any) -> CorpusConfig:
-    fields: dict[str, Any] = {"ar": "tiny", "text": 20, "chat": 0, "lists": 0, "heldout": 6, "shard_rows": 8}
+    fields: dict[str, Any] = {"ar": "tiny", "text": 20, "chat": 0, "lists": 0, "heldout": 6, "sample_batch": 16}
     return CorpusConfig(**{**fields, "length": 17, **changes})
 
 
@@ -142,9 +145,9 @@ def test_text_canvases_hold_no_mask(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_work_and_a_finished_shard_stays(tmp_path: Path) -> None:
-    build_corpus(tmp_path / "one", config(), source(16))
+    build_corpus(tmp_path / "one", config(), source())
     for rank in (1, 0):
-        build_corpus(tmp_path / "two", config(), source(5), rank=rank, world=2)
+        build_corpus(tmp_path / "two", config(sample_batch=5), source(), rank=rank, world=2)
     assert everything(tmp_path / "one") == everything(tmp_path / "two")
     times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "one").glob("*.parquet")}
     (tmp_path / "one" / "train-text-00001.parquet").unlink()
@@ -189,7 +192,7 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
         return torch.tensor([row + [90] * (new_tokens - len(row)) for row in rows])
 
     monkeypatch.setattr(corpus_module, "ar_sample", fake)
-    build_corpus(tmp_path, config(text=0, chat=9, length=40), source(8))
+    build_corpus(tmp_path, config(text=0, chat=9, length=40, sample_batch=8), source())
     corpus = load_corpus(tmp_path, "train")
     start = "<|im_start|>user\naaa<|im_end|>\n<|im_start|>assistant\n"
     for tokens, prompt in zip(corpus.tokens_NL.tolist(), corpus.prompt_len_N.tolist(), strict=True):
@@ -199,7 +202,7 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
     assert all(call["forbid"] == [MASK, 100, 101, 102, 103] for call in asked)
     monkeypatch.setattr(corpus_module, "MIN_YIELD", 0.5)
     with pytest.raises(InputError, match="only 2 of 8 samples"):
-        build_corpus(tmp_path / "other", config(text=0, chat=9, length=40), source(8))
+        build_corpus(tmp_path / "other", config(text=0, chat=9, length=40, sample_batch=8), source())
 
 
 def test_chats_are_sampled_behind_the_models_own_system_turn() -> None:
@@ -215,7 +218,7 @@ def test_the_users_own_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 40)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "y" * 20}) + "\n\n" + json.dumps({"text": "short"}) + "\n")
     files = (tmp_path / "a.txt", tmp_path / "b.jsonl")
-    build_corpus(tmp_path / "c", config(text=0, files=files), source())
+    build_corpus(tmp_path / "c", config(text=0, text_files=files), source())
     texts = [
         TOKENIZER.decode(line[:-1]) for split in ("heldout", "train") for line in everything(tmp_path / "c", split)
     ]
@@ -225,15 +228,15 @@ def test_the_users_own_files(tmp_path: Path) -> None:
     assert load_corpus(tmp_path / "c", "train").kind_N.tolist() == [KINDS.index("files")] * 2
     (tmp_path / "a.txt").write_text("x" * 41)
     with pytest.raises(InputError, match="a corpus with files = "):
-        build_corpus(tmp_path / "c", config(text=0, files=files), source())
+        build_corpus(tmp_path / "c", config(text=0, text_files=files), source())
     (tmp_path / "d.jsonl").write_text('{"txt": 1}\n')
     with pytest.raises(InputError, match=r"d\.jsonl, line 1: not an object with a field 'text'"):
-        build_corpus(tmp_path / "d", config(text=0, files=(tmp_path / "d.jsonl",)), source())
+        build_corpus(tmp_path / "d", config(text=0, text_files=(tmp_path / "d.jsonl",)), source())
 
 
 def test_a_text_shorter_than_a_canvas_is_filled_with_end_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("z" * 20)
-    build_corpus(tmp_path / "c", config(text=0, files=(tmp_path / "a.txt",), length=31, heldout=0), source())
+    build_corpus(tmp_path / "c", config(text=0, text_files=(tmp_path / "a.txt",), length=31, heldout=0), source())
     z = TOKENIZER.encode("z")[0]
     assert everything(tmp_path / "c") == [[BOS, *[z] * 20, *[IM_END] * 10, 1]]
 
@@ -259,7 +262,7 @@ def test_lines_and_texts_of_a_jsonl_file(tmp_path: Path) -> None:
 
 def test_a_mask_token_in_a_text_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("z" * 8 + "<empty_output>" + "z" * 8)
-    build_corpus(tmp_path / "c", config(text=0, files=(tmp_path / "a.txt",), heldout=0), source())
+    build_corpus(tmp_path / "c", config(text=0, text_files=(tmp_path / "a.txt",), heldout=0), source())
     assert everything(tmp_path / "c") == [[BOS, *TOKENIZER.encode("z" * 16), 1]]
 
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.exact import ExactBase, load_exact
-from adjust_dlm.data.store import open_stores
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
-from adjust_dlm.train.batches import lots, pack, random_slices
-from adjust_dlm.train.objective import batch_loss, depth_shares
+from adjust_dlm.train.batches import batch_loss, depth_shares, lots, pack, random_slices
 from adjust_dlm.train.trainer import Run, TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError
@@ -191,7 +190,7 @@ def test_the_store_knows_the_temperature_of_each_row(exact: ExactBase, tmp_path:
         ),
         base=exact,
     )
-    assert [x.temperature for x in open_stores([tmp_path])] == [1.0, 0.5] * 3
+    assert [x.temperature for x in TrajectoryStore(tmp_path)] == [1.0, 0.5] * 3
 
 
 # The trainer -----------------------------------------------------------------------------------------------------
@@ -364,7 +363,7 @@ def test_a_run_with_features_trains_and_its_g_decodes(
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         g = Sampler(base, config.sampler_config())
-    store = open_stores([tmp_path / "t"])
+    store = TrajectoryStore(tmp_path / "t")
     rows = Run(config, base, g, store, 0, 1, CPU).rows(False)
     slices = random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, 0), pad_id=base.spec.pad_id)
     run = unroll(g.on(base), g, slices, rollout=3)

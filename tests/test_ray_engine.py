@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -10,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from adjust_dlm.data import ray_engine, store
@@ -115,44 +115,44 @@ def test_sigterm_stops_a_cluster_of_our_own_and_keeps_whole_shards(local: Path, 
 # --- without a cluster -------------------------------------------------------------------------------------------
 
 
-def ask(maker: ShardMaker, *ranges: store.Range) -> dict[str, list[Any]]:
-    answer = maker({"start": np.array([a for a, _ in ranges]), "stop": np.array([b for _, b in ranges])})
-    return {key: value.tolist() for key, value in answer.items()}
+def ask(maker: ShardMaker, *ranges: store.Range) -> list[int]:
+    """Tokens of each shard."""
+    answers = [maker({"start": a, "stop": b}) for a, b in ranges]
+    assert all(answer["tokens"] == answer["base_calls"] for answer in answers)  # K = 1
+    return [answer["tokens"] for answer in answers]
 
 
 def test_an_actor_counts_what_it_made_and_makes_no_shard_twice(local: Path, tmp_path: Path) -> None:
     maker = ShardMaker(settings(tmp_path / "s"), os.getcwd(), prepared_run)
-    first = ask(maker, (0, 64), (128, 192))
-    # K = 1 on four masked positions: four passes and four tokens a row
-    assert first["tokens"] == first["base_calls"] == [256, 256] and first["error"] == ["", ""]
-    assert ask(maker, (0, 64), (0, 0))["tokens"] == [0, 0]
+    assert ask(maker, (0, 64), (128, 192)) == [256, 256]  # four masked positions: four tokens a row
+    assert ask(maker, (0, 64), (0, 0)) == [0, 0]
     for rows in ((0, 64), (128, 192)):
         name = store.shard_name(rows)
         assert (tmp_path / "s" / name).read_bytes() == (local / name).read_bytes()
 
 
 def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = ask(ShardMaker(settings(tmp_path / "s", max_new_tokens=9), os.getcwd(), prepared_run), (0, 64))
-    assert "context of base 'exact'" in answer["error"][0] and answer["kind"] == ["input"]
-    with pytest.raises(InputError, match="context of base 'exact'"):
-        ray_engine._check({key: value[0] for key, value in answer.items()})
+    def told(**changes: Any) -> Exception:
+        maker = ShardMaker(settings(tmp_path / "s", **changes), os.getcwd(), prepared_run)
+        return pickle.loads(maker({"start": 0, "stop": 64})["error"])
+
+    error = told(max_new_tokens=9)
+    assert isinstance(error, InputError) and "context of base 'exact'" in str(error)
 
     def full(*_: Any) -> None:
         raise OSError(28, "cannot write shard: No space left on device")
 
     monkeypatch.setattr(store, "write_shard", full)
-    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd(), prepared_run), (0, 64))
-    with pytest.raises(OSError, match="cannot write shard: No space left") as caught:
-        ray_engine._check({key: value[0] for key, value in answer.items()})
-    assert caught.value.errno == 28
+    error = told()
+    assert isinstance(error, OSError) and error.errno == 28 and "cannot write shard: No space left" in str(error)
 
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("made up")
 
     monkeypatch.setattr(store, "write_shard", broken)
-    answer = ask(ShardMaker(settings(tmp_path / "s"), os.getcwd(), prepared_run), (0, 64))
-    with pytest.raises(RuntimeError, match=r"an actor failed on rows 0\.\.63: ZeroDivisionError: made up"):
-        ray_engine._check({key: value[0] for key, value in answer.items()})
+    error = told()
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "an actor failed on rows 0..63: ZeroDivisionError: made up"
 
 
 def test_shards_on_another_machines_disk_are_missed(local: Path, tmp_path: Path) -> None:
@@ -226,10 +226,11 @@ def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> 
     assert not (tmp_path / "s").exists()
 
 
-def test_what_an_actor_cannot_take_is_refused(tmp_path: Path) -> None:
+def test_what_an_actor_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from adjust_dlm.bases import load_base
 
     with pytest.raises(InputError, match="loads base and prompts in its actors"):
         make_trajectories(settings(tmp_path, engine="ray"), load_base("exact"))
     with pytest.raises(InputError, match="run it without torchrun"):
-        make_trajectories(settings(tmp_path, engine="ray"), rank=0, world=2)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        make_trajectories(settings(tmp_path, engine="ray"))

@@ -16,7 +16,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases import base as registry
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data import store
-from adjust_dlm.data.store import TrajectoryStore, open_stores
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.eval import generation, table
@@ -178,7 +178,7 @@ def texts_of(folder: Path, decoder: str = "joint") -> dict[int, list[int]]:
 
 
 def stored_texts(folder: str) -> dict[int, list[int]]:
-    return {t.row: t.tokens_L[-NEW:].tolist() for t in open_stores([folder])}
+    return {t.row: t.tokens_L[-NEW:].tolist() for t in TrajectoryStore(folder)}
 
 
 @pytest.fixture

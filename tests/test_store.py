@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adjust_dlm.data import store
-from adjust_dlm.data.store import TrajectoryStore, open_stores
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.types import GIVEN, MASKED, InputError, Trajectory
 
 BIG = 151_642  # a token id that neither int16 nor uint16 can hold
@@ -53,8 +53,8 @@ def write_store(folder: Path, **changes: Any) -> Path:
 def test_rows_come_back_exactly(tmp_path: Path) -> None:
     opened = TrajectoryStore(write_store(tmp_path / "s"))
     assert len(opened) == 10
-    assert opened.rows.tolist() == list(range(10))
-    assert (opened.fingerprint, opened.mask_id) == ("abc", 9)
+    assert opened.columns.row_N.tolist() == list(range(10))
+    assert [opened.manifests[0][key] for key in ("base_fingerprint", "mask_id")] == ["abc", 9]
     for r, got in enumerate(opened):
         want = trajectory(r, prompt=r % 3 + 1)
         assert torch.equal(got.tokens_L, want.tokens_L)
@@ -62,7 +62,6 @@ def test_rows_come_back_exactly(tmp_path: Path) -> None:
         assert (got.row, got.seed, got.tokens_L.dtype) == (r, 0, torch.int64)
         assert opened.columns.prompt_len_N[r] == r % 3 + 1
     assert int(opened[-1].tokens_L.max()) == BIG + 2 + 9
-    assert [t.row for t in opened[7:]] == [7, 8, 9]
     with pytest.raises(IndexError, match="trajectory 10 of 10"):
         opened[10]
 
@@ -105,7 +104,7 @@ def test_missing_lists_absent_and_damaged_shards(tmp_path: Path) -> None:
 
 def test_more_than_99999_rows_keep_their_order(tmp_path: Path) -> None:
     folder = write_store(tmp_path / "s", first_row=99_996)
-    assert TrajectoryStore(folder).rows.tolist() == list(range(99_996, 100_006))
+    assert TrajectoryStore(folder).columns.row_N.tolist() == list(range(99_996, 100_006))
 
 
 # --- what the door refuses, always with the file's name ----------------------------------------------------------
@@ -213,23 +212,23 @@ def test_another_run_is_refused_with_both_values(tmp_path: Path, change: dict[st
 
 def test_folders_of_one_base_are_one_store(tmp_path: Path) -> None:
     one, two = write_store(tmp_path / "a"), write_store(tmp_path / "b", seed=1)
-    both = open_stores([one, two])
-    assert both.rows.tolist() == [*range(10), *range(10)]
+    both = TrajectoryStore(one, two)
+    assert both.columns.row_N.tolist() == [*range(10), *range(10)]
     assert [t.seed for t in both] == [0] * 10 + [1] * 10
     assert torch.equal(both[13].tokens_L, TrajectoryStore(two)[3].tokens_L)
-    assert len(open_stores([one, write_store(tmp_path / "c", first_row=10)])) == 20
+    assert len(TrajectoryStore(one, write_store(tmp_path / "c", first_row=10))) == 20
 
 
 def test_folders_of_two_bases_are_refused(tmp_path: Path) -> None:
     one, two = write_store(tmp_path / "a"), write_store(tmp_path / "b", seed=1, base_fingerprint="xyz")
     with pytest.raises(InputError, match=r"base_fingerprint 'xyz', .* has 'abc'"):
-        open_stores([one, two])
+        TrajectoryStore(one, two)
 
 
 def test_folders_with_copies_are_refused(tmp_path: Path) -> None:
     one, two = write_store(tmp_path / "a"), write_store(tmp_path / "b", first_row=9)
     with pytest.raises(InputError, match="share rows of seed 0 on the same prompts"):
-        open_stores([one, two])
+        TrajectoryStore(one, two)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +240,7 @@ def test_copies_have_the_name_or_the_content_of_the_prompts_in_common(
     prompts = {"source": source, "count": 1, "sha256": digest}
     folders = [write_store(tmp_path / "a"), write_store(tmp_path / "b", prompts=prompts)]
     with pytest.raises(InputError, match="hold copies") if copies else nullcontext():
-        assert len(open_stores(folders)) == 20
+        assert len(TrajectoryStore(*folders)) == 20
 
 
 def test_only_what_is_written_twice_is_cleaned_away(tmp_path: Path) -> None:

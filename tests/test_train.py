@@ -23,7 +23,7 @@ from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.corpus import CorpusConfig
 from adjust_dlm.data.prompts import PromptSource
-from adjust_dlm.data.store import TrajectoryStore, open_stores
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.divergence import observe
@@ -32,9 +32,8 @@ from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import trainer
 from adjust_dlm.train.adapt import AdaptConfig
-from adjust_dlm.train.batches import pack, random_slices
+from adjust_dlm.train.batches import pack, random_slices, released_depth
 from adjust_dlm.train.metrics import held_out, looked_at
-from adjust_dlm.train.objective import released_depth
 from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train
@@ -670,7 +669,7 @@ def test_two_micro_batches_equal_one_twice_as_wide(exact: ExactBase, folder: Pat
     for micro in (0, 1):
         torch.manual_seed(0)
         sampler = Sampler(exact)
-        store = list(open_stores([folder]))
+        store = list(TrajectoryStore(folder))
         rows = Run(settings(folder, tmp_path), exact, sampler, store, 0, 1, CPU).rows(False)
         run = unroll(
             exact, sampler, random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, micro), pad_id=0)

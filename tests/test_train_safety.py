@@ -28,9 +28,9 @@ from adjust_dlm.data import store
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import load_sampler
-from adjust_dlm.train import best, distributed, preflight, trainer
+from adjust_dlm.train import distributed, preflight, record, trainer
 from adjust_dlm.train.batches import pack
-from adjust_dlm.train.checkpoint import load_checkpoint, save_checkpoint, tensor_bytes
+from adjust_dlm.train.checkpoint import load_checkpoint, save_checkpoint
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import InputError, State, Trajectory
@@ -364,25 +364,24 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_write_that_fails_names_the_file_and_its_bytes(folder: Path, tmp_path: Path) -> None:
+def test_a_write_that_fails_names_the_file(folder: Path, tmp_path: Path) -> None:
     """A real one: the kernel refuses files beyond a limit, so the checkpoint cannot be written."""
     code = FULL.format(limit=20_000)
     command = [sys.executable, "-c", code, *map(str, flags(folder, tmp_path / "run", checkpoint_every=1, steps=2))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "checkpoint.pt, " in done.stderr and "bytes with" in done.stderr and "File too large" in done.stderr
+    assert f"cannot write {tmp_path / 'run' / 'checkpoint.pt'}: File too large" in done.stderr
     assert not list((tmp_path / "run").glob("*.pt")) and not list((tmp_path / "run").glob(".*part"))
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_says_so(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, {"run": {}, "w": torch.zeros(4)})
     before = (tmp_path / "checkpoint.pt").read_bytes()
     payload = {"run": {}, "parts": [torch.zeros(100_000), {"w": torch.zeros(10, dtype=torch.bfloat16)}]}
-    assert tensor_bytes(payload) == 400_020
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"checkpoint\.pt, 400,020 bytes with .* the one before it stays") as caught:
+        with pytest.raises(OSError, match=r"cannot write .*checkpoint\.pt: File too large") as caught:
             save_checkpoint(tmp_path, payload)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -423,7 +422,7 @@ def test_what_is_on_disk_already_is_not_needed_again(exact: ExactBase, folder: P
 def test_a_dry_run_prints_its_figures_and_writes_nothing(run: Run, folder: Path, tmp_path: Path) -> None:
     code, out, err = run(*flags(folder, tmp_path / "run"), "--dry-run")
     assert code == 0, err
-    for word in ("steps", "windows", "hours", "memory_gib", "optimizer", "disk_gib", "free"):
+    for word in ("steps", "windows", "hours", "memory_gib", "peak", "disk_gib", "free"):
         assert word in out
     assert not (tmp_path / "run").exists()
 
@@ -474,47 +473,18 @@ def dream_run(tmp_path_factory: pytest.TempPathFactory) -> trainer.Run:
     return prepared(out / "t", out / "run", base, heldout=4, slice_states=6, slices=4)
 
 
-def test_memory_by_formula_is_memory_by_counting(dream_run: trainer.Run) -> None:
+def test_memory_is_what_training_holds_and_a_measured_peak(dream_run: trainer.Run) -> None:
     """Weights, gradients and optimiser state exactly (but for AdamW's step counts), once a step has been made."""
     run = dream_run
-    sizes = preflight.memory_bytes(run)
+    sizes = preflight._memory_bytes(run)
     trainer._step(run)
-    p = sum(w.nbytes for w in run.sampler.parameters())
-    assert sizes["sampler"] == p and sizes["gradients"] == sum(w.grad.nbytes for w in run.sampler.parameters())
+    parameters = list(run.sampler.parameters())
     states = [s for o in run.optimizers for state in o.state.values() for s in state.values() if torch.is_tensor(s)]
-    assert sizes["optimizer"] == sum(s.nbytes for s in states if s.ndim)
-    model = {w.data_ptr(): w.nbytes for w in [*run.base.model.parameters(), run.base.head_matrix]}
-    assert sizes["base"] == sum(model.values())
-    # 4 slices x 3 windows x 13 positions, all below the chunk
-    assert sizes["kl"] == 6 * 4 * (4 * 3 * 13) * run.base.spec.vocab_size
-    assert sizes["sum"] == sum(size for name, size in sizes.items() if name != "sum")
-
-
-def test_activations_by_formula_bound_what_autograd_keeps(dream_run: trainer.Run) -> None:
-    """What the graph of g really saves, each storage once, is 70 to 100 % of the formula's part for it."""
-    run = dream_run
-    shape, config = run.base.layer_config, run.config
-    own = {w.untyped_storage().data_ptr() for w in [*run.sampler.parameters(), run.base.head_matrix]}
-    kept: dict[int, int] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        at = x.untyped_storage().data_ptr()
-        if at not in own:
-            kept[at] = x.untyped_storage().nbytes()
-            alive.append(x)
-        return x
-
-    alive: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        trainer._micro_loss(run, 0)
-    rows = config.slices * (config.slice_states - config.rollout) * preflight.longest(run)
-    heads = shape.num_attention_heads * shape.head_dim
-    graph = config.rollout * rows * (11 * shape.hidden_size + 5 * heads + 4 * shape.intermediate_size) * 4
-    graph += config.rollout * 3 * rows * shape.hidden_size * 4
-    assert 0.7 * graph < sum(kept.values()) <= graph
-    assert preflight.activation_bytes(run) > graph
-    per_state = run.world * config.accumulate * config.slices
-    assert preflight.windows_of(run, 10) == 10 * per_state * (config.slice_states - config.rollout)
+    held = [*parameters, *(w.grad for w in parameters if w.grad is not None), *(s for s in states if s.ndim)]
+    assert sizes["sampler"] == sum(x.nbytes for x in held)
+    assert 100_000_000 < sizes["peak"] < 2 * sizes["machine"]
+    per_state = run.world * run.config.accumulate * run.config.slices
+    assert preflight.windows_of(run, 10) == 10 * per_state * (run.config.slice_states - run.config.rollout)
 
 
 # --- several processes ---------------------------------------------------------------------------------------------
@@ -653,8 +623,8 @@ def test_a_tracker_that_is_not_there_is_named_before_any_work(
 
 
 def test_best_kl_by_hand() -> None:
-    assert best.heldout_kl({"kl_1": 1.0, "kl_2": 3.0, "stale_1": 9.0, "top1_1": 0.5}) == 2.0
-    assert best.heldout_kl({}) == float("inf")
+    assert record.heldout_kl({"kl_1": 1.0, "kl_2": 3.0, "stale_1": 9.0, "top1_1": 0.5}) == 2.0
+    assert record.heldout_kl({}) == float("inf")
 
 
 def test_a_checkpoint_with_a_setting_that_is_gone_is_refused(tmp_path: Path) -> None:

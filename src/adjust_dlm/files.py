@@ -37,7 +37,7 @@ def write_whole(files: Mapping[Path, Content]) -> None:
 
 
 def _write_synced(path: Path, part: Path, content: Content) -> None:
-    try:
+    with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             if callable(content):
@@ -46,8 +46,18 @@ def _write_synced(path: Path, part: Path, content: Content) -> None:
                 file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Makes the OSError of a failed write name its file, also where `torch.save` raises a RuntimeError in its place."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, f"cannot write {path}: {cause.strerror}") from error
 
 
 def sweep(path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import adjust_dlm
 
-_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "numpy", "torchao")  # the last quantizes
+_PACKAGES = ("torch", "transformers", "peft", "tokenizers", "numpy", "pyarrow", "torchao")  # the last quantizes
 
 
 def provenance() -> dict[str, Any]:
@@ -22,7 +22,7 @@ def provenance() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
-        "versions": {"adjust-dlm": adjust_dlm.__version__, "python": platform.python_version(), **_versions()},
+        "versions": versions(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -35,8 +35,10 @@ def cards() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def _versions() -> dict[str, str | None]:
-    return {name: _version(name) for name in _PACKAGES}
+def versions() -> dict[str, str | None]:
+    """Of this package, Python, and the packages that results may depend on; None where one is not installed."""
+    own = {"adjust-dlm": adjust_dlm.__version__, "python": platform.python_version()}
+    return own | {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -125,27 +125,16 @@ def _forward(body: Any, tokens_BT: Tensor, cache: _Cache) -> Tensor:
 
 @torch.no_grad()
 def ar_sample(
-    model: Any,
-    prefix_ids: Sequence[int],
-    *,
-    count: int,
-    new_tokens: int,
-    batch_size: int,
-    seed: int,
-    temperature: float = 1.0,
-    top_p: float = 0.95,
-    forbid: Sequence[int] = (),
-    device: torch.device | str = "cpu",
-    first_row: int = 0,
-    compile_draw: bool = False,
-) -> Tensor:
+    model: Any, prefix_ids: Sequence[int], *, count: int, new_tokens: int, batch_size: int, seed: int,
+    temperature: float = 1.0, top_p: float = 0.95, forbid: Sequence[int] = (), first_row: int = 0,
+) -> Tensor:  # fmt: skip
     """Samples continuations of one prefix from a causal `LlamaForCausalLM` or `Qwen2ForCausalLM`.
 
     Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
-    `batch_size` or its neighbours beyond the rounding of the model's own kernels.
+    `batch_size` or its neighbours beyond the rounding of the model's own kernels. On a GPU the filter is compiled.
 
     Args:
-        model: the causal LM on `device`, in eval mode; its dtype is the dtype of the pass.
+        model: the causal LM in eval mode; its dtype is the dtype of the pass.
         prefix_ids: the ids before every continuation, at least one.
         count: rows to sample.
         new_tokens: T, length of each.
@@ -154,62 +143,41 @@ def ar_sample(
         temperature: T >= 0; 0 is argmax.
         top_p: nucleus mass in (0, 1].
         forbid: ids never drawn.
-        device: where the passes run.
         first_row: id of the first row; the others follow.
-        compile_draw: compile filter and draw (one compilation of fixed shape; worth it on a GPU).
 
     Returns:
         int64 [count, T] on the CPU, without the prefix.
     """
     require(len(prefix_ids) >= 1, "the prefix is empty; a causal model needs at least one token to start from")
-    settings = DecodeConfig(temperature=temperature, top_p=top_p)
-    pick = _drawer(model, settings, forbid, device, compile_draw)
-    grain = HEAD_ROWS if compile_draw else 1
+    settings, weight_VD = DecodeConfig(temperature=temperature, top_p=top_p), model.lm_head.weight
+    device, on_gpu = weight_VD.device, weight_VD.device.type == "cuda"
+    bias_V, filtered = forbid_bias(len(weight_VD), forbid, device), _filter(settings, on_gpu)
+
+    def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
+        return draw(filtered(h_CD @ weight_VD.T, bias_V), u_C, temperature)
+
+    grain = HEAD_ROWS if on_gpu else 1
     rows = min(batch_size, -(-count // grain) * grain)
-    cache, parts = _Cache(), []
+    cache, parts, steps_T = _Cache(), [], torch.arange(new_tokens, device=device)
     for start in range(0, count, rows):
         # Always full batches: the surplus of the last one is cut off, and all shapes stay the same.
         ids_B = torch.arange(first_row + start, first_row + start + rows, device=device)
         cache.restart(len(prefix_ids) + new_tokens, rows)
-        parts.append(_sample_batch(model, prefix_ids, ids_B, new_tokens, cache, pick, seed))
+        tokens_BT = torch.tensor([list(prefix_ids)], device=device).expand(rows, -1)
+        out_BT = torch.empty(rows, new_tokens, dtype=torch.long, device=device)
+        # All uniforms at once: inside the loop, nothing waits for the device.
+        u_TB = uniform(seed, ids_B[None], steps_T[:, None], steps_T[:, None])
+        for step in range(new_tokens):
+            h_BD = _forward(model.model, tokens_BT, cache)
+            chunks = zip(h_BD.split(HEAD_ROWS), u_TB[step].split(HEAD_ROWS), strict=True)
+            out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
+            tokens_BT = out_BT[:, step : step + 1]
+        parts.append(out_BT.cpu())
     return torch.cat(parts)[:count]
 
 
-Picker = Callable[[Tensor, Tensor], Tensor]
-
-
-def _sample_batch(
-    model: Any, prefix_ids: Sequence[int], ids_B: Tensor, new_tokens: int, cache: _Cache, pick: Picker, seed: int
-) -> Tensor:
-    tokens_BT = torch.tensor([list(prefix_ids)], device=ids_B.device).expand(len(ids_B), -1)
-    out_BT = torch.empty(len(ids_B), new_tokens, dtype=torch.long, device=ids_B.device)
-    # All uniforms at once: inside the loop, nothing waits for the device.
-    steps_T = torch.arange(new_tokens, device=ids_B.device)
-    u_TB = uniform(seed, ids_B[None], steps_T[:, None], steps_T[:, None])
-    for step in range(new_tokens):
-        h_BD = _forward(model.model, tokens_BT, cache)
-        chunks = zip(h_BD.split(HEAD_ROWS), u_TB[step].split(HEAD_ROWS), strict=True)
-        out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
-        tokens_BT = out_BT[:, step : step + 1]
-    return out_BT.cpu()
-
-
-def _drawer(
-    model: Any, settings: DecodeConfig, forbid: Sequence[int], device: torch.device | str, compile_draw: bool
-) -> Picker:
-    """(states [C, D], uniforms [C]) -> tokens [C]."""
-    weight_VD = model.lm_head.weight
-    bias_V = forbid_bias(weight_VD.shape[0], forbid, device)
-    filtered = _filter(settings, compile_draw)
-
-    def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
-        return draw(filtered(h_CD @ weight_VD.T, bias_V), u_C, settings.temperature)
-
-    return pick
-
-
 @functools.cache
-def _filter(settings: DecodeConfig, compiled: bool) -> Picker:
+def _filter(settings: DecodeConfig, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(logits [C, V], bias [V]) -> filtered fp32 logits; cached, so that it is compiled once in a process."""
 
     def filtered(logits_CV: Tensor, bias_V: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ KINDS = ("text", "chat", "lists", "files")
 SPLITS = ("train", "heldout")
 MANIFEST = "manifest.json"
 MAX_USER_TOKENS = 64
+SHARD_ROWS = 4096  # canvases of a shard
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
 HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
 MIN_YIELD = 0.005  # a model that invents fewer chats than this does not know the template
@@ -43,55 +44,58 @@ class CorpusConfig:
     """What a corpus holds; a folder is resumed only with the same settings.
 
     Attributes:
-        ar: name of the autoregressive source (recorded, and compared on resume).
-        text: canvases of plain text.
-        chat: canvases of chat.
-        lists: canvases of list tasks.
-        heldout: canvases of each of these kinds for evaluation.
-        files: .txt files (one text each) and .jsonl files (one text a line, field `text`).
-        length: L, tokens of every canvas.
-        temperature: of sampling.
-        top_p: of sampling.
-        seed: names the whole corpus.
-        shard_rows: canvases of a shard.
+        ar: the autoregressive model: `smol`, or the path of a Llama or Qwen2 folder with tied embeddings.
+        text: canvases of plain text to sample.
+        chat: canvases of chat to sample.
+        lists: canvases of list tasks to make.
+        heldout: canvases of each of these kinds kept for evaluation.
+        text_files: .txt files (one text each) or .jsonl files (field `text` of every line) of your own.
+        length: tokens of a canvas, the start token included.
+        sample_batch: rows sampled at a time.
+        sample_temperature: temperature of the corpus.
+        sample_top_p: nucleus of the corpus.
+        seed: names the corpus (and, in training, the adapters' start, the order, the times and the masks).
     """
 
-    ar: str
+    ar: str = "smol"
     text: int = 120_000
     chat: int = 40_000
     lists: int = 60_000
     heldout: int = 1024
-    files: tuple[Path, ...] = ()
+    text_files: tuple[Path, ...] = ()
     length: int = 129
-    temperature: float = 1.0
-    top_p: float = 0.95
+    sample_batch: int = 4096
+    sample_temperature: float = 1.0
+    sample_top_p: float = 0.95
     seed: int = 0
-    shard_rows: int = 4096
 
     def __post_init__(self) -> None:
         require_kinds(self)
         for name in ("text", "chat", "lists", "heldout"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
-        require(self.shard_rows >= 1, f"shard_rows is {self.shard_rows}; it must be at least 1")
-        DecodeConfig(temperature=self.temperature, top_p=self.top_p)  # checks them
+        require(self.sample_batch >= 1, f"sample_batch is {self.sample_batch}; it must be at least 1")
+        DecodeConfig(temperature=self.sample_temperature, top_p=self.sample_top_p)  # checks them
         require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
-        require(self.text + self.chat + self.lists + len(self.files) > 0, "the corpus is empty; ask for some canvases")
+        asked = self.text + self.chat + self.lists + len(self.text_files)
+        require(asked > 0, "the corpus is empty; ask for some canvases")
 
-    def rows(self, split: str, kind: str) -> int:
-        """Canvases of a sampled kind in a split."""
-        asked: int = getattr(self, kind)
-        return asked if split == "train" else self.heldout if asked else 0
+    def identity(self) -> dict[str, Any]:
+        """The settings that a folder belongs to, files by their content."""
+        from adjust_dlm.bases.adapted import file_digest
+
+        same = {name: getattr(self, name) for name in ("ar", "text", "chat", "lists", "heldout", "length", "seed")}
+        sampled = {"temperature": self.sample_temperature, "top_p": self.sample_top_p, "shard_rows": SHARD_ROWS}
+        return {**same, **sampled, "files": file_digest(*self.text_files) if self.text_files else None}
 
     def shards(self) -> list[tuple[str, str, int, int]]:
         """(split, kind, shard number, rows) of all sampled shards."""
         out = []
-        for split in SPLITS:
-            for kind in KINDS[:3]:
-                starts = range(0, self.rows(split, kind), self.shard_rows)
-                out += [
-                    (split, kind, n, min(self.shard_rows, self.rows(split, kind) - s)) for n, s in enumerate(starts)
-                ]
+        for split, kind in product(SPLITS, KINDS[:3]):
+            asked: int = getattr(self, kind)
+            rows = asked if split == "train" else self.heldout if asked else 0
+            starts = range(0, rows, SHARD_ROWS)
+            out += [(split, kind, n, min(SHARD_ROWS, rows - start)) for n, start in enumerate(starts)]
         return out
 
 
@@ -109,23 +113,12 @@ class Corpus:
         return Corpus(self.tokens_NL[keep_N], self.prompt_len_N[keep_N], self.kind_N[keep_N])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where canvases come from: the causal model, its tokenizer and vocabulary, and how it is run.
-
-    Attributes:
-        model: causal LM on `device`, in eval mode.
-        tokenizer: its tokenizer.
-        vocabulary: its special ids.
-        batch_size: rows sampled at a time.
-        device: where sampling runs.
-    """
+class Source(NamedTuple):
+    """Where canvases come from: a causal model in eval mode, its tokenizer and its special ids."""
 
     model: Any
     tokenizer: Any
     vocabulary: Vocabulary
-    batch_size: int
-    device: torch.device
 
 
 def build_corpus(folder: Path, config: CorpusConfig, source: Source, *, rank: int = 0, world: int = 1) -> None:
@@ -146,7 +139,7 @@ def build_corpus(folder: Path, config: CorpusConfig, source: Source, *, rank: in
         if n % world == rank and not path.is_file():
             _write(path, list(islice(_canvases(config, source, split, kind, shard, rows), rows)), kind)
             logger.info("corpus: %s, %d canvases", path.name, rows)
-    if config.files and rank == 0:
+    if config.text_files and rank == 0:
         _build_files(folder, config, source)
 
 
@@ -209,7 +202,8 @@ def _canvases(config: CorpusConfig, source: Source, split: str, kind: str, shard
     if kind == "lists":
         return _list_canvases(config, source, seed=(config.seed << 32) + shard, held_out=split == "heldout")
     if kind == "text":
-        return _text_canvases(config, source, first_row, rows)
+        prefix = [source.vocabulary.bos_id]
+        return ((prefix + sample, 1) for sample in _draw(config, source, [], prefix, first_row, rows))
     return _chat_canvases(config, source, first_row, rows)
 
 
@@ -226,24 +220,16 @@ def chat_context(tokenizer: Any) -> str:
 
 
 def _draw(
-    config: CorpusConfig, source: Source, context: list[int], prefix: list[int], forbid: set[int], row: int, count: int
+    config: CorpusConfig, source: Source, context: list[int], prefix: list[int], row: int, count: int
 ) -> list[list[int]]:
     """`count` samples that fill a canvas behind `prefix`; `context` stands before it and is not part of the canvas."""
     limit = range(source.vocabulary.token_limit, source.vocabulary.size)
     samples: list[list[int]] = ar_sample(
         source.model, context + prefix, count=count, new_tokens=config.length - len(prefix),
-        batch_size=source.batch_size, seed=config.seed, temperature=config.temperature, top_p=config.top_p,
-        forbid=sorted({*forbid, *limit}), device=source.device, first_row=row,
-        compile_draw=source.device.type == "cuda",
+        batch_size=config.sample_batch, seed=config.seed, temperature=config.sample_temperature,
+        top_p=config.sample_top_p, forbid=[source.vocabulary.mask_id, *limit], first_row=row,
     ).tolist()  # fmt: skip
     return samples
-
-
-def _text_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
-    prefix = [source.vocabulary.bos_id]
-    samples = _draw(config, source, [], prefix, {source.vocabulary.mask_id}, first_row, rows)
-    for sample in samples:
-        yield prefix + sample, 1
 
 
 def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
@@ -251,10 +237,9 @@ def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: i
     context: list[int] = source.tokenizer.encode(chat_context(source.tokenizer), add_special_tokens=False)
     turn: list[int] = source.tokenizer.encode(CHAT_TURN, add_special_tokens=False)
     tried = kept = 0
-    count = min(source.batch_size, 4 * rows)
+    count = min(config.sample_batch, 4 * rows)
     while True:
-        samples = _draw(config, source, context, prefix, {source.vocabulary.mask_id}, first_row + tried, count)
-        for sample in samples:
+        for sample in _draw(config, source, context, prefix, first_row + tried, count):
             canvas = chat_canvas(sample, prefix, turn, source.vocabulary.end_ids, config.length)
             if canvas is not None:
                 kept += 1
@@ -288,7 +273,7 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
     paths = {split: folder / f"{split}-files-00000.parquet" for split in SPLITS}
     if all(path.is_file() for path in paths.values()):
         return
-    canvases = [canvas for path in config.files for text in _texts(path) for canvas in _cut(text, config, source)]
+    canvases = [canvas for path in config.text_files for text in _texts(path) for canvas in _cut(text, config, source)]
     require(bool(canvases), f"the text files hold no piece of at least {MIN_FILE_TOKENS} tokens")
     held = [n % HELD_OUT_EVERY == 0 and config.heldout > 0 and len(canvases) > 1 for n in range(len(canvases))]
     for split, path in paths.items():
@@ -298,21 +283,30 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
 def _texts(path: Path) -> Iterator[str]:
     """One text of a .txt file, or one of every line of a .jsonl file."""
     require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
     if path.suffix == ".txt":
-        yield content
+        yield read_text(path)
         return
-    for number, line in enumerate(content.split("\n"), start=1):  # only line feeds end one: U+2028 may stand in a text
-        if line.strip():
-            try:
-                text = json.loads(line)["text"]
-                text.encode()  # a string, and no half of a surrogate pair
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InputError(f"{path}, line {number}: not an object with a field 'text'") from error
-            yield text
+    for where, line in lines_of(path):
+        try:
+            text = json.loads(line)["text"]
+            text.encode()  # a string, and no half of a surrogate pair
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{where}: not an object with a field 'text'") from error
+        yield text
+
+
+def read_text(path: Path) -> str:
+    """A whole file; raises InputError unless it is UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, str]]:
+    """`FILE, line N` and what stands there, blank lines left out. Line feeds alone end one: a text may hold U+2028."""
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    return ((f"{path}, line {number}", line.strip()) for number, line in lines if line.strip())
 
 
 def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
@@ -339,13 +333,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _claim(folder: Path, config: CorpusConfig) -> None:
     """Writes the manifest, or checks that the one there says the same."""
-    from adjust_dlm.bases.adapted import file_digest
-
-    lost = [str(path) for path in config.files if not path.is_file()]
+    lost = [str(path) for path in config.text_files if not path.is_file()]
     require(not lost, f"there is no file {', '.join(lost)}")
-    settings = asdict(config) | {"files": file_digest(*config.files) if config.files else None}
+    settings = config.identity()
     names = [f"{split}-{kind}-{shard:05d}.parquet" for split, kind, shard, _ in config.shards()]
-    names += [f"{split}-files-00000.parquet" for split in SPLITS if config.files]
+    names += [f"{split}-files-00000.parquet" for split in SPLITS if config.text_files]
     path = folder / MANIFEST
     if path.is_file():
         then = _manifest(folder)["settings"]

@@ -101,7 +101,10 @@ def list_tasks(seed: int, *, held_out: bool = False) -> Iterator[ListTask]:
         held_out: use the reserved names, which no other task contains.
     """
     rng = random.Random(f"list tasks {seed} {held_out}")
-    first, last = _names(FIRST_NAMES, held_out), _names(LAST_NAMES, held_out)
+    first, last = (
+        tuple(name for n, name in enumerate(names) if (n % HELD_OUT_EVERY == 0) == held_out)
+        for names in (FIRST_NAMES, LAST_NAMES)
+    )
     while True:
         yield make_task(rng, rng.choice(KINDS), first, last)
 
@@ -113,10 +116,6 @@ def make_task(rng: random.Random, kind: str, first: tuple[str, ...], last: tuple
     index = rng.randint(0, size if kind == "insert" else size - 1)
     prompt = rng.choice(_WORDING[kind]).format(people=write_list(people), person=person, index=index)
     return ListTask(kind, prompt, write_list(_ANSWERS[kind](people, index, person, rng)))
-
-
-def _names(names: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
-    return tuple(name for n, name in enumerate(names) if (n % HELD_OUT_EVERY == 0) == held_out)
 
 
 def _people(rng: random.Random, count: int, first: tuple[str, ...], last: tuple[str, ...]) -> list[str]:

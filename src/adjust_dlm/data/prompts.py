@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from adjust_dlm.bases import Base
+from adjust_dlm.data.corpus import lines_of, load_corpus
+from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.types import InputError, require
 
 FIELDS = ("prompt", "text", "question", "instruction")  # of a JSONL line; the first one present wins, then `messages`
@@ -74,50 +75,32 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
         seed: of an endless source.
 
     Raises:
-        InputError: unknown source, or a bad or empty file (the line is named).
+        InputError: unknown source, a bad or empty file (the line is named), or an incomplete or unreadable corpus.
     """
     if spec == "unconditional":
         require(not chat, "unconditional prompts have no text for a chat template")
         return PromptSource(spec, [unconditional(base)])
     if spec == "lists":
-        return PromptSource(spec, [_encode(base, text, True, spec) for text in list_prompts(rows, seed)])
+        tasks = itertools.islice(list_tasks(-1 - seed), rows)  # no corpus has a negative seed, so none holds these
+        return PromptSource(spec, [_encode(base, task.prompt, True, spec) for task in tasks])
     kind, _, folder = spec.partition(":")
-    if kind == "corpus" and folder:
-        return PromptSource(spec, corpus_prompts(Path(folder)))
-    return PromptSource(spec, list(file_prompts(Path(spec), base, chat=chat)))
+    if kind == "corpus" and folder:  # the prompt part of every chat for training, copies dropped
+        chats = load_corpus(Path(folder), "train").of_kind("chat")
+        rows_N = zip(chats.tokens_NL.tolist(), chats.prompt_len_N.tolist(), strict=True)
+        return PromptSource(spec, [*map(list, dict.fromkeys(tuple(tokens[:length]) for tokens, length in rows_N))])
+    path = Path(spec)
+    require(
+        path.suffix in (".jsonl", ".txt"),
+        f"prompts {spec!r}: give unconditional, lists, corpus:DIR, or a .jsonl or .txt file",
+    )
+    require(path.is_file(), f"prompt file {path} does not exist")
+    found = [(_json_line(line, where) if path.suffix == ".jsonl" else line, where) for where, line in lines_of(path)]
+    return PromptSource(spec, [_encode(base, prompt, chat, where) for prompt, where in found])
 
 
 def unconditional(base: Base) -> list[int]:
     """BOS alone, or nothing when the family has none."""
     return [] if base.spec.bos_id is None else [base.spec.bos_id]
-
-
-def file_prompts(path: Path, base: Base, *, chat: bool = False) -> Iterator[list[int]]:
-    """Token ids of each prompt of a .jsonl or .txt file; blank lines do not count.
-
-    Raises:
-        InputError: not found, unknown suffix, or a bad line.
-    """
-    readers: dict[str, Callable[[str, str], str | list[Any]]] = {".jsonl": _json_line, ".txt": lambda line, _: line}
-    require(
-        path.suffix in readers,
-        f"prompts {str(path)!r}: give unconditional, lists, corpus:DIR, or a .jsonl or .txt file",
-    )
-    require(path.is_file(), f"prompt file {path} does not exist")
-    for number, line in _lines(path):
-        where = f"{path}, line {number}"
-        prompt = readers[path.suffix](line, where)
-        yield _encode(base, prompt, chat, where)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line.strip()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _json_line(line: str, where: str) -> str | list[Any]:
@@ -133,10 +116,7 @@ def _json_line(line: str, where: str) -> str | list[Any]:
             require(isinstance(text, str) and bool(text.strip()), f"{where}: {name} is {text!r}; it must be some text")
             return str(text)
     require("messages" in item, f"{where}: none of {', '.join(FIELDS)}, messages is there")
-    return _messages(item["messages"], where)
-
-
-def _messages(messages: Any, where: str) -> list[Any]:
+    messages = item["messages"]
     good = isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     )
@@ -157,23 +137,3 @@ def _encode(base: Base, prompt: str | list[Any], chat: bool, where: str) -> list
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
     ids: list[int] = base.tokenizer.encode(text, add_special_tokens=False)
     return ids
-
-
-def list_prompts(count: int, seed: int = 0) -> Iterator[str]:
-    """The first `count` user turns of the list tasks; no corpus has a negative seed, so none holds these."""
-    from adjust_dlm.data.lists import list_tasks
-
-    return (task.prompt for task in itertools.islice(list_tasks(-1 - seed), count))
-
-
-def corpus_prompts(folder: Path) -> list[list[int]]:
-    """The prompt part of every chat canvas that a corpus has for training, copies dropped, in its order.
-
-    Raises:
-        InputError: no corpus there, or an incomplete or unreadable one.
-    """
-    from adjust_dlm.data.corpus import load_corpus
-
-    chats = load_corpus(folder, "train").of_kind("chat")
-    rows = zip(chats.tokens_NL.tolist(), chats.prompt_len_N.tolist(), strict=True)
-    return [list(ids) for ids in dict.fromkeys(tuple(tokens[:length]) for tokens, length in rows)]

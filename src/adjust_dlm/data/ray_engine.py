@@ -11,17 +11,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from adjust_dlm.data import store
 from adjust_dlm.types import InputError, require
@@ -50,27 +48,22 @@ class ShardMaker:
         self.config, self.prepare = config, prepare
         self.run: Any = None  # from the first shard on
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Makes the shards of a batch of row ranges that are not on disk yet; one row of counts for each."""
-        rows = [self._make((int(a), int(b))) for a, b in zip(batch["start"], batch["stop"], strict=True)]
-        return {key: np.array([row[key] for row in rows]) for key in rows[0]}
-
-    def _make(self, rows: store.Range) -> dict[str, Any]:
-        row: dict[str, Any] = {"start": rows[0], "stop": rows[1], "worker": os.getpid(), "base_calls": 0, "tokens": 0}
-        row |= {"error": "", "kind": "", "errno": 0}
+    def __call__(self, item: dict[str, int]) -> dict[str, Any]:
+        """Makes the shard of a row range unless it is on disk already; gives counts, and what went wrong, pickled."""
+        rows = item["start"], item["stop"]
+        row: dict[str, Any] = {**item, "base_calls": 0, "tokens": 0, "worker": os.getpid(), "error": b""}
         try:
             self.run = self.run or self.prepare(self.config)
-            before = self.run.base_calls, self.run.tokens
+            before = dict(self.run.made)
             if rows[0] < rows[1] and not store.is_whole(self.run.folder / store.shard_name(rows)):
-                self.run.make_shard(rows, None)
-            row |= {"base_calls": self.run.base_calls - before[0], "tokens": self.run.tokens - before[1]}
-        except InputError as error:
-            row |= {"kind": "input", "error": str(error)}
-        except OSError as error:
-            row |= {"kind": "os", "error": error.strerror or str(error), "errno": error.errno or 0}
+                self.run.make_shards([rows])
+            row |= {name: self.run.made[name] - before[name] for name in ("base_calls", "tokens")}
+        except (InputError, OSError) as error:
+            row["error"] = pickle.dumps(error)
         except Exception as error:  # ours to tell: Ray's own message is a page
             logger.exception("rows %d..%d", *rows)
-            row |= {"kind": "other", "error": f"{type(error).__name__}: {error}"}
+            said = f"an actor failed on rows {rows[0]}..{rows[1] - 1}: {type(error).__name__}: {error}"
+            row["error"] = pickle.dumps(RuntimeError(said))
         return row
 
 
@@ -94,27 +87,24 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
     left = store.missing(folder, config.num, config.shard_rows, first_row=config.first_row)
     todo = left or [(config.first_row, config.first_row)]  # no rows: the settings are checked all the same
     done = {"rows_made": 0, "shards_made": 0, "base_calls": 0, "tokens": 0}
-    spoken = time.monotonic()
     with _cluster(config, len(todo)) as pool:
         logger.info("%d of %d shards to make, %d actors", len(left), -(-config.num // config.shard_rows), pool.actors)
         for row in _dataset(config, prepare, todo, pool).iter_rows():
-            _check(row)
-            done["rows_made"] += row["stop"] - row["start"]
-            done["shards_made"] += bool(row["stop"] > row["start"])
-            done["base_calls"] += row["base_calls"]
-            done["tokens"] += row["tokens"]
+            if row["error"]:
+                raise pickle.loads(row["error"])
+            rows = row["stop"] - row["start"]  # also where an actor died after it had written them
+            made = {**row, "rows_made": rows, "shards_made": int(rows > 0)}
+            done = {name: count + int(made[name]) for name, count in done.items()}
             logger.debug("rows %d..%d made by worker %d", row["start"], row["stop"] - 1, row["worker"])
             if show:
                 show(done["rows_made"])
-            elif time.monotonic() - spoken > 10:
-                spoken = time.monotonic()
+            elif done["shards_made"] % max(1, len(left) // 20) == 0:
                 logger.info("%d of %d shards made", done["shards_made"], len(left))
     _check_seen(folder, left)
-    return {name: int(count) for name, count in done.items()}
+    return done
 
 
-@dataclass(frozen=True)
-class _Pool:
+class _Pool(NamedTuple):
     """How many actors, and what each of them gets."""
 
     actors: int
@@ -149,9 +139,9 @@ def _dataset(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     items = [{"start": a, "stop": b} for a, b in todo]
-    return ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+    dataset: Any = ray.data.from_items(items, override_num_blocks=len(items))
+    return dataset.map(
         ShardMaker,
-        batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=pool.actors),
         num_cpus=pool.cpus,
         num_gpus=pool.gpus,
@@ -159,29 +149,17 @@ def _dataset(config: Any, prepare: Prepare, todo: list[store.Range], pool: _Pool
     )
 
 
-def _check(row: dict[str, Any]) -> None:
-    """Raises what an actor reported, as it would have been raised here."""
-    if row["kind"] == "os":
-        raise OSError(int(row["errno"]), str(row["error"]))
-    if row["kind"] == "other":
-        raise RuntimeError(f"an actor failed on rows {row['start']}..{row['stop'] - 1}: {row['error']}")
-    require(not row["kind"], str(row["error"]))
-
-
 def _check_seen(folder: Path, made: list[store.Range], wait: float = LATE) -> None:
     """Workers on other machines may have written to disks of their own, or a shared one may show files late."""
-    end = time.monotonic() + wait
-    names = {store.shard_name(rows) for rows in made}
+    names, end = {store.shard_name(rows) for rows in made}, time.monotonic() + wait
     while unseen := sorted(names - set(os.listdir(folder) if folder.is_dir() else ())):
         if time.monotonic() > end:
-            break
+            raise FileNotFoundError(
+                2,
+                f"{len(unseen)} of {len(made)} shards that the actors wrote to {folder.absolute()} are not there on "
+                f"this machine (the first is {unseen[0]}): the folder must be on a disk that all nodes share",
+            )
         time.sleep(min(1.0, wait))
-    if unseen:
-        raise FileNotFoundError(
-            2,
-            f"{len(unseen)} of {len(made)} shards that the actors wrote to {folder.absolute()} are not there on this "
-            f"machine (the first is {unseen[0]}): the folder must be on a disk that all nodes share",
-        )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,16 +72,18 @@ class Columns:
     order_P: NDArray[np.int16]
 
     @staticmethod
-    def concatenate(parts: list[Columns]) -> Columns:
-        """One after another, in the order given."""
-        lengths_N = np.concatenate([np.diff(p.start_N) for p in parts])
+    def of(table: Any) -> Columns:
+        """Of a `pyarrow.Table` of shards, in its order."""
+        import pyarrow.compute as pc
+
+        lengths_N = pc.list_value_length(table["tokens"]).to_numpy()
         return Columns(
-            row_N=np.concatenate([p.row_N for p in parts]),
-            seed_N=np.concatenate([p.seed_N for p in parts]),
-            prompt_len_N=np.concatenate([p.prompt_len_N for p in parts]),
+            row_N=table["row"].to_numpy(),
+            seed_N=table["seed"].to_numpy(),
+            prompt_len_N=table["prompt_len"].to_numpy(),
             start_N=np.concatenate([[0], lengths_N.cumsum()]).astype(np.int64),
-            tokens_P=np.concatenate([p.tokens_P for p in parts]),
-            order_P=np.concatenate([p.order_P for p in parts]),
+            tokens_P=pc.list_flatten(table["tokens"]).to_numpy(),
+            order_P=pc.list_flatten(table["order"]).to_numpy(),
         )
 
 
@@ -117,40 +119,30 @@ def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], promp
     return path
 
 
-def read_shard(path: Path) -> Columns:
+def read_shard(path: Path) -> Any:
     """Reads and checks one shard.
+
+    Returns:
+        A `pyarrow.Table`, see `Columns.of`.
 
     Raises:
         InputError: unreadable, truncated or damaged, or not the rows that its name promises.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
+    start, stop = _range_of(path)
     try:
         table = pq.ParquetFile(path, page_checksum_verification=True).read()
-        columns = _columns(table)
+        lengths = [pc.list_value_length(table[name]) for name in ("tokens", "order")]
+        right = table["row"].to_pylist() == list(range(start, stop))
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"cannot read {path}: {reason}; delete it and run the same command again") from error
-    start, stop = _range_of(path)
-    right = len(columns.row_N) == stop - start and bool((columns.row_N == np.arange(start, stop)).all())
+    require(lengths[0].equals(lengths[1]), f"tokens and order of {path} differ in length; delete it")
     require(right, f"{path} does not hold the rows {start}..{stop - 1} that its name promises, each once")
-    return columns
-
-
-def _columns(table: Any) -> Columns:
-    tokens, order = (table[name].combine_chunks() for name in ("tokens", "order"))
-    lengths_N, order_lengths_N = (np.diff(lists.offsets.to_numpy()) for lists in (tokens, order))
-    if not np.array_equal(lengths_N, order_lengths_N):
-        raise ValueError("tokens and order differ in length")
-    return Columns(
-        row_N=table["row"].to_numpy().astype(np.int64),
-        seed_N=table["seed"].to_numpy().astype(np.int64),
-        prompt_len_N=table["prompt_len"].to_numpy().astype(np.int32),
-        start_N=np.concatenate([[0], lengths_N.cumsum()]).astype(np.int64),
-        tokens_P=tokens.flatten().to_numpy().astype(np.int32),
-        order_P=order.flatten().to_numpy().astype(np.int16),
-    )
+    return table
 
 
 def _range_of(path: Path) -> Range:
@@ -243,16 +235,20 @@ def _check_ranges(folder: Path, shards: dict[Range, Path], manifest: dict[str, A
         at = last
 
 
-def _load_folder(folder: Path) -> tuple[dict[str, Any], Columns]:
+def _load_folder(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Manifest and table of all rows."""
+    import pyarrow as pa
+
     manifest, shards = read_manifest(folder), find_shards(folder)
     _check_ranges(folder, shards, manifest)
-    columns = Columns.concatenate([read_shard(path) for path in shards.values()])
-    wrong = columns.seed_N != manifest["seed"]
+    table = pa.concat_tables([read_shard(path) for path in shards.values()])
+    wrong_N = (table["seed"].to_numpy() != manifest["seed"]).nonzero()[0]
     require(
-        not wrong.any(),
-        f"row {columns.row_N[wrong][:1].sum()} of {folder} has another seed than {manifest['seed']} of {MANIFEST}",
+        not len(wrong_N),
+        f"row {manifest['first_row'] + sum(wrong_N[:1])} of {folder} has another seed than {manifest['seed']} of "
+        f"{MANIFEST}",
     )
-    return manifest, columns
+    return manifest, table
 
 
 class TrajectoryStore(Sequence[Trajectory]):
@@ -271,13 +267,15 @@ class TrajectoryStore(Sequence[Trajectory]):
     """
 
     def __init__(self, *folders: str | Path) -> None:
+        import pyarrow as pa
+
         require(bool(folders), "no trajectory folder given")
         loaded = [_load_folder(Path(folder)) for folder in folders]
         self.folders = [Path(folder) for folder in folders]
         self.manifests = [manifest for manifest, _ in loaded]
         self._check_together()
-        self.columns = Columns.concatenate([columns for _, columns in loaded])
-        self.temperature_N = np.concatenate([_temperatures(manifest, columns.row_N) for manifest, columns in loaded])
+        self.columns = Columns.of(pa.concat_tables([table for _, table in loaded]))
+        self.temperature_N = np.concatenate([_temperatures(manifest, table["row"]) for manifest, table in loaded])
 
     def _check_together(self) -> None:
         first = self.manifests[0]
@@ -288,31 +286,14 @@ class TrajectoryStore(Sequence[Trajectory]):
                     f"{folder} has {key} {m[key]!r}, {self.folders[0]} has {first[key]!r}: one base for all folders",
                 )
             for other_folder, other in zip(self.folders[:n], self.manifests, strict=False):
+                ends = [x["first_row"] + x["rows"] for x in (m, other)]
+                overlap = m["first_row"] < ends[1] and other["first_row"] < ends[0]
+                same_prompts = any(m["prompts"][key] == other["prompts"][key] for key in ("source", "sha256"))
                 require(
-                    not _copies(m, other),
+                    not (overlap and m["seed"] == other["seed"] and same_prompts),
                     f"{folder} and {other_folder} share rows of seed {m['seed']} on the same prompts, so they hold "
                     "copies: make one of them with another seed or first row",
                 )
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The first folder's manifest."""
-        return self.manifests[0]
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the base that every row came from."""
-        return str(self.manifest["base_fingerprint"])
-
-    @property
-    def mask_id(self) -> int:
-        """What `Trajectory.state` puts on masked positions."""
-        return int(self.manifest["mask_id"])
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """Global row ids [N]."""
-        return self.columns.row_N
 
     def digest(self) -> str:
         """sha256 of all rows in order: what a training run must find again when it resumes."""
@@ -323,14 +304,8 @@ class TrajectoryStore(Sequence[Trajectory]):
     def __len__(self) -> int:
         return len(self.columns.row_N)
 
-    @overload
-    def __getitem__(self, n: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, n: slice) -> list[Trajectory]: ...
-    def __getitem__(self, n: int | slice) -> Trajectory | list[Trajectory]:
+    def __getitem__(self, n: int) -> Trajectory:  # type: ignore[override]
         """The n-th trajectory (not row id n, when rows do not start at 0)."""
-        if isinstance(n, slice):
-            return [self[i] for i in range(*n.indices(len(self)))]
         if not -len(self) <= n < len(self):
             raise IndexError(f"trajectory {n} of {len(self)}")
         c, n = self.columns, n % len(self)
@@ -349,20 +324,9 @@ def temperature_index(row: Any, prompts: int, temperatures: int) -> Any:
     return (row % prompts + row // prompts) % temperatures
 
 
-def _temperatures(manifest: dict[str, Any], row_N: NDArray[np.int64]) -> NDArray[np.float64]:
+def _temperatures(manifest: dict[str, Any], rows: Any) -> NDArray[np.float64]:
     values = np.array(manifest["temperatures"], np.float64)
-    return values[temperature_index(row_N, manifest["prompts"]["count"], len(values))]
-
-
-def _copies(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    overlap = a["first_row"] < b["first_row"] + b["rows"] and b["first_row"] < a["first_row"] + a["rows"]
-    same_prompts = any(a["prompts"][key] == b["prompts"][key] for key in ("source", "sha256"))
-    return bool(overlap and a["seed"] == b["seed"] and same_prompts)
-
-
-def open_stores(folders: list[str] | list[Path]) -> TrajectoryStore:
-    """Several finished folders of one base as one store."""
-    return TrajectoryStore(*folders)
+    return values[temperature_index(rows.to_numpy(), manifest["prompts"]["count"], len(values))]
 
 
 def length_stats(columns: Columns) -> dict[str, float]:

@@ -8,7 +8,7 @@ in the result, and whatever shard is on disk is finished.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import functools
 import logging
 import math
 import os
@@ -21,50 +21,69 @@ from typing import Any, Literal
 
 import torch
 
-from adjust_dlm import __version__
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.ray_engine import make_with_ray
 from adjust_dlm.data.store import temperature_index
-from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.decoders import decode
+from adjust_dlm.provenance import versions
 from adjust_dlm.sampler import load_sampler, weights_digest
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-_LENGTH_STEP = 32  # compiled canvases get a prompt part of a multiple of this, so that few shapes are compiled
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoriesConfig:
-    """Settings of `adjust trajectories`.
+class TextConfig:
+    """What texts of a base are decoded.
 
     Attributes:
-        output: folder for the shards and the manifest; an interrupted run continues there.
-        base: name of a base, or the folder of an adapted one.
         prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
-        num: how many trajectories.
-        sampler: folder of a g that then decodes by ADJUST, so that it can go on training on canvases and positions of
-            its own; none decodes jointly, by the base alone.
-        tokens_per_step: K of ADJUST, with a sampler.
+        chat: put each text of a file into the base's chat template (list tasks always are in it).
         max_new_tokens: masked positions after each prompt.
         temperature: one or more; with several, prompts and temperatures are crossed, row by row.
         top_p: nucleus mass in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
         order: rule that picks the next position; none takes the base's own.
         order_on: score the processed or the raw distribution; none takes the base's own.
+    """
+
+    prompts: str = "unconditional"
+    chat: bool = False
+    max_new_tokens: int = 128
+    temperature: tuple[float, ...] = (1.0,)
+    top_p: float = 1.0
+    top_k: int = 0
+    order: OrderRule | None = None
+    order_on: OrderOn | None = None
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoriesConfig(TextConfig):
+    """Settings of `adjust trajectories`.
+
+    Attributes:
+        output: folder for the shards and the manifest; an interrupted run continues there.
+        base: name of a base, or the folder of an adapted one.
+        num: how many trajectories.
+        sampler: folder of a g that then decodes by ADJUST, so that it can go on training on canvases and positions of
+            its own; none decodes jointly, by the base alone.
+        tokens_per_step: K of ADJUST, with a sampler.
         suppress_eos: never commit an end token.
-        chat: put each text of a file into the base's chat template (list tasks always are in it).
         seed: with a row's number, the only source of randomness.
         first_row: number of the first row; another start makes new rows of the same seed and prompts.
         batch_size: rows decoded together; divides shard_rows, and does not change the result (but for bf16 rounding).
         shard_rows: rows per file, the unit of work and of loss when interrupted.
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is float32 on the CPU and bfloat16 on a GPU.
-        compile: compile the base for fixed shapes (30-60 s at the start).
+        compile: compile the layers of the base, once for all lengths (10-30 s at the first pass).
         engine: local (this process, or the ranks of torchrun) or ray (actors of Ray Data; the extra `ray`).
         actors: number of Ray actors; by default one a GPU, or one for four CPUs without any GPU.
         ray_address: a cluster that is up, such as auto or HOST:6379; RAY_ADDRESS in the environment does the same.
@@ -72,18 +91,10 @@ class TrajectoriesConfig:
 
     output: str
     base: str = "smol"
-    prompts: str = "unconditional"
     num: int = 1024
     sampler: str | None = None
     tokens_per_step: int = 1
-    max_new_tokens: int = 128
-    temperature: tuple[float, ...] = (1.0,)
-    top_p: float = 1.0
-    top_k: int = 0
-    order: OrderRule | None = None
-    order_on: OrderOn | None = None
     suppress_eos: bool = False
-    chat: bool = False
     seed: int = 0
     first_row: int = 0
     batch_size: int = 64
@@ -96,7 +107,7 @@ class TrajectoriesConfig:
     ray_address: str | None = None
 
     def __post_init__(self) -> None:
-        require_kinds(self)
+        super().__post_init__()
         require(self.num >= 1, f"num is {self.num}; it must be at least 1")
         require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
         last = self.first_row + self.num - 1
@@ -127,40 +138,24 @@ class TrajectoriesConfig:
 
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
         """One configuration per temperature, with the base's own order filled in."""
-        return [
-            DecodeConfig(
-                tokens_per_step=self.tokens_per_step,
-                max_new_tokens=self.max_new_tokens,
-                temperature=temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                order=self.order or base.spec.order,
-                order_on=self.order_on or base.spec.order_on,
-                suppress_eos=self.suppress_eos,
-                seed=self.seed,
-            )
-            for temperature in self.temperature
-        ]
+        names = ("tokens_per_step", "max_new_tokens", "top_p", "top_k", "suppress_eos", "seed")
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        shared |= {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
+        return [DecodeConfig(**shared, temperature=temperature) for temperature in self.temperature]
 
 
 def make_trajectories(
-    config: TrajectoriesConfig,
-    base: Base | None = None,
-    progress: bool = True,
-    *,
-    source: PromptSource | None = None,
-    rank: int | None = None,
-    world: int | None = None,
+    config: TrajectoriesConfig, base: Base | None = None, progress: bool = True, *, source: PromptSource | None = None
 ) -> dict[str, Any]:
-    """Makes, or finishes, a folder of trajectories.
+    """Makes, or finishes, a folder of trajectories; under torchrun (RANK, WORLD_SIZE) this process's share of it.
+
+    The processes need no contact, only the same folder. The one that finds it complete closes its manifest.
 
     Args:
         config: all settings.
         base: the frozen model; loaded from `config` when not given.
         progress: show a bar on stderr when that is a terminal (first rank only).
         source: prompts as token ids, instead of `config.prompts`.
-        rank: this process's share; from the environment (torchrun's RANK, WORLD_SIZE) when not given.
-        world: number of processes; they need no contact, only the same folder.
 
     Returns:
         `output, rows, rows_made, shards_made, complete, base_calls, tokens, seconds, tokens_per_second`, and
@@ -170,45 +165,21 @@ def make_trajectories(
         InputError: bad settings or prompts, or a folder that other settings made (the setting is named).
         OSError: a file cannot be written; finished shards stay, nothing half-written does.
     """
-    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
-    require(0 <= rank < world, f"rank is {rank}; it must lie in 0..{world - 1}")
-    shown = progress and rank == 0 and sys.stderr.isatty()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    make: Callable[[Show | None], dict[str, int]]
     if config.engine == "ray":
         require(base is None and source is None, "engine ray loads base and prompts in its actors; give their names")
         require(world == 1, f"world is {world}; engine ray starts its actors itself: run it without torchrun")
-        started = time.perf_counter()
-        with _progress_bar(config.num, shown=shown) as show:
-            made = make_with_ray(config, prepared_run, show)
-        return _report(config, made, time.perf_counter() - started)
-    run = prepared_run(config, base, source)
-    ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]
-    todo = [r for r in ranges if not store.is_whole(run.folder / store.shard_name(r))]
-    started = time.perf_counter()
-    with _progress_bar(sum(b - a for a, b in todo), shown=shown) as show:
-        for rows in todo:
-            run.make_shard(rows, show)
-    made = {
-        "rows_made": sum(b - a for a, b in todo), "shards_made": len(todo), "base_calls": run.base_calls,
-        "tokens": run.tokens,
-    }  # fmt: skip
-    return _report(config, made, time.perf_counter() - started)
-
-
-def prepared_run(config: TrajectoriesConfig, base: Base | None = None, source: PromptSource | None = None) -> _Run:
-    """A process's part of a folder that is there and fits the settings; loads what is not given."""
-    base = base if base is not None else _load(config)
-    if source is None:
-        last = config.first_row + config.num
-        source = open_prompts(config.prompts, base, chat=config.chat, rows=last, seed=config.seed)
-    run = _Run(config, base, source)
-    run.prepare()
-    return run
-
-
-def _report(config: TrajectoriesConfig, made: dict[str, int], seconds: float) -> dict[str, Any]:
-    """The result of `make_trajectories`; the process that finds the folder complete closes its manifest."""
-    folder = Path(config.output)
+        total, make = config.num, functools.partial(make_with_ray, config, prepared_run)
+    else:
+        run = prepared_run(config, base, source)
+        ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]
+        todo = [r for r in ranges if not store.is_whole(run.folder / store.shard_name(r))]
+        total, make = sum(b - a for a, b in todo), functools.partial(run.make_shards, todo)
+    started, folder = time.perf_counter(), Path(config.output)
+    with _progress_bar(total, shown=progress and rank == 0 and sys.stderr.isatty()) as show:
+        made = make(show)
+    seconds = time.perf_counter() - started
     left = store.missing(folder, config.num, config.shard_rows, first_row=config.first_row)
     result: dict[str, Any] = {
         "output": str(folder), "rows": config.num, **made, "complete": not left, "seconds": seconds,
@@ -221,14 +192,17 @@ def _report(config: TrajectoriesConfig, made: dict[str, int], seconds: float) ->
     return result
 
 
-def _load(config: TrajectoriesConfig) -> Base:
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    return load_base(config.base, device=config.device, dtype=dtype)
-
-
-def _versions() -> dict[str, str]:
-    others = {name: importlib.metadata.version(name) for name in ("numpy", "pyarrow", "torch", "transformers")}
-    return {"adjust-dlm": __version__, **others}
+def prepared_run(config: TrajectoriesConfig, base: Base | None = None, source: PromptSource | None = None) -> RowMaker:
+    """A process's part of a folder that is there and fits the settings; loads what is not given."""
+    if base is None:
+        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        base = load_base(config.base, device=config.device, dtype=dtype)
+    if source is None:
+        last = config.first_row + config.num
+        source = open_prompts(config.prompts, base, chat=config.chat, rows=last, seed=config.seed)
+    run = RowMaker(config, base, source)
+    run.prepare()
+    return run
 
 
 def manifest_of(config: TrajectoriesConfig, base: Base, source: PromptSource) -> dict[str, Any]:
@@ -249,7 +223,7 @@ def manifest_of(config: TrajectoriesConfig, base: Base, source: PromptSource) ->
         "rows": config.num,
         "shard_rows": config.shard_rows,
         "lengths": None,
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -270,7 +244,7 @@ def _progress_bar(rows: int, *, shown: bool) -> Iterator[Show | None]:
         yield lambda done: bar.update(task, completed=done)
 
 
-class _Run:
+class RowMaker:
     """One process's part of a folder: what is fixed for all shards, and what it has counted so far."""
 
     def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource) -> None:
@@ -278,7 +252,7 @@ class _Run:
         self.folder = Path(config.output)
         self.decode_configs = config.decode_configs(base)
         self.sampler = None if config.sampler is None else load_sampler(config.sampler, base)
-        self.rows_done = self.base_calls = self.tokens = 0
+        self.made = {"rows_made": 0, "shards_made": 0, "base_calls": 0, "tokens": 0}
         source.check_fits(base, config.max_new_tokens)
         if config.compile:
             require(isinstance(base, TransformerBase), f"base {base.spec.name!r} cannot be compiled")
@@ -290,26 +264,30 @@ class _Run:
         require(not self.folder.exists() or self.folder.is_dir(), f"{self.folder} is not a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         shards = store.find_shards(self.folder)  # before the manifest: another process may be writing both
+        manifest = manifest_of(self.config, self.base, self.source)
         if (self.folder / store.MANIFEST).is_file():
-            store.check_same_run(self.folder, self.manifest())
+            store.check_same_run(self.folder, manifest)
             return
         require(not shards, f"{self.folder} holds shards but no {store.MANIFEST}; use another output folder")
-        store.write_manifest(self.folder, self.manifest())
+        store.write_manifest(self.folder, manifest)
 
-    def manifest(self) -> dict[str, Any]:
-        """What the folder is made of."""
-        return manifest_of(self.config, self.base, self.source)
+    def make_shards(self, todo: list[store.Range], show: Show | None = None) -> dict[str, int]:
+        """Decodes shards in batches and writes them; counts of all that were made so far."""
+        for rows in todo:
+            path = self.folder / store.shard_name(rows)
+            if path.exists():
+                logger.warning("replacing the damaged %s", path)
+            texts = self.decoded(rows, show)
+            store.write_shard(self.folder, rows, texts, [len(self.source.ids(row)) for row in range(*rows)])
+            self.made["shards_made"] += 1
+        return self.made
 
-    def make_shard(self, rows: store.Range, show: Show | None) -> None:
-        """Decodes a shard in batches and writes it."""
-        path = self.folder / store.shard_name(rows)
-        if path.exists():
-            logger.warning("replacing the damaged %s", path)
+    def decoded(self, rows: store.Range, show: Show | None = None) -> list[Trajectory]:
+        """Rows of a range in their order."""
         done: dict[int, Trajectory] = {}
         for settings, batch in self._batches(rows):
             done |= {trajectory.row: trajectory for trajectory in self._decode(settings, batch, show)}
-        everyone = range(*rows)
-        store.write_shard(self.folder, rows, [done[r] for r in everyone], [len(self.source.ids(r)) for r in everyone])
+        return [done[row] for row in range(*rows)]
 
     def _batches(self, rows: store.Range) -> Iterator[tuple[DecodeConfig, list[int]]]:
         """Rows of one temperature and of similar prompt length go together."""
@@ -320,35 +298,13 @@ class _Run:
             yield from ((settings, mine[i : i + size]) for i in range(0, len(mine), size))
 
     def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
-        prompts = [self.source.ids(row) for row in rows]
-        idle = self._fillers(prompts) if self.config.compile else []
-        follow = show is not None and self.base.device.type == "cpu"  # a watched canvas has no fast form on a card
-
-        def watch(canvas: Canvas) -> None:
-            assert show is not None
-            show(self.rows_done + len(rows) * min(1.0, int(canvas.commits_B.max()) / settings.max_new_tokens))
-
         result = decode(
-            self.base,
-            prompts + idle,
-            settings,
-            decoder="joint" if self.sampler is None else "adjust",
-            sampler=self.sampler,
-            rows=rows + rows[:1] * len(idle),
-            watch=watch if follow else None,
-        )
-        self.rows_done += len(rows)
-        if show is not None and not follow:
-            show(self.rows_done)
-        self.base_calls += int(result.base_calls_B[: len(rows)].sum())
-        self.tokens += int((result.order_BL[: len(rows)] >= 0).sum())
+            self.base, [self.source.ids(row) for row in rows], settings,
+            decoder="joint" if self.sampler is None else "adjust", sampler=self.sampler, rows=rows,
+        )  # fmt: skip
+        self.made["rows_made"] += len(rows)
+        self.made["base_calls"] += int(result.base_calls_B.sum())
+        self.made["tokens"] += int((result.order_BL >= 0).sum())
+        if show is not None:
+            show(self.made["rows_made"])
         return [result.trajectory(b) for b in range(len(rows))]
-
-    def _fillers(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Idle rows that give every compiled batch one of few shapes; their results are dropped."""
-        lengths = {len(p) for p in prompts}
-        longest, room = max(lengths), self.base.spec.context - self.config.max_new_tokens
-        if len(self.source.lengths) > 1:
-            longest = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, room)
-        size = self.config.batch_size + (len(self.source.lengths) > 1)
-        return [[self.base.spec.pad_id] * longest] * (size - len(prompts))

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.adapted import FACTS, load_ar
-from adjust_dlm.data.ar import CHAT_TEMPLATE, Vocabulary, read_vocabulary
+from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
 from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
-from adjust_dlm.train.canvas_batches import CanvasBatches
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
-from adjust_dlm.train.masked_ce import draw_masks, masked_batch
-from adjust_dlm.types import require, require_kinds
+from adjust_dlm.train.masked_ce import CanvasBatches, draw_masks, masked_batch
+from adjust_dlm.train.optim import learning_rate
+from adjust_dlm.types import require
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
-FLAT = 0.3  # the linear schedule decays over the rest
+DECAY = 0.7  # share of the run, at its end, over which the rate falls
 # Settings that may differ between a run and its resumption: they change no weight.
 _FREE = {
     "output",
@@ -43,22 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptConfig:
-    """Everything that decides what `adapt` makes.
+class AdaptConfig(CorpusConfig):
+    """Everything that decides what `adapt` makes: its corpus, and its training.
 
     Attributes:
         output: folder of the adapted base, its checkpoint and its metrics.
-        ar: the autoregressive model: `smol`, or the path of a Llama or Qwen2 folder with tied embeddings.
         corpus: folder of the corpus, made there if it is missing; None: `corpus` in the output folder.
-        text: canvases of plain text to sample.
-        chat: canvases of chat to sample.
-        lists: canvases of list tasks to make.
-        heldout: canvases of each of these kinds kept for evaluation.
-        text_files: .txt or .jsonl (field `text`) files of your own to learn from as well.
-        length: tokens of a canvas, the start token included.
-        sample_batch: rows sampled at a time.
-        sample_temperature: temperature of the corpus.
-        sample_top_p: nucleus of the corpus.
         share_text: weight of plain text in every batch; kinds without canvases are left out.
         share_chat: weight of chat.
         share_lists: weight of list tasks.
@@ -68,8 +58,7 @@ class AdaptConfig:
         steps: optimizer steps.
         max_seconds: stop training (corpus and evaluation at the end not counted) after so long, the learning rate
             following whichever of steps and time is further on; such a run is not reproducible bit for bit.
-        lr: peak learning rate of AdamW.
-        schedule: after the warm-up, `linear` is flat for 30 % and then decays to 0; `cosine` decays all along.
+        lr: peak learning rate of AdamW; after the warm-up flat for 30 % of the run, then linear to 0.
         warmup: steps of linear warm-up.
         clip: largest norm of the gradient.
         lora_rank: rank of the adapters.
@@ -79,22 +68,11 @@ class AdaptConfig:
         log_every: steps between lines of the log; the loss, the clock and signals are looked at then.
         checkpoint_every_seconds: time between checkpoints.
         compile: compile the passes (GPUs only).
-        seed: names the corpus, the adapters' start, the order, the times and the masks.
         resume: `auto` goes on from the folder's checkpoint if there is one, `never` starts anew.
     """
 
     output: Path
-    ar: str = "smol"
     corpus: Path | None = None
-    text: int = 120_000
-    chat: int = 40_000
-    lists: int = 60_000
-    heldout: int = 1024
-    text_files: tuple[Path, ...] = ()
-    length: int = 129
-    sample_batch: int = 4096
-    sample_temperature: float = 1.0
-    sample_top_p: float = 0.95
     share_text: float = 0.55
     share_chat: float = 0.25
     share_lists: float = 0.2
@@ -104,7 +82,6 @@ class AdaptConfig:
     steps: int = 4000
     max_seconds: float | None = None
     lr: float = 2e-3
-    schedule: Literal["linear", "cosine"] = "linear"
     warmup: int = 100
     clip: float = 1.0
     lora_rank: int = 64
@@ -114,26 +91,28 @@ class AdaptConfig:
     log_every: int = 20
     checkpoint_every_seconds: float = 120.0
     compile: bool = True
-    seed: int = 0
     resume: Literal["auto", "never"] = "auto"
 
     def __post_init__(self) -> None:
-        require_kinds(self)
-        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every", "sample_batch"):
+        super().__post_init__()
+        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("warmup", "eval_every", "checkpoint_every_seconds"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         for name in ("lr", "clip", "lora_alpha"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
         require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
-        for kind in KINDS:
-            share = getattr(self, f"share_{kind}")
+        for kind, share in self.shares.items():
             require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
-        asked = {**{kind: getattr(self, kind) for kind in KINDS[:3]}, "files": len(self.text_files)}
-        weighed = [kind for kind in KINDS if asked[kind] and getattr(self, f"share_{kind}")]
-        self.corpus_config()
-        require(bool(weighed), f"every kind of canvas that is asked for has share 0: {asked}")
+        asked = {"text": self.text, "chat": self.chat, "lists": self.lists, "files": len(self.text_files)}
+        weighed = any(asked[kind] and share for kind, share in self.shares.items())
+        require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Weight of each kind of canvas."""
+        return {kind: getattr(self, f"share_{kind}") for kind in KINDS}
 
     def canvases_of_a_pass(self, world: int) -> int:
         """Of one process; raises `InputError` if the batch does not divide."""
@@ -145,25 +124,10 @@ class AdaptConfig:
         require(local % micro == 0, f"micro_batch {micro} does not divide the {local} canvases of a process")
         return micro
 
-    def corpus_config(self) -> CorpusConfig:
-        """The part that decides the corpus."""
-        return CorpusConfig(
-            ar=self.ar, text=self.text, chat=self.chat, lists=self.lists, heldout=self.heldout, files=self.text_files,
-            length=self.length, temperature=self.sample_temperature, top_p=self.sample_top_p, seed=self.seed,
-        )  # fmt: skip
-
     def run(self) -> dict[str, Any]:
         """The settings that a resumed run must share."""
         fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
         return fields | {"text_files": [str(path) for path in self.text_files]}
-
-
-def learning_rate(config: AdaptConfig, step: int, fraction: float) -> float:
-    """Rate of a step, `fraction` of the run being over."""
-    warm = min(1.0, (step + 1) / max(1, config.warmup))
-    if config.schedule == "cosine":
-        return config.lr * warm * 0.5 * (1 + math.cos(math.pi * fraction))
-    return config.lr * warm * min(1.0, (1 - fraction) / (1 - FLAT))
 
 
 def adapt(config: AdaptConfig) -> dict[str, Any]:
@@ -183,10 +147,7 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
     vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
     folder = config.corpus or config.output / "corpus"
-    source = Source(
-        model=model, tokenizer=tokenizer, vocabulary=vocabulary, batch_size=config.sample_batch, device=device
-    )
-    build_corpus(folder, config.corpus_config(), source, rank=rank, world=world)
+    build_corpus(folder, config, Source(model, tokenizer, vocabulary), rank=rank, world=world)
     distributed.barrier()
     adapter = AdapterModel(
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar
@@ -196,37 +157,24 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
         if config.compile:
             adapter.compile_passes()
     batches = CanvasBatches(
-        load_corpus(folder, "train"), {kind: getattr(config, f"share_{kind}") for kind in KINDS},
-        batch_size=config.batch_size, seed=config.seed, rank=rank, world=world,
+        load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
+        world=world,
     )  # fmt: skip
     trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
     # A finished base is not written again: its fingerprint would follow the rounding of the last evaluation.
-    written = trainer.finished and (config.output / FACTS).is_file()
+    written = trainer.fraction() >= 1 and (config.output / FACTS).is_file()
     result = trainer.run()
     if result["finished"] and rank == 0 and not written:
-        context = model.config.max_position_embeddings
-        adapter.save(config.output, base_facts(config, vocabulary, context, provenance=result))
+        facts = {
+            "ar": config.ar, "mask_id": vocabulary.mask_id, "end_ids": list(vocabulary.end_ids),
+            "pad_id": vocabulary.end_ids[0], "bos_id": vocabulary.bos_id, "token_limit": vocabulary.token_limit,
+            "context": model.config.max_position_embeddings, "order": "entropy", "order_on": "processed",
+            **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
+            "training": {**result, "settings": config.run(), "torch": torch.__version__},
+        }  # fmt: skip
+        adapter.save(config.output, facts)
     distributed.barrier()
     return result
-
-
-def base_facts(
-    config: AdaptConfig, vocabulary: Vocabulary, context: int, *, provenance: dict[str, Any]
-) -> dict[str, Any]:
-    """The content of base.json."""
-    return {
-        "ar": config.ar,
-        "mask_id": vocabulary.mask_id,
-        "end_ids": list(vocabulary.end_ids),
-        "pad_id": vocabulary.end_ids[0],
-        "bos_id": vocabulary.bos_id,
-        "token_limit": vocabulary.token_limit,
-        "context": context,
-        "order": "entropy",
-        "order_on": "processed",
-        **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
-        "training": {**provenance, "settings": config.run(), "torch": torch.__version__},
-    }
 
 
 class AdaptTrainer:
@@ -261,12 +209,12 @@ class AdaptTrainer:
         self._before = self._saved = self.elapsed
         with StopSignal() as stop:
             stopped = False
-            while self._fraction() < 1 and not stopped:
+            while self.fraction() < 1 and not stopped:
                 self._train_step()
-                if self.step % self.config.log_every == 0 or self._fraction() >= 1:
+                if self.step % self.config.log_every == 0 or self.fraction() >= 1:
                     stopped = self._look(stop)
                 every = self.config.eval_every
-                if every and self.step % every == 0 and self._fraction() < 1 and not stopped:
+                if every and self.step % every == 0 and self.fraction() < 1 and not stopped:
                     self.evaluate()
         self._save()
         if not stopped:
@@ -277,23 +225,18 @@ class AdaptTrainer:
             "tokens_per_second": round(tokens / max(self.elapsed, 1e-9)), "ce": ce,
         }  # fmt: skip
 
-    @property
-    def finished(self) -> bool:
-        """Whether the checkpoint taken up is that of the end."""
-        return self._fraction() >= 1
-
-    def _fraction(self) -> float:
+    def fraction(self) -> float:
         """How much of the run is over; the clock enters only if it may end the run."""
         limit = self.config.max_seconds
         return max(self.step / self.config.steps, min(1.0, self.elapsed / limit) if limit else 0.0)
 
     def _train_step(self) -> None:
-        rate = learning_rate(self.config, self.step, self._fraction())
+        scale = learning_rate(self.step, self.fraction(), warmup=self.config.warmup, decay=DECAY)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.config.lr * scale
         total = torch.zeros((), device=self.device)
         for batch in self.batches.step(self.step, self.micro):
-            loss, _ = self.adapter.losses(batch.to(self.device))
+            loss = self.adapter.loss(batch.to(self.device))
             loss.backward()
             total += loss.detach()
         distributed.average_gradients(self.parameters)
@@ -313,11 +256,10 @@ class AdaptTrainer:
         elapsed = self._before + time.monotonic() - (self._started or 0.0)
         clock = torch.tensor([elapsed, float(stop.requested)], device=self.device)
         *losses, now, stopped = distributed.mean(torch.cat([torch.stack(self.losses), clock])).tolist()
-        first = self.step - len(losses)
-        for n, loss in enumerate(losses):
+        for step, loss in enumerate(losses, start=self.step - len(losses)):
             if not math.isfinite(loss):
                 raise FloatingPointError(
-                    f"the loss of step {first + n} is {loss}; lower lr ({self.config.lr}) or look at the corpus"
+                    f"the loss of step {step} is {loss}; lower lr ({self.config.lr}) or look at the corpus"
                 )
         speed = len(losses) * self.config.batch_size * self.config.length / max(now - self.elapsed, 1e-9)
         self.losses, self.elapsed = [], now
@@ -341,14 +283,13 @@ class AdaptTrainer:
             part = self.heldout.of_kind(kind)
             if len(part.tokens_NL):
                 out[kind] = {str(t): self._masked_ce(part, t, n) for t in EVAL_TIMES}
-                shown = ", ".join(f"{value:.3f} at t={t}" for t, value in out[kind].items())
-                if self.rank == 0:
-                    logger.info("step %d: held-out masked CE, %s: %s", self.step, kind, shown)
+        if self.rank == 0:
+            logger.info("step %d: held-out masked CE by kind and t: %s", self.step, out)
         self.metrics.write(self.step, ce=out)
         return out
 
     def _masked_ce(self, part: Corpus, t: float, kind: int) -> float:
-        generator = torch.Generator().manual_seed(self.config.seed * 1000 + kind * 100 + round(t * 100))
+        generator = torch.Generator().manual_seed((self.config.seed * 1000 + kind * 100 + round(t * 100)) % 2**63)
         rows = len(part.tokens_NL)
         masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), part.tokens_NL.shape[1], generator)
         mine = torch.arange(self.rank, rows, self.world)
@@ -359,7 +300,7 @@ class AdaptTrainer:
             weights_B = torch.cat([torch.ones(len(index)), torch.zeros(fill)])
             index = torch.cat([index, index.new_zeros(fill)])
             batch = masked_batch(part.tokens_NL[index], masked_NL[index], weights_B)
-            loss, _ = self.adapter.losses(batch.to(self.device))
+            loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
         ce, count = distributed.mean(total).tolist()
         return float(ce / max(count, 1.0))
@@ -382,13 +323,7 @@ class AdaptTrainer:
         payload = load_checkpoint(self.config.output, self.config.run())
         if payload is None:
             return
-        weights = self.adapter.trainables()
-        require(
-            weights.keys() == payload["weights"].keys(), f"{self.config.output}: the checkpoint is of another model"
-        )
-        with torch.no_grad():
-            for name, parameter in weights.items():
-                parameter.copy_(payload["weights"][name])
+        self.adapter.load_state_dict(payload["weights"], strict=False)  # the frozen ones are not in it
         self.optimizer.load_state_dict(payload["optimizer"])
         self.step, self.elapsed = payload["step"], payload["elapsed"]
         if self.rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,9 @@ class AdapterModel(nn.Module):
         self._fresh_adapters(seed)
         head_VD: Tensor = self.body.embed_tokens.weight
         self.mask_D = nn.Parameter(head_VD.float().mean(0))
-        self.register_buffer("bias_V", _forbidden(vocabulary, head_VD.device), persistent=False)
+        # MASK and ids beyond the tokenizer can never be the answer.
+        forbidden = [vocabulary.mask_id, *range(vocabulary.token_limit, vocabulary.size)]
+        self.register_buffer("bias_V", forbid_bias(vocabulary.size, forbidden, head_VD.device), persistent=False)
         self._states: Callable[..., Tensor] = self._run
         self._chunk: Chunk = ce_chunk
 
@@ -76,8 +78,8 @@ class AdapterModel(nn.Module):
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
         return self._states(tokens_BL, masked_BL, cos, sin)
 
-    def losses(self, batch: MaskedBatch) -> tuple[Tensor, Tensor]:
-        """The weighted loss of a batch on the model's device, and the cross-entropy [R] of its rows."""
+    def loss(self, batch: MaskedBatch) -> Tensor:
+        """The weighted loss of a batch on the model's device."""
         states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
         h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
         head_VD = self.body.embed_tokens.weight
@@ -85,7 +87,9 @@ class AdapterModel(nn.Module):
 
     def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The layers one by one, without a mask: nothing is padded, and attention takes its fastest path."""
-        with _autocast(self.body.embed_tokens.weight):
+        weight_VD = self.body.embed_tokens.weight
+        half = weight_VD.dtype != torch.float32
+        with torch.autocast(weight_VD.device.type, dtype=weight_VD.dtype) if half else nullcontext():
             e_BLD = self.body.embed_tokens(tokens_BL)
             h_BLD = torch.where(masked_BL[..., None], self.mask_D.to(e_BLD.dtype), e_BLD)
             for layer in self.body.layers:
@@ -127,14 +131,3 @@ class AdapterModel(nn.Module):
         config.save_pretrained(str(folder))
         config.inference_mode = was
         write_whole({folder / FACTS: json.dumps(facts, indent=2) + "\n"})
-
-
-def _forbidden(vocabulary: Vocabulary, device: torch.device) -> Tensor:
-    """fp32 [V]: MASK and ids beyond the tokenizer can never be the answer."""
-    return forbid_bias(vocabulary.size, [vocabulary.mask_id, *range(vocabulary.token_limit, vocabulary.size)], device)
-
-
-def _autocast(weight: Tensor) -> AbstractContextManager[Any]:
-    if weight.dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(weight.device.type, dtype=weight.dtype)

@@ -1,4 +1,7 @@
-"""Which slices a training step sees: a pure function of (seed, step, micro-batch), so nothing has to be saved."""
+"""What a micro-batch is trained on: which slices, which depths of their unroll, with which weights.
+
+All of it is a pure function of (seed, step, micro-batch), so nothing has to be saved.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases import Base
+from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.sampling import ORDER, uniform
-from adjust_dlm.train.unroll import Slices
+from adjust_dlm.train.unroll import Frames, Slices, Step, observe, unroll_frames, unrolled_kl
 from adjust_dlm.types import GIVEN, Trajectory
 
 _LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
 
 
 def random_slices(
-    trajectories: Sequence[Trajectory],
-    rows: Sequence[int],
-    *,
-    count: int,
-    length: int,
-    rollout: int,
-    key: tuple[int, ...],
-    pad_id: int,
-    pad_to: int = 0,
-) -> Slices:
+    trajectories: Sequence[Trajectory], rows: Sequence[int], *, count: int, length: int, rollout: int,
+    key: tuple[int, ...], pad_id: int, pad_to: int = 0,
+) -> Slices:  # fmt: skip
     """`count` slices of `length` states from random trajectories.
 
     Starts run from -(windows - 1) to T - 2, so that every window start 0..T-2 is equally likely, the all-mask
@@ -41,7 +39,7 @@ def random_slices(
         rollout: unrolled steps; a slice holds length - rollout windows.
         key: integers that decide the draw, for example (seed, step, micro-batch).
         pad_id: token put on left pads.
-        pad_to: least canvas length: one shape for every batch, which a compiled base needs.
+        pad_to: least canvas length: one shape for every batch, which a compiled g needs.
     """
     generator = np.random.default_rng(key)
     chosen = [trajectories[rows[i]] for i in generator.integers(len(rows), size=count)]
@@ -80,3 +78,40 @@ def to_device(slices: Slices, device: torch.device) -> Slices:
     """Copies without waiting."""
     tensors: dict[str, Any] = {name: value for name, value in vars(slices).items() if isinstance(value, Tensor)}
     return replace(slices, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+
+
+def batch_loss(
+    base: Base, g: Step, seen: Slices | Frames, config: Any, *, key: tuple[int, ...], delta: Delta
+) -> Tensor:
+    """The loss of a micro-batch: the mean KL over depths.
+
+    Args:
+        base: f and W.
+        g: the sampler, or its compiled twin.
+        seen: slices on the base's device, or frames that one-pass training has decoded.
+        config: `TrainConfig`.
+        key: integers that decide what is drawn.
+        delta: from `pick_delta`, with `config.reverse`.
+    """
+    frames = seen if isinstance(seen, Frames) else observe(base, seen)
+    states = unroll_frames(g, frames, rollout=config.rollout)
+    share_BL = None if config.rows is None else row_shares(states.rank_BL, config.rows, lots(states.rank_BL, key))
+    return unrolled_kl(
+        base, states, depth_shares(config, key), weights=config.weights, next_decay=config.next_decay,
+        next_share=config.next_share, suppress_eos=config.suppress_eos, delta=delta, share_BL=share_BL,
+    )  # fmt: skip
+
+
+def depth_shares(config: Any, key: tuple[int, ...]) -> dict[int, float]:
+    """Depths that a micro-batch is trained on, and their shares of the loss: 1 in total."""
+    if config.loss == "last":
+        return {config.rollout: 1.0}
+    if config.loss == "released":
+        return {released_depth(key, config.rollout): 1.0}
+    return dict.fromkeys(range(1, config.rollout + 1), 1 / config.rollout)
+
+
+def released_depth(key: tuple[int, ...], rollout: int) -> int:
+    """The public release's unroll length: 1..rollout with weights softmax(1, 1/2, 1/4, ...)."""
+    weights = np.exp(0.5 ** np.arange(rollout))
+    return int(np.random.default_rng((*key, 7)).choice(rollout, p=weights / weights.sum())) + 1

@@ -2,71 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from adjust_dlm.files import sweep, write_whole
+from adjust_dlm.files import naming, sweep, write_whole
 from adjust_dlm.types import InputError, require
-
-if TYPE_CHECKING:
-    from adjust_dlm.train.trackers import Tracking
 
 NAME = "checkpoint.pt"
 
 
 def save_checkpoint(folder: Path, payload: dict[str, Any]) -> None:
-    """Writes `checkpoint.pt` whole or not at all: a full disk or a kill leaves the old one.
-
-    Raises:
-        OSError: it cannot be written; names the file, the bytes it needs and those that are free.
-    """
+    """Writes `checkpoint.pt` whole or not at all: a full disk (OSError) or a kill leaves the old one."""
     path = folder / NAME
     sweep(path)  # what a killed run left is as large
-    with writing(path, tensor_bytes(payload)):
-        write_whole({path: lambda file: torch.save(payload, file)})
-
-
-@contextlib.contextmanager
-def writing(path: Path, needed: int) -> Iterator[None]:
-    """Makes a failed write say what failed: `needed` bytes for `path`, and what is free there.
-
-    Raises:
-        OSError: in place of the one in the block. torch turns that into a RuntimeError while it closes its archive.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        found = (error.__cause__, error.__context__, error)  # `write_whole` has the reason as its cause
-        cause = next((cause for cause in found if isinstance(cause, OSError)), None)
-        if cause is None:
-            raise
-        old = "; the one before it stays" if path.exists() else ""
-        message = f"cannot write {path}, {needed:,} bytes with {free_bytes(path):,} free: {cause.strerror}{old}"
-        raise OSError(cause.errno, message) from error
-
-
-def free_bytes(path: Path) -> int:
-    """What is free on the disk of a file or folder that need not be there yet."""
-    nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(nearest).free
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in nested dicts and lists."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(tensor_bytes(part) for part in parts)
+    write_whole({path: lambda file: torch.save(payload, file)})
 
 
 def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
@@ -106,26 +62,21 @@ class MetricsLog:
     """`metrics.jsonl`: one object a line; lines past a resumed step are dropped."""
 
     def __init__(
-        self, folder: Path, *, resume_step: int = 0, enabled: bool = True, tracking: Tracking | None = None
+        self, folder: Path, *, resume_step: int = 0, enabled: bool = True, trackers: Sequence[Any] = ()
     ) -> None:
-        """Opens the log; `enabled=False` on ranks other than 0. `tracking` gets the same lines."""
-        self.path, self.enabled, self.tracking = folder / "metrics.jsonl", enabled, tracking
+        """Opens the log; `enabled=False` on ranks other than 0. accelerate's `trackers` get its numbers, too."""
+        self.path, self.enabled, self.trackers = folder / "metrics.jsonl", enabled, trackers
         if enabled:
-            write_whole({self.path: "".join(line + "\n" for line in self._kept(resume_step))})
-
-    def _kept(self, step: int) -> list[str]:
-        if not step or not self.path.is_file():
-            return []
-        return [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
+            old = self.path.read_text().splitlines() if resume_step and self.path.is_file() else []
+            write_whole({self.path: "".join(line + "\n" for line in old if _step_of(line) <= resume_step)})
 
     def write(self, step: int, **values: Any) -> None:
         """Appends one line."""
         if self.enabled:
-            line = json.dumps({"step": step, **values}) + "\n"
-            with writing(self.path, len(line)), self.path.open("a") as file:
-                file.write(line)
-            if self.tracking:
-                self.tracking.write(step, values)
+            with naming(self.path), self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+            for tracker in self.trackers:
+                tracker.log({key: float(x) for key, x in values.items() if isinstance(x, int | float)}, step=step)
 
 
 def _step_of(line: str) -> float:

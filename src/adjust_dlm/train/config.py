@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, KernelName, RowWeights
 from adjust_dlm.sampler import SamplerConfig
-from adjust_dlm.train.objective import check_objective
 from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.trackers import TrackerName, check_trackers
 from adjust_dlm.types import require, require_kinds
@@ -138,10 +137,21 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(self.seed < 2**63, f"seed is {self.seed}; it must be below 2**63")
         require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
-        check_objective(self)
+        require(
+            self.slice_states > self.rollout,
+            f"slice_states is {self.slice_states}; it must exceed the rollout ({self.rollout})",
+        )
+        require(
+            not (self.one_pass and self.trajectories),
+            f"trajectories is {self.trajectories}; one_pass decodes what it trains on: give stored rows as "
+            "heldout_trajectories",
+        )
+        for name in ("next_share", "reverse", "decay"):
+            require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; it is a share, 0..1")
+        for name in ("next_decay", "lr"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"{name} is {value}; it must be a positive number")
         self.sampler_config()
-        require(math.isfinite(self.lr) and self.lr > 0, f"lr is {self.lr}; it must be a positive number")
-        require(0 <= self.decay <= 1, f"decay is {self.decay}; it is a share of the run, 0..1")
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
         check_trackers(self.track)

@@ -30,17 +30,14 @@ def start() -> tuple[int, int, torch.device]:
 def average_gradients(parameters: Iterable[Tensor]) -> None:
     """Replaces every gradient by its mean over ranks, in one flat all-reduce."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not dist.is_initialized() or not grads:
-        return
-    flat = torch.cat([g.flatten() for g in grads])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    if dist.is_initialized() and grads:
+        flat = mean(torch.cat([g.flatten() for g in grads]))
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
 
 
 def mean(values: Tensor) -> Tensor:
-    """Mean of a tensor over ranks."""
+    """Mean of a tensor over ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(values)
         values /= dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The loss of masked diffusion: which positions are masked, what each one weighs, and a cross-entropy without [R, V].
+"""The loss of masked diffusion: which canvases and positions a step sees, what each weighs, a CE without [R, V].
 
 L = 1/B sum_b 1/(t_b n_b) sum_{i masked in b} -log p(x_i | x_b masked), where n_b counts the positions of canvas b that
 can be masked (all but its prompt), each of which is masked with probability t_b. With t uniform on (0, 1) this is the
@@ -9,12 +9,16 @@ Shape suffixes: B canvases, L positions, R masked positions, C rows of a chunk, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from adjust_dlm.data.corpus import KINDS, Corpus
+from adjust_dlm.types import require
 
 MIN_T = 1e-3
 CHUNK = 2048  # rows of logits held at a time
@@ -29,8 +33,7 @@ class MaskedBatch:
         masked_BL: bool.
         rows_R: int64 flat index of the state that scores each masked position (Dream's frame: the one before it).
         targets_R: int64 clean token of each masked position.
-        weights_R: fp32 weight of its cross-entropy in the loss; 0 on filler rows.
-        masked: how many of the R rows are masked positions; the others fill the last chunk.
+        weights_R: fp32 weight of its cross-entropy in the loss; 0 on rows that fill the last chunk.
     """
 
     tokens_BL: Tensor
@@ -38,21 +41,15 @@ class MaskedBatch:
     rows_R: Tensor
     targets_R: Tensor
     weights_R: Tensor
-    masked: int
 
     def to(self, device: torch.device) -> MaskedBatch:
         """A copy on a device."""
-
-        def moved(field: Tensor) -> Tensor:
-            return field.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else field.to(device)
-
+        on_gpu = device.type == "cuda"
         return MaskedBatch(
-            tokens_BL=moved(self.tokens_BL),
-            masked_BL=moved(self.masked_BL),
-            rows_R=moved(self.rows_R),
-            targets_R=moved(self.targets_R),
-            weights_R=moved(self.weights_R),
-            masked=self.masked,
+            *(
+                (field.pin_memory() if on_gpu else field).to(device, non_blocking=on_gpu)
+                for field in vars(self).values()
+            )
         )
 
 
@@ -79,9 +76,9 @@ def masked_batch(tokens_BL: Tensor, masked_BL: Tensor, weights_B: Tensor, *, chu
         chunk: the rows are filled up to a multiple of it, so that a compiled chunk has one shape.
     """
     flat_R = masked_BL.flatten().nonzero()[:, 0]
-    length, masked = tokens_BL.shape[1], len(flat_R)
+    length = tokens_BL.shape[1]
     scoring_R = torch.where(flat_R % length == 0, flat_R, flat_R - 1)
-    pad = -masked % chunk if masked else chunk
+    pad = -len(flat_R) % chunk if len(flat_R) else chunk
 
     def filled(values_R: Tensor) -> Tensor:
         return torch.cat([values_R, values_R.new_zeros(pad)])
@@ -92,7 +89,6 @@ def masked_batch(tokens_BL: Tensor, masked_BL: Tensor, weights_B: Tensor, *, chu
         rows_R=filled(scoring_R),
         targets_R=filled(tokens_BL.flatten()[flat_R].long()),
         weights_R=filled(weights_B.float()[flat_R // length]),
-        masked=masked,
     )
 
 
@@ -120,17 +116,16 @@ class _ChunkedCE(torch.autograd.Function):
     def forward(
         ctx: Any, h_RD: Tensor, head_VD: Tensor, bias_V: Tensor, targets_R: Tensor, weights_R: Tensor, size: int,
         chunk: Chunk,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         parts = (h_RD.split(size), targets_R.split(size), weights_R.split(size))
         done = [chunk(h_CD, head_VD, bias_V, t_C, w_C) for h_CD, t_C, w_C in zip(*parts, strict=True)]
         ce_R, grad_RD = (torch.cat(part) for part in zip(*done, strict=True))
         ctx.save_for_backward(grad_RD)
-        ctx.mark_non_differentiable(ce_R)
         # where: a filler row may score -inf, and 0 * inf would be nan.
-        return torch.where(weights_R > 0, ce_R * weights_R, 0).sum(), ce_R
+        return torch.where(weights_R > 0, ce_R * weights_R, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (grad_RD,) = ctx.saved_tensors
         return (grad_RD * grad.to(grad_RD.dtype), None, None, None, None, None, None)
 
@@ -138,7 +133,7 @@ class _ChunkedCE(torch.autograd.Function):
 def chunked_ce(
     h_RD: Tensor, head_VD: Tensor, bias_V: Tensor, targets_R: Tensor, weights_R: Tensor, *, size: int = CHUNK,
     chunk: Chunk = ce_chunk,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Weighted sum of cross-entropies under a frozen head, holding the logits of `size` rows at a time.
 
     Args:
@@ -151,9 +146,86 @@ def chunked_ce(
         chunk: `ce_chunk`, or a compiled twin of it.
 
     Returns:
-        fp32 scalar with a gradient to `h_RD`, and the plain cross-entropies [R] without one.
+        fp32 scalar with a gradient to `h_RD`.
     """
-    out: tuple[Tensor, Tensor] = _ChunkedCE.apply(  # type: ignore[no-untyped-call]
-        h_RD, head_VD, bias_V, targets_R, weights_R, size, chunk
-    )
+    out: Tensor = _ChunkedCE.apply(h_RD, head_VD, bias_V, targets_R, weights_R, size, chunk)  # type: ignore[no-untyped-call]
     return out
+
+
+class CanvasBatches:
+    """Global batches in fixed proportions of the kinds; each kind walks through its own permutations.
+
+    A batch is a pure function of (corpus, seed, step), so resuming needs no state.
+
+    All ranks draw the whole batch, masks and times with it, and keep each world-th row: together they train on exactly
+    what a single process would.
+    """
+
+    def __init__(
+        self, corpus: Corpus, shares: Mapping[str, float], *, batch_size: int, seed: int, rank: int = 0, world: int = 1
+    ) -> None:
+        """Splits the batch over the kinds.
+
+        Args:
+            corpus: all canvases of the training split.
+            shares: weight of each kind; those without canvases are left out and the rest scaled up.
+            batch_size: B, canvases of a global batch, a multiple of `world`.
+            seed: names the order, the times and the masks.
+            rank: this process.
+            world: number of processes.
+        """
+        self.corpus, self.seed, self.rank, self.world = corpus, seed, rank, world
+        self.members = {k: (corpus.kind_N == n).nonzero()[:, 0] for n, k in enumerate(KINDS)}
+        present = {k: shares[k] for k in KINDS if len(self.members[k]) and shares[k] > 0}
+        require(bool(present), f"every kind of canvas in the corpus has share 0: {dict(shares)}")
+        self.counts = largest_remainder(present, batch_size)
+        self._orders: dict[str, tuple[int, Tensor]] = {}
+
+    def step(self, step: int, micro: int) -> list[MaskedBatch]:
+        """This rank's part of global batch `step`, in passes of `micro` canvases; the weights sum over all passes."""
+        generator = torch.Generator().manual_seed(_mixed(self.seed, 0, step))
+        members = [self._take(kind, step * count, count) for kind, count in self.counts.items()]
+        index_B = torch.cat(members)
+        index_B = index_B[torch.randperm(len(index_B), generator=generator)]
+        prompt_B, tokens_BL = self.corpus.prompt_len_N[index_B], self.corpus.tokens_NL[index_B]
+        length = tokens_BL.shape[1]
+        t_B = stratified_times(len(index_B), generator)
+        masked_BL = draw_masks(prompt_B, t_B, length, generator)
+        mine = slice(self.rank, None, self.world)
+        local = len(index_B) // self.world
+        weights_B = 1 / (t_B * (length - prompt_B.double()).clamp_min(1) * local)
+        parts = (x[mine].split(micro) for x in (tokens_BL, masked_BL, weights_B))
+        return [masked_batch(*part) for part in zip(*parts, strict=True)]
+
+    def _take(self, kind: str, start: int, count: int) -> Tensor:
+        """Canvases start..start+count of a kind's endless stream of permutations."""
+        size, out = len(self.members[kind]), []
+        while count:
+            epoch, offset = divmod(start, size)
+            part = self._order(kind, epoch)[offset : offset + count]
+            out.append(part)
+            start, count = start + len(part), count - len(part)
+        return torch.cat(out) if out else torch.empty(0, dtype=torch.long)
+
+    def _order(self, kind: str, epoch: int) -> Tensor:
+        known = self._orders.get(kind)
+        if known is None or known[0] != epoch:
+            generator = torch.Generator().manual_seed(_mixed(self.seed, 1 + KINDS.index(kind), epoch))
+            members = self.members[kind]
+            self._orders[kind] = (epoch, members[torch.randperm(len(members), generator=generator)])
+        return self._orders[kind][1]
+
+
+def largest_remainder(shares: Mapping[str, float], total: int) -> dict[str, int]:
+    """Whole numbers in proportion to the shares that add up to `total`."""
+    exact = {key: total * share / sum(shares.values()) for key, share in shares.items()}
+    counts = {key: int(value) for key, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda key: counts[key] - exact[key])
+    for key in by_remainder[: total - sum(counts.values())]:
+        counts[key] += 1
+    return counts
+
+
+def _mixed(seed: int, stream: int, number: int) -> int:
+    """A generator seed for each (seed, stream, number)."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {stream} {number}".encode(), digest_size=7).digest(), "big")

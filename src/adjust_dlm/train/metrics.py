@@ -25,14 +25,9 @@ _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
 
 @torch.no_grad()
 def held_out(
-    base: Base,
-    sampler: Sampler,
-    data: Sequence[Trajectory],
-    rows: Sequence[int],
-    config: Any,
-    autocast: Any,
+    base: Base, sampler: Sampler, data: Sequence[Trajectory], rows: Sequence[int], config: Any, autocast: Any,
     pad_to: int = 0,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row's token.
 
     Decoding takes the position that g is most certain of, which may not be the base's: `position_k` is how often both

@@ -13,66 +13,46 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.keep import Keeper
+from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
-from adjust_dlm.data.store import temperature_index
-from adjust_dlm.data.trajectories import TrajectoriesConfig
-from adjust_dlm.decoders import Canvas, decode
+from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig, manifest_of
+from adjust_dlm.decoders import Canvas
 from adjust_dlm.decoders.machinery.canvas import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
 from adjust_dlm.train.rows import open_checked
 from adjust_dlm.train.unroll import NEVER, Frames
-from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, State, Trajectory, require, require_kinds
+from adjust_dlm.types import DecodeConfig, State, Trajectory, require
 
 _IDLE = -1  # row id of a place in the pool that has not started yet
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolConfig:
-    """What `adjust train --one-pass` decodes; the fields of `adjust trajectories`, and the size of the pool.
+class PoolConfig(TextConfig):
+    """What `adjust train --one-pass` decodes, and the size of the pool.
 
     Attributes:
         rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
-        prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
-        chat: put each text of a file into the base's chat template (list tasks always are in it).
-        max_new_tokens: masked positions after each prompt.
-        temperature: one or more; with several, prompts and temperatures are crossed, row by row.
-        top_p: nucleus mass in (0, 1].
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        order: rule that picks the next position; none takes the base's own.
-        order_on: score the processed or the raw distribution; none takes the base's own.
         keep: folder for the trajectories that are decoded, in shards of 512 as `adjust trajectories` would write them
             (one process only).
     """
 
     rows: int = 64
-    prompts: str = "unconditional"
-    chat: bool = False
-    max_new_tokens: int = 128
-    temperature: tuple[float, ...] = (1.0,)
-    top_p: float = 1.0
-    top_k: int = 0
-    order: OrderRule | None = None
-    order_on: OrderOn | None = None
     keep: str | None = None
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
 
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
+        texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
         return TrajectoriesConfig(
-            output=self.keep or "", first_row=first, prompts=self.prompts, chat=self.chat,
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
-            order=self.order, order_on=self.order_on, suppress_eos=suppress_eos, seed=seed,
-        )  # fmt: skip
+            output=self.keep or "", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts
+        )
 
 
 def lookahead(weights: RowWeights, decay: float = NEXT_DECAY) -> int:
@@ -102,10 +82,6 @@ class Moment:
     real_NL: Tensor
     revealed_NL: Tensor
     h_NLD: Tensor
-
-    def state(self, padded: bool) -> State:
-        """As the base sees it."""
-        return State(self.tokens_NL.long(), self.real_NL, self.masked_NL, padded)
 
 
 class Lane:
@@ -146,6 +122,63 @@ class Lane:
         canvas.start_round()
         canvas.commit(pick(canvas.base, h_BLD, canvas))
         return before_BL & (canvas.order_BL >= 0)
+
+
+class Keeper:
+    """Keeps finished rows, which come in any order; a shard is written once all of its rows are there.
+
+    Rows depend on settings and row number alone, so a folder of the same settings may be gone on with, and a shard
+    that is there already is left as it is. The manifest counts what is there without a gap.
+
+    Args:
+        config: settings that make these rows; `output`, `first_row` and `shard_rows` are heeded, `num` is not.
+        base: who decodes.
+        source: prompts.
+
+    Raises:
+        InputError: the folder holds rows that other settings made, or a part of a shard.
+    """
+
+    def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource) -> None:
+        self.config, self.base, self.source = config, base, source
+        self.folder = Path(config.output)
+        self.waiting: dict[int, Trajectory] = {}
+        self.start = config.first_row
+        require(not self.folder.exists() or self.folder.is_dir(), f"{self.folder} is not a folder")
+        if (self.folder / store.MANIFEST).is_file():
+            rows = store.read_manifest(self.folder)["rows"]
+            store.check_same_run(self.folder, self.manifest(rows))
+            part = rows % config.shard_rows
+            require(part == 0, f"{self.folder} ends in a shard of {part} rows; use another folder to keep rows in")
+
+    def manifest(self, rows: int) -> dict[str, Any]:
+        """Of a store that holds `rows` rows."""
+        return manifest_of(replace(self.config, num=rows), self.base, self.source)
+
+    def __call__(self, trajectory: Trajectory) -> None:
+        """Takes one row."""
+        if trajectory.row >= self.start:
+            self.waiting[trajectory.row] = trajectory
+        while all(row in self.waiting for row in range(self.start, self.start + self.config.shard_rows)):
+            self._write((self.start, self.start + self.config.shard_rows))
+
+    def _write(self, rows: store.Range) -> None:
+        done = [self.waiting.pop(row) for row in range(*rows)]
+        if not store.is_whole(self.folder / store.shard_name(rows)):
+            store.write_shard(self.folder, rows, done, [len(self.source.ids(x.row)) for x in done])
+        self.start = rows[1]
+        end = max(stop for _, stop in store.find_shards(self.folder))
+        store.write_manifest(self.folder, self.manifest(end - self.config.first_row))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what waits for its shard."""
+        rows = [(x.tokens_L, x.order_L, x.row, x.seed, x.temperature) for x in self.waiting.values()]
+        return {"start": self.start, "waiting": rows}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self.start = saved["start"]
+        self.waiting = {fields[2]: Trajectory(*fields) for fields in saved["waiting"]}
 
 
 class Pool:
@@ -193,26 +226,16 @@ class Pool:
         self.passes = self.group = self.spent = 0
 
     @property
-    def rows(self) -> int:
-        """N."""
-        return sum(len(lane.begins) for lane in self.lanes)
-
-    @property
     def end(self) -> int:
         """The row behind the last one that was taken."""
         return max(lane.end for lane in self.lanes)
 
     @property
-    def bytes(self) -> int:
-        """Of the states that it holds at most; behind the D columns of a base come those of its features."""
-        columns = self.base.width * (1 + len(self.base.keep))
-        return (self.length + self.wait) * self.rows * self.width * columns * self.base.dtype.itemsize
-
-    @property
     def saved_bytes(self) -> int:
         """Of `state`, with all moments (int32 tokens, three masks) and canvases (int64 tokens and order, two masks)."""
         moments = (self.length + self.wait) * (self.width * (4 + 3 * 1) + 8)
-        return self.rows * (moments + self.width * (2 * 8 + 2 * 1) + 2 * 8)
+        rows = sum(len(lane.begins) for lane in self.lanes)
+        return rows * (moments + self.width * (2 * 8 + 2 * 1) + 2 * 8)
 
     @property
     def settled(self) -> bool:
@@ -296,18 +319,18 @@ class Pool:
             self.keeper.load(saved["kept"])
         for part in saved["moments"]:
             known = {name: value.to(device) for name, value in part.items()}
-            moment = Moment(**known, h_NLD=torch.empty(0))
-            moment.h_NLD = self.base.hidden(moment.state(self.lanes[0].canvas.padded))
-            self.moments.append(moment)
+            tokens_NL, real_NL, masked_NL = known["tokens_NL"].long(), known["real_NL"], known["masked_NL"]
+            h_NLD = self.base.hidden(State(tokens_NL, real_NL, masked_NL, self.lanes[0].canvas.padded))
+            self.moments.append(Moment(**known, h_NLD=h_NLD))
 
 
 def _rows_of(lane: int, lanes: int, source: PromptSource, first: int) -> Iterator[int]:
     """Row numbers of one temperature."""
-    return (row for row in itertools.count(first) if temperature_index(row, len(source), lanes) == lane)
+    return (row for row in itertools.count(first) if store.temperature_index(row, len(source), lanes) == lane)
 
 
-def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], str, Pool]:
-    """Held-out trajectories, a digest of the prompts, and the pool of this process.
+def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence[Trajectory], Pool]:
+    """Held-out trajectories, and the pool of this process.
 
     Held-out rows come from stored folders where these are given; else they are rows 0 .. heldout-1, decoded first.
     Training decodes the rows behind them: of stored ones, behind the last that has its seed.
@@ -325,16 +348,16 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     least = "it must be at least 2, for g learns between two commits of a text"
     require(pool.max_new_tokens >= 2, f"pool.max_new_tokens is {pool.max_new_tokens}; {least}")
     require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
-    store = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
-    manifests, first = ([], config.heldout) if store is None else (store.manifests, 0)
+    stored = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
+    manifests, first = ([], config.heldout) if stored is None else (stored.manifests, 0)
     first = max((m["first_row"] + m["rows"] for m in manifests if m["seed"] == config.seed), default=first)
     wanted = world * (pool.rows + config.steps * config.accumulate * config.slices * windows // pool.max_new_tokens)
     source = open_prompts(pool.prompts, base, chat=pool.chat, rows=first + wanted, seed=config.seed)
     source.check_fits(base, pool.max_new_tokens)
     made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
-    held = held_out_rows(base, made, source, config.heldout) if store is None else store
-    keeper = None if pool.keep is None else Keeper(made, base, source, dry_run=config.dry_run)
-    return held, source.facts()["sha256"], Pool(
+    held = held_out_rows(base, made, source, config.heldout) if stored is None else stored
+    keeper = None if pool.keep is None else Keeper(made, base, source)
+    return held, Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
         weights=config.weights, decay=config.next_decay,
@@ -344,11 +367,4 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
 
 def held_out_rows(base: Base, config: TrajectoriesConfig, source: PromptSource, count: int) -> list[Trajectory]:
     """Rows 0 .. count-1, decoded for metrics."""
-    done: dict[int, Trajectory] = {}
-    for t, settings in enumerate(config.decode_configs(base)):
-        rows = [r for r in range(count) if temperature_index(r, len(source), len(config.temperature)) == t]
-        for at in range(0, len(rows), config.batch_size):
-            some = rows[at : at + config.batch_size]
-            result = decode(base, [source.ids(r) for r in some], settings, decoder="joint", rows=some)
-            done |= {row: result.trajectory(b) for b, row in enumerate(some)}
-    return [done[row] for row in range(count)]
+    return RowMaker(config, base, source).decoded((0, count))

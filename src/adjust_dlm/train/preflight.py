@@ -1,15 +1,13 @@
-"""What a training run will cost, before anything is spent: `adjust train --dry-run`, and the check for disk space.
-
-Legend: D width, I inner width of the MLP, H heads of d numbers, V vocabulary, L the longest canvas, b bytes a number of
-the base (2 in half precision, 4 in fp32), P parameters of g.
-"""
+"""What a training run will cost, before anything is spent: `adjust train --dry-run`, and the check for disk space."""
 
 from __future__ import annotations
 
 import errno
-import inspect
 import math
 import os
+import resource
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from adjust_dlm.bases import Base
-from adjust_dlm.losses import weighted_kl
-from adjust_dlm.train.best import BEST, LAST, sampler_bytes
-from adjust_dlm.train.checkpoint import NAME, free_bytes
+from adjust_dlm.train.checkpoint import NAME
+from adjust_dlm.train.record import BEST, LAST
 from adjust_dlm.train.run import Run
 
 WARMUP, TIMED = 1, 3  # steps before the clock starts, and under it
-_CHUNK_COPIES = 6  # fp32 [chunk, V]: both logits, both log-softmaxes, p, and the gradient
 _GIB = 1 << 30
-KL_CHUNK: int = inspect.signature(weighted_kl).parameters["chunk"].default
 
 
 def preflight(
@@ -39,7 +32,7 @@ def preflight(
     evaluate: Callable[[Run], Any],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Sizes by formula, time by a few real steps on this device; writes nothing, and leaves `run` good for nothing.
+    """Time and memory of a few real steps on this device; writes nothing, and leaves `run` good for nothing.
 
     hours = (steps left x seconds of a step + evaluations left x seconds of one) / 3600. Checkpoints are not in it.
     One-pass training sees each text once: its rows are windows / new tokens (more, if texts end early). It decodes in
@@ -55,7 +48,7 @@ def preflight(
     Returns:
         Steps, windows, hours, `memory_gib`, `disk_gib`, and `problems`: sentences, empty where all is well.
     """
-    config, memory, disk = run.config, memory_bytes(run), disk_bytes(run, folder)
+    config, disk = run.config, disk_bytes(run, folder)
     left = config.steps - run.step
     windows = windows_of(run, left)
     problems = [] if disk["needed"] <= disk["free"] else [_lacks_room(folder, disk)]
@@ -70,7 +63,6 @@ def preflight(
     except torch.OutOfMemoryError:
         seconds = {}
         problems.append("a step does not fit into the memory of the device: lower slices, and raise accumulate")
-    memory |= _device_memory(run.device)
     evaluations = config.steps // config.eval_every - run.step // config.eval_every
     hours = (left * seconds["step"] + evaluations * seconds["evaluation"]) / 3600 if seconds else None
     if hours is not None and config.max_seconds:
@@ -80,7 +72,7 @@ def preflight(
         "dry_run": True, "steps": left, "windows": windows, "windows_per_row": windows / max(1, rows),
         "seconds_per_step": seconds.get("step"), "seconds_per_evaluation": seconds.get("evaluation"), "hours": hours,
         "training_rows": rows, "heldout_rows": len(run.rows(True)), "ranks": run.world,
-        "memory_gib": {name: size / _GIB for name, size in memory.items()},
+        "memory_gib": {name: size / _GIB for name, size in _memory_bytes(run).items()},
         "disk_gib": {name: size / _GIB for name, size in disk.items()},
         "problems": problems,
     }  # fmt: skip
@@ -127,35 +119,6 @@ def _steps_to_time(run: Run, step: Callable[[Run], Any]) -> int:
     return -(-TIMED // whole) * whole
 
 
-def memory_bytes(run: Run) -> dict[str, int]:
-    """Bytes on the device, an upper bound within the limits of `activation_bytes`.
-
-    base = its tensors. g = 4 P, gradients = 4 P (both fp32). Optimiser: 4 bytes a parameter with Muon (one momentum), 8
-    with AdamW (two moments). KL = 6 fp32 tensors of [min(chunk, rows), V], rows as in `activation_bytes`.
-    """
-    parameters = sum(p.numel() for p in run.sampler.parameters())
-    rows = run.config.slices * (run.config.slice_states - run.config.rollout) * longest(run)
-    chunk = min(rows, KL_CHUNK)
-    sizes = {
-        "base": base_bytes(run.base), "sampler": 4 * parameters, "gradients": 4 * parameters,
-        "optimizer": optimizer_bytes(run), "activations": activation_bytes(run),
-        "kl": _CHUNK_COPIES * 4 * chunk * run.base.spec.vocab_size,
-    }  # fmt: skip
-    if run.pool is not None:
-        sizes["pool"] = run.pool.bytes
-    return {**sizes, "sum": sum(sizes.values())}
-
-
-def base_bytes(base: Base) -> int:
-    """Of every tensor that a base holds, itself or in its modules; what two names share counts once."""
-    tensors: list[Tensor] = []
-    for value in vars(base).values():
-        tensors += [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
-        tensors += [value] if isinstance(value, Tensor) else []
-    stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(stores.values())
-
-
 def optimizer_bytes(run: Run) -> int:
     """Of the optimisers' state from the first step on: 4 bytes a parameter of Muon, 8 of AdamW."""
     total = 0
@@ -163,32 +126,6 @@ def optimizer_bytes(run: Run) -> int:
         moments = 1 if isinstance(optimizer, torch.optim.Muon) else 2
         total += 4 * moments * sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     return total
-
-
-def activation_bytes(run: Run) -> int:
-    """Bytes between forward and backward of one micro-batch, N = slices x slice_states x L, R = slices x windows x L.
-
-    base pass, without a graph:   N (4 D + max(3 I, 3 H d)) b; of a pool, N = its rows x L, and what it hands out
-    graph of g, every depth:      rollout x layers x R (11 D + 5 H d + 4 mlp I) b, and in half precision fp32 copies of
-                                  what enters two norms, 8 R D a depth, and a half-precision copy of g, 2 P
-    rows of the KL, every depth:  rollout x 3 R D b  (teacher, student, gradient; if every row were masked)
-    """
-    config, shape = run.config, run.base.layer_config
-    b = run.base.dtype.itemsize
-    width, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim
-    base_rows = config.slices * config.slice_states * longest(run)
-    windows = config.slices * (config.slice_states - config.rollout)
-    g_rows = config.rollout * windows * longest(run)  # of all depths together
-    handed_out = 0
-    if run.pool is not None:
-        handed_out = base_rows * width * (1 + len(run.base.keep)) * b
-        base_rows = run.pool.rows * longest(run)
-    passed = base_rows * (4 * width + max(3 * inner, 3 * heads)) * b + handed_out
-    g = run.sampler.config
-    graph = g.layers * g_rows * (11 * width + 5 * heads + int(4 * g.mlp * inner)) * b
-    if b < 4:
-        graph += 8 * g_rows * width + 2 * sum(p.numel() for p in run.sampler.parameters())
-    return passed + graph + 3 * g_rows * width * b
 
 
 def longest(run: Run) -> int:
@@ -199,14 +136,14 @@ def longest(run: Run) -> int:
     return max(int(np.diff(store.columns.start_N).max()) for store in stores)
 
 
-def _device_memory(device: torch.device) -> dict[str, int]:
-    """What the timed steps took at most, as measured, and what there is."""
-    if device.type == "cuda":
-        return {
-            "measured peak": torch.cuda.max_memory_allocated(device),
-            "device": torch.cuda.get_device_properties(device).total_memory,
-        }
-    return {"machine": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+def _memory_bytes(run: Run) -> dict[str, int]:
+    """What training holds for itself (g and gradients in fp32, optimiser), the peak so far, and what there is."""
+    own = 8 * sum(p.numel() for p in run.sampler.parameters()) + optimizer_bytes(run)
+    if run.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(run.device)
+        return {"sampler": own, "peak": peak, "device": torch.cuda.get_device_properties(run.device).total_memory}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"sampler": own, "peak": peak, "machine": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
 
 def disk_bytes(run: Run, folder: Path) -> dict[str, int]:
@@ -219,5 +156,7 @@ def disk_bytes(run: Run, folder: Path) -> dict[str, int]:
     checkpoint = 4 * weights + optimizer_bytes(run) + (0 if run.pool is None else run.world * run.pool.saved_bytes)
     there = [folder / NAME, *(file for name in (LAST, BEST) for file in (folder / name).glob("*.safetensors"))]
     kept = sum(path.stat().st_size for path in there if path.is_file())
-    needed = max(0, 2 * checkpoint + 3 * sampler_bytes(run) - kept)
-    return {"checkpoint": checkpoint, "sampler": sampler_bytes(run), "needed": needed, "free": free_bytes(folder)}
+    needed = max(0, 2 * checkpoint + 3 * 2 * weights - kept)
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(nearest).free
+    return {"checkpoint": checkpoint, "sampler": 2 * weights, "needed": needed, "free": free}

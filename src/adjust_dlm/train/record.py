@@ -1,4 +1,8 @@
-"""The rows that a sampler was trained on, as its file names them: `trained_on` in sampler.json.
+"""Samplers of a run, and the rows they were trained on, as their file names them: `trained_on` in sampler.json.
+
+`sampler` is the last one, `sampler-best` the one with the least held-out KL, the mean of `kl_1 .. kl_rollout`
+(`train/metrics.py`): the training loss on rows that training never sees. It ranks steps of one run; two recipes are
+better told apart by decoding.
 
 A record is one folder of trajectories, or what a pool has decoded: rows and all that decides their text, but no path.
 Rows that a run splits off its training folders to measure on count as trained on.
@@ -6,8 +10,10 @@ Rows that a run splits off its training folders to measure on count as trained o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from adjust_dlm.data.store import TrajectoryStore
@@ -16,6 +22,7 @@ from adjust_dlm.train.run import Run
 from adjust_dlm.types import require
 
 Record = dict[str, Any]
+LAST, BEST = "sampler", "sampler-best"
 UNKNOWN: Record = {"use": "unknown"}  # of a sampler from before there were records
 _DECIDE = ("max_new_tokens", "top_p", "top_k", "order", "order_on", "suppress_eos", "tokens_per_step", "sampler")
 
@@ -86,3 +93,26 @@ def _shared(held: Record, seen: Sequence[Record]) -> tuple[int, int]:
         if same and hot and held["seed"] == other["seed"] and first <= last:
             return first, last
     return 0, -1
+
+
+def heldout_kl(metrics: dict[str, float]) -> float:
+    """Mean over depths; infinite where there are no held-out rows."""
+    depths = [value for name, value in metrics.items() if name.startswith("kl_")]
+    return sum(depths) / len(depths) if depths else math.inf
+
+
+def keep_best(run: Run, folder: Path, metrics: dict[str, float]) -> None:
+    """Saves `sampler-best` if these metrics of the present step are the best so far."""
+    kl = heldout_kl(metrics)
+    if kl < run.best.get("kl", math.inf):
+        run.best = {"step": run.step, "kl": kl}
+        if run.rank == 0:
+            save_sampler(run, folder / BEST, heldout=metrics, heldout_kl=kl)
+
+
+def save_sampler(run: Run, folder: Path, **facts: Any) -> None:
+    """Writes g with the settings of its run, its step, the rows it has seen, and what is known of where it started."""
+    if run.started_from:
+        facts["started_from"] = {key: value for key, value in run.started_from.items() if key != "trained_on"}
+    facts["trained_on"] = trained_on(run)
+    run.sampler.save(folder, training=run.settings(), step=run.step, **facts)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.store import Columns, TrajectoryStore, open_stores
+from adjust_dlm.data.store import Columns, TrajectoryStore
 from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
@@ -46,17 +45,17 @@ def open_rows(
 
 def open_checked(folders: Sequence[str], base: Base) -> TrajectoryStore:
     """The trajectories in `folders`; raises InputError unless every row is of this base and some have two commits."""
-    data = open_stores([Path(p) for p in folders])
-    names = ", ".join(map(str, data.folders))
+    data = TrajectoryStore(*folders)
+    names, manifest = ", ".join(map(str, data.folders)), data.manifests[0]
     require(
-        data.fingerprint == base.fingerprint,
-        f"the trajectories in {names} come from a base with fingerprint {data.fingerprint[:16]}; "
+        manifest["base_fingerprint"] == base.fingerprint,
+        f"the trajectories in {names} come from a base with fingerprint {manifest['base_fingerprint'][:16]}; "
         f"base {base.spec.name!r} has {base.fingerprint[:16]}",
     )
     top = int(data.columns.tokens_P.max())
     require(
-        data.mask_id == base.spec.mask_id and top < base.spec.vocab_size,
-        f"the trajectories in {names} have another vocabulary: mask token {data.mask_id}, ids up to {top}; "
+        manifest["mask_id"] == base.spec.mask_id and top < base.spec.vocab_size,
+        f"the trajectories in {names} have another vocabulary: mask token {manifest['mask_id']}, ids up to {top}; "
         f"base {base.spec.name!r} has mask token {base.spec.mask_id}, ids up to {base.spec.vocab_size - 1}",
     )
     commits_N = np.maximum.reduceat(data.columns.order_P, data.columns.start_N[:-1]) + 1
@@ -73,27 +72,21 @@ def check_apart(data: Columns, held: Columns) -> None:
 
     Equal texts of other rows (a base that says little, T = 0) are told, not refused.
     """
-    same, equal = (_shared(data, held, with_row=with_row) for with_row in (True, False))
+    seen, mine = set(_digests(data)), _digests(held)
+    texts, total = {text for *_, text in seen}, len(mine)
+    same, equal = sum(row in seen for row in mine), sum(text in texts for *_, text in mine)
     require(
         same == 0,
-        f"{same} of the {len(held.row_N)} held-out trajectories are training trajectories, too; "
+        f"{same} of the {total} held-out trajectories are training trajectories, too; "
         "make them with another seed or first row",
     )
     if equal:
-        log.warning("%d of %d held-out trajectories equal a training one in tokens and order", equal, len(held.row_N))
+        log.warning("%d of %d held-out trajectories equal a training one in tokens and order", equal, total)
 
 
-def _shared(data: Columns, held: Columns, *, with_row: bool) -> int:
-    """How many rows of `held` stand in `data`."""
-    seen = set(_keys(data, with_row=with_row))
-    return sum(key in seen for key in _keys(held, with_row=with_row))
-
-
-def _keys(columns: Columns, *, with_row: bool) -> list[bytes]:
-    """A digest of each row."""
-    c, out = columns, []
-    for n, (start, stop) in enumerate(zip(c.start_N[:-1], c.start_N[1:], strict=True)):
-        name = b"%d %d " % (c.seed_N[n], c.row_N[n]) if with_row else b""
-        content = c.tokens_P[start:stop].tobytes() + c.order_P[start:stop].tobytes()
-        out.append(hashlib.blake2b(name + content, digest_size=16).digest())
-    return out
+def _digests(c: Columns) -> list[tuple[int, int, bytes]]:
+    """Seed and number of each row, and a digest of its tokens and order."""
+    parts = [slice(*ends) for ends in zip(c.start_N[:-1], c.start_N[1:], strict=True)]
+    texts = [c.tokens_P[part].tobytes() + c.order_P[part].tobytes() for part in parts]
+    found = [hashlib.blake2b(text, digest_size=16).digest() for text in texts]
+    return list(zip(c.seed_N.tolist(), c.row_N.tolist(), found, strict=True))

@@ -41,7 +41,6 @@ class Run:
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     step_g: Step | None = None
-    data_digest: str = ""
     pool: Pool | None = None
     pool_end: int = 0  # the row behind the last that a rank's pool had taken when g was last measured
     held: Sequence[Trajectory] | None = None
@@ -61,6 +60,13 @@ class Run:
         apart = [(2 * i + 1) * total // (2 * count) for i in range(count)]
         return apart if held else sorted(set(range(total)) - set(apart))
 
+    @functools.cached_property
+    def digests(self) -> dict[str, str | None]:
+        """Of what is trained on (of a pool, its prompts), and of held-out rows that have folders of their own."""
+        data, held = (x.digest() if isinstance(x, TrajectoryStore) else None for x in (self.data, self.held))
+        own = data if self.pool is None else self.pool.source.facts()["sha256"]
+        return {"data_digest": own, "heldout_digest": held}
+
     def now(self) -> float:
         """Seconds of training so far."""
         return self.elapsed if self.began is None else time.monotonic() - self.began
@@ -70,6 +76,5 @@ class Run:
         fixed = {k: v for k, v in asdict(self.config).items() if k not in FREE}
         return {
             **fixed, "dtype": str(self.base.dtype).removeprefix("torch."), "base_fingerprint": self.base.fingerprint,
-            "trajectories": len(self.data), "data_digest": self.data_digest, "world": self.world,
-            "heldout_digest": self.held.digest() if isinstance(self.held, TrajectoryStore) else None,
+            "trajectories": len(self.data), "world": self.world, **self.digests,
         }  # fmt: skip

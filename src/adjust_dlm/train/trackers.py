@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
@@ -18,17 +18,16 @@ PROJECT, RECORD = "adjust-dlm", "tracking.json"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises InputError for an unknown tracker, or one that is not installed (the package is named)."""
+    """Raises InputError for a tracker whose package is not installed."""
     for name in names:
-        require(name in get_args(TrackerName), f"track is {name!r}; it must be {', '.join(get_args(TrackerName))}")
         spec = find_spec(name)
         # A folder of that name has no origin: W&B leaves one in the working folder.
         installed = spec is not None and spec.origin is not None
         require(installed, f"track {name} needs a package that is not installed: pip install {name}")
 
 
-class Tracking:
-    """All trackers of a run.
+def start_trackers(names: Sequence[str], folder: Path, settings: dict[str, Any], *, resume_step: int = 0) -> list[Any]:
+    """accelerate's trackers, started: event files in `OUTPUT/tensorboard`, or the service's own run.
 
     Args:
         names: which; once each.
@@ -36,23 +35,9 @@ class Tracking:
         settings: of the run, for the record.
         resume_step: steps that were done before; 0 starts a new run.
     """
-
-    def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any], *, resume_step: int = 0) -> None:
-        check_trackers(names)
-        folder.mkdir(parents=True, exist_ok=True)
-        run = _run_id(folder, resume_step) if set(names) - {"tensorboard"} else ""
-        self._trackers = [_tracker(name, folder, settings, run, resume_step) for name in dict.fromkeys(names)]
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One point of every metric that is a number."""
-        numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-        for tracker in self._trackers:
-            tracker.log(numbers, step=step)
-
-    def close(self) -> None:
-        """Sends what is left."""
-        for tracker in self._trackers:
-            tracker.finish()
+    folder.mkdir(parents=True, exist_ok=True)
+    run = _run_id(folder, resume_step) if set(names) - {"tensorboard"} else ""
+    return [_tracker(name, folder, settings, run, resume_step) for name in dict.fromkeys(names)]
 
 
 def _run_id(folder: Path, resume_step: int) -> str:
@@ -66,7 +51,6 @@ def _run_id(folder: Path, resume_step: int) -> str:
 
 
 def _tracker(name: str, folder: Path, settings: dict[str, Any], run: str, resume_step: int) -> Any:
-    """accelerate's, started: event files in `OUTPUT/tensorboard`, or the service's own run."""
     from accelerate import PartialState, tracking
 
     PartialState()  # its trackers ask it for the main process

@@ -19,20 +19,18 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.losses import pick_delta
 from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
-from adjust_dlm.train.batches import random_slices, to_device
-from adjust_dlm.train.best import BEST, LAST, keep_best, save_sampler
+from adjust_dlm.train.batches import batch_loss, random_slices, to_device
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
-from adjust_dlm.train.objective import batch_loss
 from adjust_dlm.train.one_pass import Pool, start_pool
 from adjust_dlm.train.optim import build_optimizers, learning_rate
 from adjust_dlm.train.preflight import check_disk, longest, preflight, windows_of
-from adjust_dlm.train.record import check_unseen
+from adjust_dlm.train.record import BEST, LAST, check_unseen, keep_best, save_sampler
 from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.run import Run
-from adjust_dlm.train.trackers import Tracking
+from adjust_dlm.train.trackers import start_trackers
 from adjust_dlm.train.unroll import Frames, Slices
 from adjust_dlm.types import Trajectory
 
@@ -61,20 +59,20 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     distributed.require_same("the step to go on from", run.step)
     if config.dry_run:
         return preflight(run, folder, step=_step, evaluate=_held_out)
-    tracking = None
+    trackers = []
     if rank == 0:
         if _unfinished(run):
             check_disk(run, folder)
         if config.resume == "never":
             set_aside(folder)
-        tracking = Tracking(config.track, folder, run.settings(), resume_step=run.step)
-    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, tracking=tracking)
+        trackers = start_trackers(config.track, folder, run.settings(), resume_step=run.step)
+    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, trackers=trackers)
     try:
         with StopSignal() as stop:
             last = _loop(run, folder, metrics, stop)
     finally:
-        if tracking:
-            tracking.close()
+        for tracker in trackers:
+            tracker.finish()
     law: dict[str, Any] = {}
     if rank == 0 and not _unfinished(run):
         save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
@@ -99,16 +97,14 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     held: Sequence[Trajectory] | None
     pool: Pool | None = None
     if config.one_pass:
-        held, digest, pool = start_pool(config, base, rank, world)
+        held, pool = start_pool(config, base, rank, world)
     else:
-        store, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
-        data, digest = store, store.digest()
+        data, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         resumes = config.resume == "auto" and (Path(config.output) / CHECKPOINT).is_file()
         sampler = start_sampler(base, config.sampler_config(), "fresh" if resumes else config.init)
-    facts: dict[str, Any] = {"data_digest": digest, "pool": pool, "held": held}
-    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, **facts)
+    run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, pool=pool, held=held)
     if config.init != "fresh" and not resumes:
         run.started_from = read_config(Path(config.init))
         check_unseen(run)

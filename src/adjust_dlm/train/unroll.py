@@ -47,12 +47,17 @@ class Slices:
     length: int
     padded: bool = True
 
+    @property
+    def t_SN(self) -> Tensor:
+        """Commits before each state."""
+        return self.start_N + torch.arange(self.length, device=self.start_N.device)[:, None]
+
     def rank(self) -> Tensor:
         """[S, N, L] commits from each state until a position is revealed; negative once it is.
 
         Positions never revealed rank very high while the text goes on, and do not count after its end.
         """
-        t_SN1 = (self.start_N + torch.arange(self.length, device=self.start_N.device)[:, None])[..., None]
+        t_SN1 = self.t_SN[..., None]
         never_NL = self.order_NL == MASKED
         rank_SNL = torch.where(never_NL, NEVER, self.order_NL) - t_SN1
         goes_on_SN1 = ((rank_SNL >= 0) & ~never_NL).any(-1, keepdim=True)
@@ -60,7 +65,7 @@ class Slices:
 
     def states(self, mask_id: int) -> State:
         """The canvases before commits start .. start+S-1, as one batch of S*N rows (state-major)."""
-        t_SN1 = (self.start_N + torch.arange(self.length, device=self.start_N.device)[:, None])[..., None]
+        t_SN1 = self.t_SN[..., None]
         masked_SNL = (self.order_NL >= t_SN1) | (self.order_NL == MASKED)
         tokens_SNL = torch.where(masked_SNL, mask_id, self.tokens_NL)
         real_SNL = self.real_NL.expand_as(masked_SNL)
@@ -87,8 +92,7 @@ class Frames:
 def observe(base: Base, slices: Slices) -> Frames:
     """Algorithm 2, lines 3-7: the states of stored trajectories, and one base pass for each."""
     x = slices.states(base.spec.mask_id)
-    t_SN = slices.start_N + torch.arange(slices.length, device=slices.start_N.device)[:, None]
-    return Frames(x, base.hidden(x), slices.rank().flatten(0, 1), torch.where(t_SN >= 0, 0, -1))
+    return Frames(x, base.hidden(x), slices.rank().flatten(0, 1), torch.where(slices.t_SN >= 0, 0, -1))
 
 
 @dataclass
