@@ -194,7 +194,7 @@ def test_features_equal_one_text_at_a_time(llama, pooling) -> None:
 
 def test_bad_features_are_named(llama) -> None:
     p, q = gaussians(0, n=10, d=3)
-    with pytest.raises(InputError, match=r"shapes \[10, 3\] and \[10, 2\]; D must be the same"):
+    with pytest.raises(InputError, match=r"shapes \[10, 3\] and \[10, 2\]; both must be .n, D. of one D"):
         mauve(p, q[:, :2])
     with pytest.raises(InputError, match=r"\[10, 3\] and \[3\]; both must be"):
         mauve(p, q[0])

@@ -22,7 +22,6 @@ from adjust_dlm.eval.downstream import Problem
 from adjust_dlm.eval.tasks import parallelbench, parallelbench_tasks
 from adjust_dlm.eval.tasks import parallelbench_metrics as metrics
 from adjust_dlm.eval.tasks.parallelbench import ParallelBenchConfig, run_parallelbench, score_reply
-from adjust_dlm.eval.tasks.parallelbench_files import read_problems
 from adjust_dlm.eval.tasks.parallelbench_metrics import (
     GrammarChecker,
     includes,
@@ -32,8 +31,17 @@ from adjust_dlm.eval.tasks.parallelbench_metrics import (
     read_grid,
     read_list,
 )
-from adjust_dlm.eval.tasks.parallelbench_tasks import FIRST, GROUPS, LAST, grids, make_problem, select
-from adjust_dlm.eval.tasks.parallelbench_words import FIELDS, SCENES
+from adjust_dlm.eval.tasks.parallelbench_tasks import (
+    FIELDS,
+    FIRST,
+    GROUPS,
+    LAST,
+    SCENES,
+    grids,
+    make_problem,
+    read_problems,
+    select,
+)
 from adjust_dlm.types import InputError
 from tiny_ar import chat_base
 

@@ -75,14 +75,13 @@ COMMANDS: dict[str, Command] = {
         "GSM8K with any decoder: strict and flexible accuracy.", "adjust_dlm.eval.tasks.gsm8k", "Gsm8kConfig"
     ),
     "eval math": Command(
-        "MATH with any decoder: the boxed answer, normalised.", "adjust_dlm.eval.tasks.maths", "MathConfig"
+        "MATH with any decoder: the boxed answer, by its value.", "adjust_dlm.eval.tasks.maths", "MathConfig"
     ),
     "eval humaneval": Command(
-        "HumanEval: functions, run against their tests.",
-        "adjust_dlm.eval.tasks.code", "HumanEvalConfig", "run_humaneval",
+        "HumanEval: functions, run against their tests.", "adjust_dlm.eval.tasks.code", "HumanEvalConfig"
     ),
     "eval mbpp": Command(
-        "MBPP: programs, run against their tests.", "adjust_dlm.eval.tasks.code", "MbppConfig", "run_mbpp"
+        "MBPP: programs, run against their tests.", "adjust_dlm.eval.tasks.code", "MbppConfig"
     ),
     "eval parallelbench": Command(
         "Waiting lines, puzzles and sentences: what parallel decoding loses.",

@@ -25,16 +25,11 @@ def token_entropy(token_lists: Tokens) -> float:
 
     The usual companion of generative perplexity. At most the log of the length: compare only texts of the same length.
     """
-    return _mean([_entropy(ids) for ids in token_lists if len(ids)])
-
-
-def _entropy(ids: Sequence[int]) -> float:
-    shares = [count / len(ids) for count in Counter(ids).values()]
-    return -sum(share * math.log(share) for share in shares)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    found = []
+    for ids in filter(len, token_lists):
+        shares = [count / len(ids) for count in Counter(ids).values()]
+        found.append(-sum(share * math.log(share) for share in shares))
+    return sum(found) / len(found) if found else math.nan
 
 
 def repeated_share(token_lists: Tokens, *, n: int = 4, above: float = 0.2) -> float:

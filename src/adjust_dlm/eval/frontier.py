@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from adjust_dlm.bases import Base
+from adjust_dlm.data.lists import ListTask, list_tasks
 from adjust_dlm.decoders import DECODERS, read_variant
-from adjust_dlm.eval.generation import costs, generate_rows, open_helpers
+from adjust_dlm.eval.generation import costs, generate_rows, half_width, open_helpers
 from adjust_dlm.eval.plots import Curve, Panel, Point, check_plot, draw, to_png
 from adjust_dlm.eval.table import TableConfig, make_table, open_base
-from adjust_dlm.eval.tasks.lists import held_out_tasks, score_lists
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
@@ -123,7 +125,7 @@ class FrontierConfig(TableConfig):
 
 
 def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sampler | None = None) -> Row:
-    """Every decoder's cost and quality; writes `frontier.csv`, `.md` and `.png`.
+    """Every decoder's cost and quality; writes `frontier.csv` and `.png`.
 
     Returns:
         `first_row` (of every task), `rows` (one per task and variant) and `best` (see `compare`).
@@ -137,11 +139,13 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
     rows = [_row(f"text T={cell['temperature']:g}", cell) for cell in cells]
     if config.list_n:
         rows += _lists(config, base, helpers)
-    _add_speedup(rows)
+    slow = {row["task"]: row["tokens_per_second"] for row in rows if row["variant"] == "joint"}
+    for row in rows:
+        row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
     best = compare(rows)
     if rank == 0:
         folder = Path(config.output)
-        files: dict[str, str | bytes] = {"frontier.csv": to_csv(rows), "frontier.md": markdown(rows, best)}
+        files: dict[str, str | bytes] = {"frontier.csv": to_csv(rows)}
         if config.plot:
             files["frontier.png"] = to_png(draw(panels(rows)))
         write_whole({folder / name: content for name, content in files.items()})
@@ -159,10 +163,9 @@ def label_of(variant: str) -> str:
 def kind_of(variant: str) -> str:
     """`joint`, `sampler` (uses g), `partner` (asks an autoregressive model), or `free` (the base alone)."""
     name = read_variant(variant).name
-    entry = DECODERS[name]
-    return (
-        name if name == "joint" else "sampler" if entry.needs_sampler else "partner" if entry.needs_partner else "free"
-    )
+    if name == "joint":
+        return name
+    return "sampler" if DECODERS[name].needs_sampler else "partner" if DECODERS[name].needs_partner else "free"
 
 
 def _row(task: str, facts: Row) -> Row:
@@ -176,7 +179,7 @@ def _row(task: str, facts: Row) -> Row:
 def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
     """Accuracy of joint decoding and every variant at T = 0."""
     require(base.tokenizer is not None, f"base {base.spec.name!r} has no tokenizer; leave the lists out (list_n 0)")
-    tasks = held_out_tasks(config.list_n, config.seed)
+    tasks = list(itertools.islice(list_tasks(config.seed, held_out=True), config.list_n))
     prompts = [base.encode(task.prompt, chat=True) for task in tasks]
     settings = DecodeConfig(
         max_new_tokens=config.list_max_new_tokens, temperature=0.0, seed=config.seed,
@@ -187,32 +190,27 @@ def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
         made = generate_rows(
             base, helpers, variant, prompts, settings, batch_size=config.batch_size, keep=keep, eager=config.eager
         )
-        score = score_lists(tasks, [base.decode(line.tokens) for line in made])
-        facts = {"decoder": variant, "n": score.n, "accuracy": score.accuracy, "accuracy_ci95": score.ci95}
-        rows.append(_row("lists T=0", facts | costs(made)))
-        speed = rows[-1]["tokens_per_pass"]
-        log.info(
-            "lists %s: %.1f %% right at %.2f tokens a pass, %s", variant, 100 * score.accuracy, speed, score.by_kind
-        )
+        right = [is_right(task, base.decode(line.tokens)) for task, line in zip(tasks, made, strict=True)]
+        facts = {"accuracy": sum(right) / len(right), "accuracy_ci95": half_width(right), **costs(made)}
+        rows.append(_row("lists T=0", {"decoder": variant, "n": len(right), **facts}))
+        log.info("lists %s: %.3f right at %.2f tokens a pass", variant, facts["accuracy"], facts["tokens_per_pass"])
     return rows
 
 
-def _add_speedup(rows: Iterable[Row]) -> None:
-    """Tokens per second over those of joint decoding on the same task."""
-    rows = list(rows)
-    slow = {row["task"]: row["tokens_per_second"] for row in rows if row["variant"] == "joint"}
-    for row in rows:
-        row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
+def is_right(task: ListTask, text: str) -> bool:
+    """Whether a reply is the answer, spaces around it aside; for `shuffle` any other order of the same people is."""
+    if task.kind != "shuffle":
+        return text.strip() == task.answer
+    try:
+        people = json.loads(text)
+    except ValueError:
+        return False
+    given = json.loads(re.findall(r"\[.*\]", task.prompt)[0])
+    whole = isinstance(people, list) and all(isinstance(person, str) for person in people)
+    return whole and people != given and sorted(people) == sorted(given)
 
 
-class Measure(NamedTuple):
-    """A column of quality, and its sign: +1 where more is better."""
-
-    column: str
-    sign: int
-
-
-MEASURES = (Measure("kl_qp", -1), Measure("nll", -1), Measure("mauve", 1), Measure("accuracy", 1))
+MEASURES = {"kl_qp": -1, "nll": -1, "mauve": 1, "accuracy": 1}  # columns of quality; +1 where more is better
 WIDEST = 3.0  # ratio of two neighbours on a curve that a straight line may stand between
 GRID = (2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 
@@ -232,32 +230,30 @@ def compare(rows: Sequence[Row], grid: Sequence[float] = GRID) -> list[Row]:
     Joint decoding (one token a pass) in the same blocks is the start of every curve. Text that repeats itself has a low
     NLL for being dull, so rows with less than half the distinct bigrams of joint text are no candidates.
     """
+
+    def start(label: str) -> list[Row]:
+        blocks = [word for word in label.split() if word.startswith("block_length=")]
+        return [joint[name] for name in [" ".join(["joint", *blocks])] if name in joint]
+
     out = []
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    for task, (column, sign) in ((task, measure) for task in tasks for measure in MEASURES):
+    for task, (column, sign) in itertools.product(tasks, MEASURES.items()):
         mine = [row for row in rows if row["task"] == task and row[column] is not None]
         varied = max((row["distinct_2"] or 0 for row in mine if row["kind"] == "joint"), default=0) / 2
         mine = [row for row in mine if (row["distinct_2"] or 0) >= varied]
-        joint = {row["label"].removeprefix("joint"): row for row in mine if row["kind"] == "joint"}
+        joint = {row["label"]: row for row in mine if row["kind"] == "joint"}
         labels = dict.fromkeys((row["label"], row["kind"]) for row in mine if row["kind"] != "joint")
         for x in grid:
             line: Row = {"task": task, "measure": column, "tokens_per_pass": x}
             for kind in ("sampler", "free", "partner"):
                 curves = {name: [r for r in mine if r["label"] == name] for name, k in labels if k == kind}
-                values = {name: value_at([*_start(joint, name), *curve], column, x) for name, curve in curves.items()}
+                values = {name: value_at([*start(name), *curve], column, x) for name, curve in curves.items()}
                 found = {name: value for name, value in values.items() if value is not None}
                 name = max(found, key=lambda name: sign * found[name], default=None)
                 line |= {kind: name, f"{kind}_value": None if name is None else found[name]}
             if line["sampler"] or line["free"]:
                 out.append(line)
     return out
-
-
-def _start(joint: dict[str, Row], label: str) -> list[Row]:
-    """The row of joint decoding in the same blocks, with which a curve begins."""
-    blocks = next((word for word in label.split() if word.startswith("block_length=")), "")
-    found = joint.get(f" {blocks}" if blocks else "")
-    return [found] if found else []
 
 
 def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
@@ -269,36 +265,10 @@ def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
     return out.getvalue()
 
 
-def markdown(rows: Sequence[Row], best: Sequence[Row]) -> str:
-    """All rows by task, and the best of each kind."""
-
-    def cell(row: Row, column: str) -> str:
-        value, half = row[column], row.get(f"{column}_ci95")
-        return "" if value is None else f"{value:.3f}" + ("" if half is None else f" +- {half:.3f}")
-
-    names = {
-        "tokens_per_pass": "tokens/pass", "speedup": "speed-up", "rounds": "rounds", "sampler_calls": "g passes",
-        "partner_calls": "AR passes", "kl_qp": "KL(q\\|\\|p)", "kl_pq": "KL(p\\|\\|q)", "nll": "NLL",
-        "mauve": "MAUVE", "distinct_2": "distinct-2", "accuracy": "accuracy",
-    }  # fmt: skip
-    head = ["task", "decoder", "n", *names.values()]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in rows:
-        cells = [row["task"], f"`{row['variant']}`", str(row["n"]), *(cell(row, column) for column in names)]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| task | measure | tokens/pass | best with g | best without training | best with an AR model |"]
-    lines += ["|" + "---|" * 6]
-    for line in best:
-        ends = [f"{line[k]}: {line[f'{k}_value']:.3f}" if line[k] else "" for k in ("sampler", "free", "partner")]
-        head = [line["task"], line["measure"], f"{line['tokens_per_pass']:g}", *ends]
-        lines.append("| " + " | ".join(head) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Each task and measure against tokens per pass and against speed-up over joint decoding."""
     found = []
-    for task, (measure, _) in itertools.product(dict.fromkeys(row["task"] for row in rows), MEASURES):
+    for task, measure in itertools.product(dict.fromkeys(row["task"] for row in rows), MEASURES):
         mine = [row for row in rows if row["task"] == task and row[measure] is not None]
         for x in ("tokens_per_pass", "speedup") if mine else ():
             curves = []

@@ -79,7 +79,10 @@ def mauve(
         InputError: features that are not finite [n, D] arrays of one D, no seeds, or an impossible bucket count.
     """
     p, q = np.asarray(p_features, np.float64), np.asarray(q_features, np.float64)
-    _check_features(p, q)
+    shapes = f"features have shapes {list(p.shape)} and {list(q.shape)}"
+    require(p.ndim == q.ndim == 2 and p.shape[1] == q.shape[1], f"{shapes}; both must be [n, D] of one D")
+    require(min(p.size, q.size) > 0, f"{shapes}; there must be something to compare")
+    require(bool(np.isfinite(p).all() and np.isfinite(q).all()), "features hold nan or infinity")
     buckets = max(2, round(min(len(p), len(q)) / 10)) if buckets is None else buckets
     most = len(p) + len(q)
     require(2 <= buckets <= most, f"buckets is {buckets}; it must be 2..{most}, the number of texts")
@@ -90,6 +93,13 @@ def mauve(
     labels = [_clusters(reduced_ND, buckets, seed) for seed in seeds]
     everyone = np.arange(len(p)), np.arange(len(q))
     per_seed = [_score(labels_N, *everyone, buckets, scale) for labels_N in labels]
+    warnings = []
+    if min(len(p), len(q)) < SMALL_N:
+        warnings.append(f"MAUVE of {len(p)} and {len(q)} texts is noisy and off by chance; use {SMALL_N} or more")
+    if len(p) != len(q):
+        warnings.append(f"MAUVE of sets of unequal size ({len(p)} and {len(q)}) cannot be compared with equal ones")
+    for line in warnings:
+        log.warning(line)
     settings: dict[str, object] = {
         **(about or {}),
         "n_p": len(p),
@@ -101,7 +111,7 @@ def mauve(
         "dimensions": reduced_ND.shape[1],
         "kmeans_runs": KMEANS_RUNS,
         "kmeans_steps": KMEANS_STEPS,
-        "warnings": _warnings(len(p), len(q)),
+        "warnings": warnings,
     }
     std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else float("nan")
     error = _error(labels, len(p), len(q), buckets, scale)
@@ -212,22 +222,3 @@ def _pool(hidden_BLD: Tensor, real_BL: Tensor, pooling: Pooling) -> Tensor:
     if pooling == "last":
         return hidden_BLD[length_B.new_tensor(range(len(length_B))), length_B - 1]
     return (hidden_BLD * real_BL[..., None]).sum(1) / length_B[:, None]
-
-
-def _warnings(n_p: int, n_q: int) -> list[str]:
-    found = []
-    if min(n_p, n_q) < SMALL_N:
-        found.append(f"MAUVE of {n_p} and {n_q} texts is noisy and too high or low by chance; use {SMALL_N} or more")
-    if n_p != n_q:
-        found.append(f"MAUVE of sets of unequal size ({n_p} and {n_q}) cannot be compared with equal ones")
-    for line in found:
-        log.warning(line)
-    return found
-
-
-def _check_features(p: Floats, q: Floats) -> None:
-    shapes = f"features have shapes {list(p.shape)} and {list(q.shape)}"
-    require(p.ndim == q.ndim == 2, f"{shapes}; both must be [n, D]")
-    require(p.shape[1] == q.shape[1], f"{shapes}; D must be the same")
-    require(min(p.size, q.size) > 0, f"{shapes}; there must be something to compare")
-    require(bool(np.isfinite(p).all() and np.isfinite(q).all()), "features hold nan or infinity")

@@ -45,7 +45,6 @@ class NllScore:
         n_tokens: scored tokens.
         sum_nll_N: NLL of each given text, in the given order; 0 for an empty one.
         tokens_N: scored tokens of each given text.
-        rule: what was scored, in words.
     """
 
     nll: float
@@ -55,7 +54,6 @@ class NllScore:
     n_tokens: int
     sum_nll_N: Floats
     tokens_N: Ints
-    rule: str
 
     @property
     def perplexity(self) -> float:
@@ -93,16 +91,15 @@ def score_nll(
     sum_nll_N = np.zeros(len(token_lists))
     for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, device, start=condition_id):
         sum_nll_N[rows] = _sum_nll(model, ids_BL, real_BL).numpy()
-    rule = f"every token scored, the first one given id {condition_id}; sum of NLL / number of tokens"
-    return summarize(sum_nll_N, tokens_N, rule)
+    return summarize(sum_nll_N, tokens_N)
 
 
-def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike, rule: str) -> NllScore:
+def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike) -> NllScore:
     """Token mean and its interval from per-text sums; texts with 0 tokens are counted and left out."""
     sums_N, counts_N = np.asarray(sum_nll_N, np.float64), np.asarray(tokens_N, np.int64)
     full_N = counts_N > 0
     require(bool(full_N.any()), f"none of the {len(counts_N)} texts has a token to score")
-    resampled = _resample(np.stack([sums_N[full_N], counts_N[full_N]], axis=1), seed=0)
+    resampled = _resample(np.stack([sums_N[full_N], counts_N[full_N]], axis=1))
     n_texts, n_tokens = int(full_N.sum()), int(counts_N.sum())
     return NllScore(
         nll=float(sums_N.sum() / n_tokens),
@@ -112,25 +109,20 @@ def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike, rule: str) -> N
         n_tokens=n_tokens,
         sum_nll_N=sums_N,
         tokens_N=counts_N,
-        rule=rule,
     )
 
 
 def nll_gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> tuple[float, float]:
     """Share of the NLL gap between parallel and joint decoding that ADJUST closes, and its 95 % half-width.
 
-    (parallel - adjust) / (parallel - joint). Sets of one size are resampled together, text i of one with text i of
-    the others (the same prompt and row id); sets of different sizes are resampled independently.
+    (parallel - adjust) / (parallel - joint). The sets are resampled together, text i of one with text i of the others:
+    they have the same prompt and row id.
 
     Raises:
         InputError: joint and parallel score the same, so there is no gap.
     """
     require(parallel.nll != joint.nll, f"joint and parallel both score {joint.nll}: there is no gap to close")
-    stats = [np.stack([s.sum_nll_N, s.tokens_N], axis=1) for s in (joint, parallel, adjust)]
-    if len({len(s) for s in stats}) == 1:
-        resampled = _resample(np.concatenate(stats, axis=1), seed=0)
-    else:
-        resampled = np.concatenate([_resample(s, seed=seed) for seed, s in enumerate(stats)], axis=1)
+    resampled = _resample(np.stack([x for s in (joint, parallel, adjust) for x in (s.sum_nll_N, s.tokens_N)], axis=1))
     with np.errstate(divide="ignore", invalid="ignore"):  # a resample of empty texts only has no NLL
         joint_S, parallel_S, adjust_S = (resampled[:, 0::2] / resampled[:, 1::2]).T
         share_S = (parallel_S - adjust_S) / (parallel_S - joint_S)
@@ -192,10 +184,10 @@ def _sum_nll(model: PreTrainedModel, ids_BL: Tensor, real_BL: Tensor) -> Tensor:
     return nll_BL.sum(-1).cpu()
 
 
-def _resample(stats_NM: Floats, *, seed: int) -> Floats:
+def _resample(stats_NM: Floats) -> Floats:
     """Bootstrap over texts: column sums [S, M] of `RESAMPLES` draws of N rows with replacement."""
     n = len(stats_NM)
-    times_SN = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    times_SN = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     return np.asarray(times_SN @ stats_NM)
 
 

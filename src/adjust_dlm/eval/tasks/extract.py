@@ -11,22 +11,15 @@ import re
 import textwrap
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
 _CODE_LINE = re.compile(r"^(?:(?:async +)?def |class |@\w|import \w|from [\w.]+ import )", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py", "py3")
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block.
-
-    Attributes:
-        language: the word behind the opening fence, in lower case.
-        text: what stands between the fences, not indented as a whole.
-        closed: whether the closing fence is there.
-    """
+class Block(NamedTuple):
+    """A fenced block: the word behind its opening fence in lower case, what it holds, whether it is closed."""
 
     language: str
     text: str

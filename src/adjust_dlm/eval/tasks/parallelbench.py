@@ -16,9 +16,8 @@ from typing import Any
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, flat
 from adjust_dlm.eval.generation import COSTS
-from adjust_dlm.eval.tasks.parallelbench_files import read_problems
 from adjust_dlm.eval.tasks.parallelbench_metrics import Grammar, GrammarChecker, includes, is_right, open_grammar
-from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, select
+from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, read_problems, select
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
@@ -61,12 +60,10 @@ class ParallelBenchConfig(DownstreamConfig):
     def __post_init__(self) -> None:
         """Tasks, sizes, and what decoding says of every group's settings."""
         require(bool(self.tasks), "name at least one task, or all")
-        require(self.n >= 0, f"n is {self.n}; it must be at least 0")
+        self.require_at_least(n=0)
         require(0 <= self.shots <= 8, f"shots is {self.shots}; it must be 0 to 8")
-        sizes = self.people
-        require(
-            bool(sizes) and min(sizes) >= 2 and max(sizes) <= 100, f"people is {list(sizes)}; give sizes from 2 to 100"
-        )
+        good = bool(self.people) and all(2 <= size <= 100 for size in self.people)
+        require(good, f"people is {list(self.people)}; give sizes from 2 to 100")
         groups = select(self.tasks)
         if self.max_new_tokens:
             super().__post_init__()
@@ -109,7 +106,7 @@ def run_parallelbench(
         rows: list[Row] = []
         macro: list[Row] = []
         for name, asked in problems.items():
-            task = _task(name, asked, check, chat=config.chat)
+            task = _task(name, asked, check, config)
             long = _too_long(base, asked, config.for_group(name).max_new_tokens)
             for row in evaluate(task, config.for_group(name), base, sampler)["rows"]:
                 rows += _by_task(name, row, long)
@@ -132,16 +129,14 @@ def _problems(config: ParallelBenchConfig, group: str, tasks: Sequence[str]) -> 
     ]
 
 
-def _task(name: str, asked: list[Problem], check: GrammarChecker | None, *, chat: bool) -> Task:
-    def score(
-        problems: Sequence[Problem], completions: Sequence[list[str]], config: ParallelBenchConfig
-    ) -> list[list[Scores]]:
+def _task(name: str, asked: list[Problem], check: GrammarChecker | None, config: ParallelBenchConfig) -> Task:
+    def score(problems: Sequence[Problem], completions: Sequence[list[str]], _: Any) -> list[list[Scores]]:
         return [
             [score_reply(problem, text, strict=config.strict, check=check) for text in texts]
             for problem, texts in zip(problems, completions, strict=True)
         ]
 
-    stop = () if chat else ("\n\n",)  # a base model goes on with a next question
+    stop = () if config.chat else ("\n\n",)  # a base model goes on with a next question
     return Task(f"parallelbench {name}", lambda _: asked, score, stop=stop)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -40,52 +40,23 @@ def read_list(text: str, *, strict: bool = False) -> list[str] | None:
     return [item[1:-1] for item in items] if opened and closed and quoted else None
 
 
-def is_same(people: list[str], facts: Facts) -> bool:
-    """The one right list."""
-    return bool(people == facts["answer"])
+def is_right_list(task: str, people: list[str], facts: Facts) -> bool:
+    """The one right list, or one of those of a random kind: the input shuffled, or with one change at any place."""
+    given, word = facts.get("input", []), facts.get("word")
+    if task == "shuffle":
+        return people != given and sorted(people) == sorted(given)
+    right = {
+        "insert_random": [[*given[:n], word, *given[n:]] for n in range(len(given) + 1)],
+        "remove_random": [[*given[:n], *given[n + 1 :]] for n in range(len(given))],
+        "replace_random": [[*given[:n], word, *given[n + 1 :]] for n in range(len(given))],
+    }
+    return people in right.get(task, [facts.get("answer")])
 
 
-def is_shuffled(people: list[str], facts: Facts) -> bool:
-    """The same people in another order."""
-    return people != facts["input"] and sorted(people) == sorted(facts["input"])
-
-
-def is_inserted(people: list[str], facts: Facts) -> bool:
-    """The input with the new person at any place."""
-    if facts["word"] not in people:
-        return False
-    at = people.index(facts["word"])
-    return bool([*people[:at], *people[at + 1 :]] == facts["input"])
-
-
-def is_removed(people: list[str], facts: Facts) -> bool:
-    """The input without any one person."""
-    given: list[str] = facts["input"]
-    gone = [person for person in given if person not in people]
-    return len(gone) == 1 and people == [person for person in given if person != gone[0]]
-
-
-def is_replaced(people: list[str], facts: Facts) -> bool:
-    """The input with the new person in the place of any one."""
-    given, word = facts["input"], facts["word"]
-    if len(people) != len(given) or word not in people:
-        return False
-    at = people.index(word)
-    return bool(people == [*given[:at], word, *given[at + 1 :]])
-
-
-LISTS: dict[str, Callable[[list[str], Facts], bool]] = {
-    "copy": is_same,
-    "reverse": is_same,
-    "sort": is_same,
-    "shuffle": is_shuffled,
-    "insert_index": is_same,
-    "insert_random": is_inserted,
-    "remove_index": is_same,
-    "remove_random": is_removed,
-    "replace_index": is_same,
-    "replace_random": is_replaced,
-}
+LISTS = (
+    "copy", "reverse", "sort", "shuffle", "insert_index", "insert_random", "remove_index", "remove_random",
+    "replace_index", "replace_random",
+)  # fmt: skip
 
 
 def is_latin(text: str, symbols: Sequence[str]) -> bool:
@@ -121,7 +92,7 @@ def is_right(task: str, text: str, facts: Facts, *, strict: bool = False) -> boo
     """Whether a reply to a list task or a puzzle is right.
 
     Args:
-        task: a key of `LISTS`, `latin_square` or `sudoku`.
+        task: one of `LISTS`, `latin_square` or `sudoku`.
         text: the reply.
         facts: `answer` or `input` and `word` of lists, `symbols` of a square, `answer` of a Sudoku.
         strict: how the reply is read.
@@ -131,7 +102,7 @@ def is_right(task: str, text: str, facts: Facts, *, strict: bool = False) -> boo
     if task == "sudoku":
         return read_grid(text, strict=strict) == facts["answer"].split("\n")
     people = read_list(text, strict=strict)
-    return people is not None and LISTS[task](people, facts)
+    return people is not None and is_right_list(task, people, facts)
 
 
 def includes(text: str, words: Sequence[str]) -> bool:

@@ -86,8 +86,8 @@ class Result:
 
 
 def available_workers() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0))
+    """CPUs this process may use, as one of this machine's ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def run_programs(
@@ -99,7 +99,7 @@ def run_programs(
         programs: the parts of each, compiled apart and run one after another with the same globals, so that no part
             can swallow the next one by its syntax.
         limits: of each program.
-        workers: programs at once; one per CPU by default.
+        workers: programs at once; `available_workers` by default.
 
     Raises:
         InputError: not on Linux.
