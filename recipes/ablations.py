@@ -194,7 +194,7 @@ def nll_of(judge: tuple[Any, int], rows: list[list[int]]) -> NllScore:
 def mauve_of(table: TableConfig, reference: Any, features: Any) -> Line:
     """MAUVE and its interval."""
     score = mauve(reference, features, buckets=table.buckets or None)
-    return {"mauve": score.mean, "mauve_ci95": score.ci95}
+    return {name: score[name] for name in ("mauve", "mauve_ci95")}
 
 
 def train_variant(config: TrainConfig, base: Base, fast: Base) -> tuple[Sampler, Line]:

@@ -83,12 +83,12 @@ def test_a_run_scores_every_variant_and_writes_its_samples(base: Base, tmp_path:
 def test_eager_refuses_the_fast_form(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, eager: bool
 ) -> None:
-    """As on a card: three variants in the fast form, or none; the result says which."""
+    """As on a card: three variants in the fast form, or none."""
     monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
     quick = Counted(fast.run_fast)
     monkeypatch.setattr(fast, "run_fast", quick)
     out = evaluate(letters([]), settings(tmp_path, eager=eager), base, Sampler(base).eval())
-    assert (quick.calls, out["config"]["eager"]) == (0 if eager else 3, eager)
+    assert quick.calls == (0 if eager else 3) and len(out["rows"]) == 3
 
 
 def test_texts_are_kept_so_that_scoring_again_costs_no_pass(

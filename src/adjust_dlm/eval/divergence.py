@@ -103,9 +103,23 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
         name, _, options = read_variant(variant)
         needed = helpers if DECODERS[name].needs_sampler else {}
         make_plan(base, _settings(config, temperature, variant), decoder=name, **needed, **options)
-    lines = over_ranks(cells, lambda mine: [line_of(config, base, helpers, *cell) for cell in mine])
+    source = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
+    source.check_fits(base, config.max_new_tokens)
+    prompts = [source.ids(row) for row in range(config.n)]
+
+    def line_of(cell: tuple[float, str]) -> Line:
+        temperature, variant = cell
+        settings = _settings(config, *cell)
+        facts = measure(
+            base, helpers, variant, prompts, settings, temperature=temperature, sources=config.sources,
+            batch_size=config.batch_size, keep=Path(config.output, "kept"),
+        )  # fmt: skip
+        about = {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step}
+        return about | {"tokens_per_pass": facts[config.sources[0]]["tokens_per_pass"]} | facts
+
+    lines = over_ranks(cells, lambda mine: map(line_of, mine))
     compare_with_parallel(lines)
-    return {"config": asdict(config), "first_row": EVALUATION_ROWS, "rows": lines}
+    return {"first_row": EVALUATION_ROWS, "rows": lines}
 
 
 def _settings(config: DivergenceConfig, temperature: float, variant: str) -> DecodeConfig:
@@ -114,19 +128,6 @@ def _settings(config: DivergenceConfig, temperature: float, variant: str) -> Dec
         suppress_eos=config.suppress_eos,
     )  # fmt: skip
     return shared.but(**read_variant(variant).settings)
-
-
-def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: float, variant: str) -> Line:
-    """One decoder on the prompts of the settings."""
-    settings = _settings(config, temperature, variant)
-    source = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
-    source.check_fits(base, settings.max_new_tokens)
-    facts = measure(
-        base, helpers, variant, [source.ids(row) for row in range(config.n)], settings, temperature=temperature,
-        sources=config.sources, batch_size=config.batch_size, keep=Path(config.output, "kept"),
-    )  # fmt: skip
-    about = {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step}
-    return about | {"tokens_per_pass": facts[config.sources[0]]["tokens_per_pass"]} | facts
 
 
 def measure(

@@ -70,7 +70,7 @@ class DownstreamConfig(EvalConfig):
 
     Attributes:
         partner: autoregressive model for decoders that ask one; the base's own by default.
-        data: file of the task's problems, or Hub id of a data set.
+        data: .jsonl or .json (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
         decoders: decoders, or variants of them (see `adjust eval table`); each runs at every K unless it sets its own.
         limit: problems at most, the first ones of the task's order; 0 is all.
         num_samples: completions of a problem.
@@ -159,7 +159,7 @@ def evaluate(
         for row in rows
         for kind, metrics in row["kinds"].items()
     ]
-    facts = {"task": task.name, "about": task.about, "n": len(problems), "config": asdict(config)}
+    facts = {"task": task.name, "about": task.about, "n": len(problems)}
     return {**facts, "first_row": EVALUATION_ROWS, "rows": rows, "kinds": kinds}
 
 

@@ -28,54 +28,44 @@ from adjust_dlm.types import DecodeConfig, require
 log = logging.getLogger(__name__)
 
 
-def _sweep(form: str, setting: str, *values: float) -> list[str]:
-    """`adjust:`, tokens_per_step, 2, 4 -> one variant for each value."""
-    return [f"{form}{'' if form.endswith(':') else ','}{setting}={value}" for value in values]
+def _spread(forms: str) -> tuple[str, ...]:
+    """`parallel:{|order=margin,}tokens_per_step={2|4}` -> a variant for every choice, four here."""
+    parts = [re.split("[{}]", form) for form in forms.split()]
+    return tuple("".join(words) for form in parts for words in itertools.product(*(part.split("|") for part in form)))
 
 
-TEXT = (
-    *_sweep("parallel:", "tokens_per_step", 2, 4, 8),
-    "parallel:order=margin,tokens_per_step=4",
-    *_sweep("adjust:", "tokens_per_step", 2, 4, 8, 16),
-    *_sweep("adjust:candidates=4", "tokens_per_step", 2, 4, 8),
-    *_sweep("adjust:block_length=32", "tokens_per_step", 4, 8),
-    "adjust:block_length=32,cache_period=8,tokens_per_step=4",
-    *_sweep("adaptive:candidates=16", "gamma", 6, 12, 24),
-    *_sweep("threshold:", "tau", 0.9, 0.3, 0.1),
-    *_sweep("threshold:score=likeliest", "tau", 0.9, 0.3, 0.1),
-    *_sweep("factor:", "f", 0.5, 2, 4),
-    *_sweep("entropy_bound:", "gamma", 1, 4, 16),
-    "klass:tau=0.5,epsilon_kl=0.05",
-    *_sweep("edlm:", "tokens_per_step", 2, 4, 8),
-    *_sweep("apd:lookahead=32", "mixture", 0.5, 0.8),
-    "verified",
-    "dcd:tokens_per_step=16",
-)
-LISTS = (
-    "joint:block_length=16",
-    *(
-        variant
-        for form in ("", "block_length=16")
-        for variant in (
-            *_sweep(f"parallel:{form}", "tokens_per_step", 2, 4),
-            *_sweep(f"adjust:{form}", "tokens_per_step", 2, 4),
-            *_sweep(f"threshold:{form}", "tau", 0.999, 0.99, 0.95, 0.9, 0.8),
-            *_sweep(f"factor:{form}", "f", 0.03, 0.1, 0.3, 1),
-            *_sweep(f"entropy_bound:{form}", "gamma", 0.01, 0.1, 0.3, 1),
-            *_sweep(f"adaptive:{form}", "gamma", 0.01, 0.1),
-            *_sweep(f"cascade:{form}", "tau", 0.999, 0.99, 0.95, 0.9),
-        )
-    ),
-    *(
-        variant
-        for sure in (0.95, 0.99, 0.999)
-        for variant in _sweep(f"cascade:block_length=16,tau_g={sure}", "tau", 0.99, 0.95, 0.9)
-    ),
-    *_sweep("cascade:block_length=16,calls=1,tau_g=0.99", "tau", 0.99, 0.9),
-    *_sweep("verified:block_length=16", "depth", 4, 8),
-    "klass:block_length=16",
-    "apd:lookahead=16,mixture=0.8",
-)
+TEXT = _spread("""
+    parallel:tokens_per_step={2|4|8}
+    parallel:order=margin,tokens_per_step=4
+    adjust:tokens_per_step={2|4|8|16}
+    adjust:candidates=4,tokens_per_step={2|4|8}
+    adjust:block_length=32,tokens_per_step={4|8}
+    adjust:block_length=32,cache_period=8,tokens_per_step=4
+    adaptive:candidates=16,gamma={6|12|24}
+    threshold:{|score=likeliest,}tau={0.9|0.3|0.1}
+    factor:f={0.5|2|4}
+    entropy_bound:gamma={1|4|16}
+    klass:tau=0.5,epsilon_kl=0.05
+    edlm:tokens_per_step={2|4|8}
+    apd:lookahead=32,mixture={0.5|0.8}
+    verified
+    dcd:tokens_per_step=16
+""")
+LISTS = _spread("""
+    joint:block_length=16
+    parallel:{|block_length=16,}tokens_per_step={2|4}
+    adjust:{|block_length=16,}tokens_per_step={2|4}
+    threshold:{|block_length=16,}tau={0.999|0.99|0.95|0.9|0.8}
+    factor:{|block_length=16,}f={0.03|0.1|0.3|1}
+    entropy_bound:{|block_length=16,}gamma={0.01|0.1|0.3|1}
+    adaptive:{|block_length=16,}gamma={0.01|0.1}
+    cascade:{|block_length=16,}tau={0.999|0.99|0.95|0.9}
+    cascade:block_length=16,tau_g={0.95|0.99|0.999},tau={0.99|0.95|0.9}
+    cascade:block_length=16,calls=1,tau_g=0.99,tau={0.99|0.9}
+    verified:block_length=16,depth={4|8}
+    klass:block_length=16
+    apd:lookahead=16,mixture=0.8
+""")
 FORM = (
     "order", "block_length", "cache_period", "cache_window", "candidates", "rule", "correct", "tau_g",
     "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
@@ -132,8 +122,8 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
     """
     rank, _, _ = distributed.start()
     base = base or open_base(config)
-    wanted = (*(config.variants if config.n else ()), *(config.list_variants if config.list_n else ()))
-    wanted = (*wanted, *(("adjust",) if config.n and config.tokens_per_step else ()))
+    wanted = [*config.variants, *["adjust"][: len(config.tokens_per_step)]] if config.n else []
+    wanted += config.list_variants if config.list_n else ()
     helpers = open_helpers(config, base, wanted, sampler=sampler)
     cells = make_table(config, base, **helpers)["cells"] if config.n else []
     rows = [_row(f"text T={cell['temperature']:g}", cell) for cell in cells]

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,26 +35,6 @@ RESAMPLES = 200
 Pooling = Literal["mean", "last"]
 
 
-@dataclass(frozen=True)
-class MauveScore:
-    """MAUVE over several k-means seeds.
-
-    Attributes:
-        mean: mean over the seeds, in (0, 1]; 1 when P and Q are the same.
-        std: standard deviation over the seeds (n - 1); nan for one seed. It is not the error of sampling texts.
-        ci95: half-width of the 95 % interval of `mean`: texts of both sets resampled within their clusters, and the
-            seeds' own spread.
-        per_seed: one score per seed.
-        settings: everything the numbers depend on, and `warnings`, a list of lines.
-    """
-
-    mean: float
-    std: float
-    ci95: float
-    per_seed: tuple[float, ...]
-    settings: dict[str, object]
-
-
 def mauve(
     p_features: npt.ArrayLike,
     q_features: npt.ArrayLike,
@@ -64,7 +43,7 @@ def mauve(
     buckets: int | None = None,
     scale: float = 5.0,
     about: Mapping[str, object] | None = None,
-) -> MauveScore:
+) -> dict[str, Any]:
     """MAUVE of two sets of features.
 
     Args:
@@ -74,6 +53,12 @@ def mauve(
         buckets: clusters; None is a tenth of the smaller set, at least 2.
         scale: the constant c of exp(-c KL).
         about: what the caller knows and the score depends on (feature model, pooling, text length): kept in settings.
+
+    Returns:
+        `mauve`: mean over the seeds, in (0, 1]; 1 when P and Q are the same. `mauve_ci95`: half of its 95 % interval;
+        texts of both sets resampled within their clusters, and the seeds' own spread. `mauve_std`: over the seeds
+        (n - 1), not the error of sampling texts; nan for one. `per_seed`. `settings`: everything the numbers depend on,
+        and `warnings`, a list of lines.
 
     Raises:
         InputError: features that are not finite [n, D] arrays of one D, no seeds, or an impossible bucket count.
@@ -101,22 +86,16 @@ def mauve(
     for line in warnings:
         log.warning(line)
     settings: dict[str, object] = {
-        **(about or {}),
-        "n_p": len(p),
-        "n_q": len(q),
-        "seeds": list(seeds),
-        "buckets": buckets,
-        "scale": scale,
-        "explained_variance": EXPLAINED_VARIANCE,
-        "dimensions": reduced_ND.shape[1],
-        "kmeans_runs": KMEANS_RUNS,
-        "kmeans_steps": KMEANS_STEPS,
-        "warnings": warnings,
-    }
+        **(about or {}), "n_p": len(p), "n_q": len(q), "seeds": list(seeds), "buckets": buckets, "scale": scale,
+        "explained_variance": EXPLAINED_VARIANCE, "dimensions": reduced_ND.shape[1], "kmeans_runs": KMEANS_RUNS,
+        "kmeans_steps": KMEANS_STEPS, "warnings": warnings,
+    }  # fmt: skip
     std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else float("nan")
     error = _error(labels, len(p), len(q), buckets, scale)
     spread = std**2 / len(seeds) if len(seeds) > 1 else 0.0
-    return MauveScore(float(np.mean(per_seed)), std, 1.96 * (error**2 + spread) ** 0.5, tuple(per_seed), settings)
+    half = 1.96 * (error**2 + spread) ** 0.5
+    scores = {"mauve": float(np.mean(per_seed)), "mauve_ci95": half, "mauve_std": std, "per_seed": per_seed}
+    return {**scores, "settings": settings}
 
 
 def features(

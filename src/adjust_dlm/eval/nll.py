@@ -101,15 +101,9 @@ def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike) -> NllScore:
     require(bool(full_N.any()), f"none of the {len(counts_N)} texts has a token to score")
     resampled = _resample(np.stack([sums_N[full_N], counts_N[full_N]], axis=1))
     n_texts, n_tokens = int(full_N.sum()), int(counts_N.sum())
-    return NllScore(
-        nll=float(sums_N.sum() / n_tokens),
-        ci95=_half_width(resampled[:, 0] / resampled[:, 1]) if n_texts > 1 else math.nan,
-        n_texts=n_texts,
-        n_empty=len(counts_N) - n_texts,
-        n_tokens=n_tokens,
-        sum_nll_N=sums_N,
-        tokens_N=counts_N,
-    )
+    ci95 = _half_width(resampled[:, 0] / resampled[:, 1]) if n_texts > 1 else math.nan
+    nll = float(sums_N.sum() / n_tokens)
+    return NllScore(nll, ci95, n_texts, len(counts_N) - n_texts, n_tokens, sums_N, counts_N)
 
 
 def nll_gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -125,16 +125,8 @@ def _group(line: dict[str, Any]) -> str:
     return " ".join(str(word) for word in words if word) if line.get("decoder") else ""
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A causal LM, what stands in front of a text, and where a text ends.
-
-    Attributes:
-        name: its source.
-        model, tokenizer: of transformers.
-        start_id: id in front of every text.
-        end_ids: a text is cut at the first of these.
-    """
+class Judge(NamedTuple):
+    """A causal LM and its tokenizer, the id in front of a text, and the ids of which the first one ends it."""
 
     name: str
     model: Any
@@ -254,7 +246,6 @@ def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]
         found = mauve(p, q, seeds=config.seeds, buckets=config.buckets or None, scale=config.scale, about=about)
         rows.append({
             "file": name, "decoder": group, "n": len(full), "n_reference": len(reference),
-            "n_empty": len(texts) - len(full), "mauve": found.mean, "mauve_ci95": found.ci95, "mauve_std": found.std,
-            "per_seed": list(found.per_seed), "settings": found.settings,
+            "n_empty": len(texts) - len(full), **found,
         })  # fmt: skip
     return {"judge": judge.name, "reference": config.reference, "rows": rows}

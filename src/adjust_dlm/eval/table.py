@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from adjust_dlm.data.prompts import unconditional
 from adjust_dlm.decoders import read_variant
 from adjust_dlm.decoders.divergence import MEASURES, Source
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, reason_against
-from adjust_dlm.eval.diversity import distinct_n, repeated_share, token_entropy
 from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, open_helpers, over_ranks, to_line
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
@@ -29,6 +29,7 @@ from adjust_dlm.types import DecodeConfig, require
 
 log = logging.getLogger(__name__)
 Texts = list[list[int]]
+Tokens = Sequence[Sequence[int]]
 Cell = tuple[float, str, int]  # temperature, decoder or variant, K (0: a variant has none)
 
 
@@ -100,7 +101,10 @@ def make_table(
     }
 
     def line_of(cell: Cell) -> dict[str, Any]:
-        line = score_line(*cell, texts[cell], nll[cell]) | _mauve(config, judge, reference[cell[0]], texts[cell])
+        about = {"model": config.judge, "pooling": "mean", "max_new_tokens": config.max_new_tokens}
+        ours = text_features(judge, texts[cell])
+        found = mauve(reference[cell[0]], ours, buckets=config.buckets or None, about=about)
+        line = score_line(*cell, texts[cell], nll[cell]) | {"mauve_settings": found.pop("settings"), **found}
         parallel = nll.get((cell[0], "parallel", cell[2] or read_variant(cell[1]).settings.get("tokens_per_step", 0)))
         if parallel is not None and not cell[1].startswith(("parallel", "joint")):
             line |= gap_facts(nll[cell[0], "joint", 1], parallel, nll[cell])
@@ -111,7 +115,7 @@ def make_table(
     if rank == 0:
         write_whole({Path(config.output, "samples.jsonl"): "".join(_samples(base, texts))})
     distributed.barrier()
-    return {"config": asdict(config), "first_row": EVALUATION_ROWS, "cells": lines}
+    return {"first_row": EVALUATION_ROWS, "cells": lines}
 
 
 def open_base(config: TableConfig) -> Base:
@@ -180,13 +184,6 @@ def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: 
     return about | {name: facts[name] for kl in ("kl_qp", "kl_pq") for name in (kl, f"{kl}_ci95") if name in facts}
 
 
-def _mauve(config: TableConfig, judge: Any, reference: Any, rows: Texts) -> dict[str, Any]:
-    about = {"model": config.judge, "pooling": "mean", "max_new_tokens": config.max_new_tokens}
-    score = mauve(reference, text_features(judge, rows), buckets=config.buckets or None, about=about)
-    found = {"mauve": score.mean, "mauve_ci95": score.ci95, "mauve_std": score.std}
-    return found | {"mauve_settings": score.settings}
-
-
 def gap_facts(joint: NllScore, parallel: NllScore, adjust: NllScore) -> dict[str, float | None]:
     """Share of the gap closed; None where parallel text does not score worse than joint beyond both intervals."""
     if parallel.nll - parallel.ci95 <= joint.nll + joint.ci95:
@@ -215,3 +212,50 @@ def _samples(base: Base, texts: dict[Cell, Texts], limit: int = 20) -> Iterator[
         for row, ids in enumerate(rows[:limit], EVALUATION_ROWS):
             text = base.decode(ids) if base.tokenizer is not None else " ".join(map(str, ids))
             yield to_line({"temperature": t, "decoder": decoder, "tokens_per_step": k, "row": row, "text": text})
+
+
+# How varied texts are. NLL alone can be lowered by dull text, so it is never shown without these.
+
+
+def distinct_n(token_lists: Tokens, n: int) -> float:
+    """Unique n-grams / all n-grams, over all texts together; nan when no text has n tokens.
+
+    It falls with the amount of text: compare only sets of the same size.
+    """
+    grams = [gram for ids in token_lists for gram in _ngrams(ids, n)]
+    return len(set(grams)) / len(grams) if grams else math.nan
+
+
+def token_entropy(token_lists: Tokens) -> float:
+    """Entropy of the tokens of a text, in nats, averaged over the texts that have any; nan when none has.
+
+    The usual companion of generative perplexity. At most the log of the length: compare only texts of the same length.
+    """
+    found = []
+    for ids in filter(len, token_lists):
+        shares = [count / len(ids) for count in Counter(ids).values()]
+        found.append(-sum(share * math.log(share) for share in shares))
+    return sum(found) / len(found) if found else math.nan
+
+
+def repeated_share(token_lists: Tokens, *, n: int = 4, above: float = 0.2) -> float:
+    """Share of texts in which one repeated n-gram covers more than `above` of the tokens.
+
+    Catches the loops (copies of one line, one word over and over) that low temperatures fall into.
+    """
+    require(len(token_lists) > 0, "no texts to look for repetition in")
+    return sum(repeat_coverage(ids, n) > above for ids in token_lists) / len(token_lists)
+
+
+def repeat_coverage(ids: Sequence[int], n: int) -> float:
+    """Largest share of the tokens that lie inside occurrences of one n-gram that occurs at least twice."""
+    starts = defaultdict(list)
+    for i, gram in enumerate(_ngrams(ids, n)):
+        starts[gram].append(i)
+    covered = [len({i + j for i in at for j in range(n)}) for at in starts.values() if len(at) > 1]
+    return max(covered, default=0) / max(len(ids), 1)
+
+
+def _ngrams(ids: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
+    require(n >= 1, f"n is {n}; an n-gram has at least 1 token")
+    return zip(*(ids[j:] for j in range(n)), strict=False)

@@ -55,7 +55,7 @@ class CodeConfig(DownstreamConfig):
         super().__post_init__()
         right = self.ks and all(1 <= k <= self.num_samples for k in self.ks)
         require(bool(right), f"ks is {self.ks}; every k must lie in 1..{self.num_samples}, the num_samples")
-        require(self.workers >= 0, f"workers is {self.workers}; it must be at least 0")
+        self.require_at_least(workers=0)
         self.limits()
 
     def limits(self) -> Limits:

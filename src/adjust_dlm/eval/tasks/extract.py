@@ -135,11 +135,10 @@ def answered(prompt: str, entry: str, reply: str) -> list[str]:
 
     Code that does not define the function is its body.
     """
-    block = fenced(reply, {entry})
-    code = bare_code(_before_fence(reply)) if block is None else block
+    code = told(reply, {entry})
     if defines(code, {entry}):
         return [preamble(prompt, entry), code]
-    body = cut_body(_before_fence(reply)) or _before_fence(reply) if block is None else block
+    body = fenced(reply, {entry}) or cut_body(_before_fence(reply)) or _before_fence(reply)
     return [prompt + textwrap.indent(textwrap.dedent(body), "    ")]
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate, with_shots
 from adjust_dlm.eval.tasks.task_files import Row, first_rows, read_rows
@@ -25,15 +25,8 @@ _ANY_NUMBER = re.compile(r"(?:-|(?<![$.,]))[$.,]*[0-9][$0-9.,]*")  # never tried
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
-@dataclass(frozen=True)
-class Form:
-    """One way to ask and to answer.
-
-    Attributes:
-        ask: with {question}.
-        end: how an answer ends, with {number}.
-        found: what `strict` looks for.
-    """
+class Form(NamedTuple):
+    """How a {question} is asked, how an answer ends in a {number}, and what `strict` looks for."""
 
     ask: str
     end: str
@@ -51,10 +44,8 @@ class Gsm8kConfig(DownstreamConfig):
     """Settings of `adjust eval gsm8k`; the defaults are the paper's for base models.
 
     Attributes:
-        data: .jsonl (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
         shots_data: file of the examples, of which the prompt shows the first ones: rows of GSM8K's training set, or a
             list of question and target, where target is the answer as it is to be written.
-        shots: examples in the prompt.
         form: cot for "The answer is 18.", hashes for "#### 18".
     """
 
@@ -73,11 +64,9 @@ def run(config: Gsm8kConfig) -> dict[str, Any]:
 def make_task(config: Gsm8kConfig) -> Task:
     """GSM8K in the form of the settings."""
     about = {
-        "form": config.form,
         "strict": f"first match of {FORMS[config.form].found.pattern!r}",
         "flexible": "last number, as text",
         "value": "last number, as a number",
-        "shots_data": config.shots_data if config.shots else None,
     }
     return Task("gsm8k", problems, score, stop_words(config.form), about)
 

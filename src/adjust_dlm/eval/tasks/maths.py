@@ -33,11 +33,8 @@ class MathConfig(DownstreamConfig):
     """Settings of `adjust eval math`; the defaults are those of Minerva's evaluation of base models.
 
     Attributes:
-        data: .jsonl (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
         shots_data: file of the examples, of which the prompt shows the first ones: rows with problem and solution;
             needed where shots are asked for.
-        shots: examples in the prompt.
-        max_new_tokens: of an answer.
         per_subject: problems of each subject at most, the first ones; 0 is all.
     """
 
@@ -51,7 +48,7 @@ class MathConfig(DownstreamConfig):
     def __post_init__(self) -> None:
         """Checks what reading would find out late."""
         super().__post_init__()
-        require(self.per_subject >= 0, f"per_subject is {self.per_subject}; it must be at least 0")
+        self.require_at_least(per_subject=0)
         require(
             not self.shots or bool(self.shots_data),
             f"{self.shots} examples are asked for and no file of them is named: give --shots-data FILE or --shots 0",
@@ -61,17 +58,14 @@ class MathConfig(DownstreamConfig):
 
 def run(config: MathConfig) -> dict[str, Any]:
     """Evaluates the decoders on MATH; see `evaluate`."""
-    return evaluate(make_task(config), config)
+    return evaluate(make_task(), config)
 
 
-def make_task(config: MathConfig) -> Task:
+def make_task() -> Task:
     """MATH, and the versions that decide about some answers."""
     packages = ("math-verify", "sympy", "latex2sympy2_extended", "antlr4-python3-runtime")
-    about = {
-        "math_verify": ", ".join(f"{name} {version(name)}" for name in packages),
-        "minerva": "the final answer line, by the same packages",
-        "shots_data": config.shots_data if config.shots else None,
-    }
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    about = {"math_verify": versions, "minerva": "the final answer line, by the same packages"}
     return Task("math", problems, score, STOP, about)
 
 

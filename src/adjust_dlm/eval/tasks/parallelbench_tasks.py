@@ -23,12 +23,15 @@ import yaml
 
 from adjust_dlm.data.lists import FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
 from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.tasks.parallelbench_metrics import LISTS, read_list
 from adjust_dlm.eval.tasks.task_files import read_rows, read_text
 from adjust_dlm.types import InputError, require
 
+LISTS = (
+    "copy", "reverse", "sort", "shuffle", "insert_index", "insert_random", "remove_index", "remove_random",
+    "replace_index", "replace_random",
+)  # fmt: skip
 GROUPS: dict[str, tuple[str, ...]] = {
-    "waiting_line": tuple(LISTS),
+    "waiting_line": LISTS,
     "puzzle": ("latin_square", "sudoku"),
     "words_to_sentence": ("easy", "medium", "hard"),
 }
@@ -302,3 +305,24 @@ def _facts(task: str, answer: str | dict[str, Any]) -> dict[str, Any]:
     people = read_list(answer, strict=True) if task in LISTS else answer
     require(people is not None, f"{answer!r} is no list")
     return {"answer": people}
+
+
+def read_list(text: str, *, strict: bool = False) -> list[str] | None:
+    """The items of the last list in a text.
+
+    Args:
+        text: a reply.
+        strict: both brackets, items apart by a comma and one space, each in double quotes with none inside. Lenient:
+            everything behind the last `[` and before the next `]`, where there are any; items apart by commas, spaces
+            and double quotes around them dropped, items of nothing but white space left out.
+
+    Returns:
+        None where the strict form is missed.
+    """
+    _, opened, inside = text.rpartition("[")
+    inside, closed, _ = inside.partition("]")
+    if not strict:
+        return [item.strip(' "') for item in inside.split(",") if item.strip()]
+    items = inside.split(", ")
+    quoted = all(len(item) >= 2 and item[0] == item[-1] == '"' and item.count('"') == 2 for item in items)
+    return [item[1:-1] for item in items] if opened and closed and quoted else None

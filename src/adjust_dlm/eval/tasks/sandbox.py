@@ -70,13 +70,11 @@ class Result:
     Attributes:
         status: passed (all parts ran to their end), failed, timeout, or output (wrote more than it may).
         message: the exception it ended with, or how the process ended.
-        seconds: wall time from the start of its code.
         protections: those of `PROTECTIONS` that were active beside limits and the process tree.
     """
 
     status: Status
     message: str
-    seconds: float
     protections: tuple[str, ...]
 
     @property
@@ -91,7 +89,7 @@ def available_workers() -> int:
 
 
 def run_programs(
-    programs: Sequence[Sequence[str]], limits: Limits | None = None, *, workers: int | None = None
+    programs: Sequence[Sequence[str]], limits: Limits = Limits(), *, workers: int | None = None
 ) -> list[Result]:
     """Runs programs side by side, results in order.
 
@@ -105,7 +103,6 @@ def run_programs(
         InputError: not on Linux.
     """
     require(sys.platform == "linux", f"running programs needs Linux, and this is {sys.platform}; use a container")
-    limits = limits or Limits()
     with ThreadPoolExecutor(workers or available_workers()) as pool:
         return list(pool.map(lambda parts: run_program(parts, limits), programs))
 
@@ -199,21 +196,20 @@ def _watch(process: subprocess.Popen[bytes], results: IO[bytes], token: str, lim
                         began, limit = time.monotonic(), limits.seconds
             if ready == {process_fd}:
                 break
-    seconds = time.monotonic() - began
     head, _, verdict = said.partition(b"\n")
     if not head:
         raise RuntimeError(f"the sandbox did not start: {tail.decode(errors='replace') or 'no reason given'}")
     protections = tuple(json.loads(head)["protections"])
     if written > limits.output_kb << 10:
-        return Result("output", f"wrote more than {limits.output_kb} kB", seconds, protections)
+        return Result("output", f"wrote more than {limits.output_kb} kB", protections)
     if left <= 0:
-        return Result("timeout", f"did not end within {limits.seconds:g} s", seconds, protections)
+        return Result("timeout", f"did not end within {limits.seconds:g} s", protections)
     if verdict == f"token {token}".encode():
-        return Result("passed", "", seconds, protections)
+        return Result("passed", "", protections)
     verdict, _, left_behind = verdict.partition(b"\0")
     kind, _, message = verdict.partition(b" ")
     told = message if kind == b"error" else left_behind
-    return Result("failed", told.decode(errors="replace").strip() or "ended early", seconds, protections)
+    return Result("failed", told.decode(errors="replace").strip() or "ended early", protections)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
