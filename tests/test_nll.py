@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from adjust_dlm.bases import cut_at_end
 from adjust_dlm.eval import nll as module
-from adjust_dlm.eval.nll import NllScore, nll_gap_closed, right_padded, score_nll, summarize
+from adjust_dlm.eval.nll import NllScore, gap_closed, right_padded, score_nll, summarize
 from adjust_dlm.types import InputError
 
 START = 0
@@ -178,11 +178,10 @@ def test_gap_closed_by_hand() -> None:
     def at(nll: float) -> NllScore:
         return summarize([nll * 10, nll * 30], [10, 30])
 
-    share, ci95 = nll_gap_closed(at(3.85), at(5.30), at(4.56))
-    assert share == pytest.approx((5.30 - 4.56) / (5.30 - 3.85))
-    assert ci95 == pytest.approx(0, abs=1e-9)
-    with pytest.raises(InputError, match="no gap"):
-        nll_gap_closed(at(4.0), at(4.0), at(3.0))
+    found = gap_closed(at(3.85), at(5.30), at(4.56))
+    assert found["gap_closed"] == pytest.approx((5.30 - 4.56) / (5.30 - 3.85))
+    assert found["gap_closed_ci95"] == pytest.approx(0, abs=1e-9)
+    assert set(gap_closed(at(4.0), at(4.0), at(3.0)).values()) == {None}
 
 
 def test_gap_closed_pairs_texts() -> None:
@@ -193,8 +192,8 @@ def test_gap_closed_pairs_texts() -> None:
     def at(nll: float) -> NllScore:
         return summarize(tokens * (nll + hard), tokens)
 
-    paired = nll_gap_closed(at(4.0), at(6.0), at(5.0))
-    assert paired == pytest.approx((0.5, 0.0), abs=1e-9)
+    paired = gap_closed(at(4.0), at(6.0), at(5.0))
+    assert tuple(paired.values()) == pytest.approx((0.5, 0.0), abs=1e-9)
 
 
 def test_cut_at_end() -> None:

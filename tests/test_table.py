@@ -15,8 +15,8 @@ from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.divergence import observe
 from adjust_dlm.eval import table
-from adjust_dlm.eval.nll import score_nll, summarize
-from adjust_dlm.eval.table import TableConfig, gap_facts, make_table
+from adjust_dlm.eval.nll import gap_closed, score_nll, summarize
+from adjust_dlm.eval.table import TableConfig, make_table
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError
@@ -66,7 +66,7 @@ def test_cells_are_what_their_texts_say(base: DreamBase, judge: LlamaForCausalLM
         scores[decoder] = score_nll(judge, rows, condition_id=47, batch_size=5, device="cpu")
         assert cells[decoder, k]["nll"] == pytest.approx(scores[decoder].nll, rel=1e-6)
         assert cells[decoder, k]["n"] == N
-    closed = gap_facts(scores["joint"], scores["parallel"], scores["adjust"])
+    closed = gap_closed(scores["joint"], scores["parallel"], scores["adjust"])
     for key, value in closed.items():
         assert cells["adjust", 2][key] == (None if value is None else pytest.approx(value, rel=1e-3))
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -170,8 +170,8 @@ def test_no_share_is_claimed_where_there_is_no_gap() -> None:
     at = lambda mean: summarize(np.full(50, 10 * mean) + np.arange(50) % 2, np.full(50, 10))  # noqa: E731
     joint = at(4.0)
     for parallel in (at(3.5), at(4.0), at(4.0 + joint.ci95)):
-        assert gap_facts(joint, parallel, at(3.9)) == {"gap_closed": None, "gap_closed_ci95": None}
-    share = gap_facts(joint, at(5.0), at(4.25))["gap_closed"]
+        assert gap_closed(joint, parallel, at(3.9)) == {"gap_closed": None, "gap_closed_ci95": None}
+    share = gap_closed(joint, at(5.0), at(4.25))["gap_closed"]
     assert share == pytest.approx(0.75, rel=1e-6)
 
 

@@ -94,22 +94,24 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
     distributed.start()
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device=config.device, dtype=dtype, quantize=config.quantize)
-    cells = config.cells()
-    for temperature, variant in cells:
-        reason = reason_against(base, variant, _settings(config, temperature, variant), config.sources)
+    cells = {
+        (temperature, variant): config.decode_config(temperature=temperature).but(**read_variant(variant).settings)
+        for temperature, variant in config.cells()
+    }
+    for (_, variant), settings in cells.items():
+        reason = reason_against(base, variant, settings, config.sources)
         require(reason is None, f"decoder {variant!r} cannot be measured: {reason}")
     helpers = open_helpers(config, base, [variant for _, variant in cells], sampler=sampler)
-    for temperature, variant in cells:  # refuses now what decoding would refuse once its turn came
+    for (_, variant), settings in cells.items():  # refuses now what decoding would refuse once its turn came
         name, _, options = read_variant(variant)
         needed = helpers if DECODERS[name].needs_sampler else {}
-        make_plan(base, _settings(config, temperature, variant), decoder=name, **needed, **options)
+        make_plan(base, settings, decoder=name, **needed, **options)
     source = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
     source.check_fits(base, config.max_new_tokens)
     prompts = [source.ids(row) for row in range(config.n)]
 
     def line_of(cell: tuple[float, str]) -> Line:
-        temperature, variant = cell
-        settings = _settings(config, *cell)
+        (temperature, variant), settings = cell, cells[cell]
         facts = measure(
             base, helpers, variant, prompts, settings, temperature=temperature, sources=config.sources,
             batch_size=config.batch_size, keep=Path(config.output, "kept"),
@@ -117,17 +119,9 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
         about = {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step}
         return about | {"tokens_per_pass": facts[config.sources[0]]["tokens_per_pass"]} | facts
 
-    lines = over_ranks(cells, lambda mine: map(line_of, mine))
+    lines = over_ranks(list(cells), lambda mine: map(line_of, mine))
     compare_with_parallel(lines)
     return {"first_row": EVALUATION_ROWS, "rows": lines}
-
-
-def _settings(config: DivergenceConfig, temperature: float, variant: str) -> DecodeConfig:
-    shared = DecodeConfig(
-        max_new_tokens=config.max_new_tokens, temperature=temperature, order=config.order, seed=config.seed,
-        suppress_eos=config.suppress_eos,
-    )  # fmt: skip
-    return shared.but(**read_variant(variant).settings)
 
 
 def measure(

@@ -19,7 +19,7 @@ from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
 Scores = dict[str, float]  # metric -> value of one completion, 0..1
@@ -109,13 +109,6 @@ class DownstreamConfig(EvalConfig):
     def variants(self) -> list[str]:
         """Every decoder at every K."""
         return self.at_every_k(self.decoders)
-
-    def decode_config(self) -> DecodeConfig:
-        """What all variants share."""
-        return DecodeConfig(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p,
-            block_length=self.block_length, seed=self.seed,
-        )  # fmt: skip
 
 
 def evaluate(

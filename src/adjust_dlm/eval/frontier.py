@@ -90,7 +90,6 @@ class FrontierConfig(TableConfig):
         n: texts a variant; 0 leaves the text out.
         list_n: list tasks; 0 leaves them out.
         list_max_new_tokens: canvas of an answer.
-        list_block_length: blocks of an answer, for all decoders; 0 is one block.
         plot: draw frontier.png (needs matplotlib).
     """
 
@@ -100,7 +99,6 @@ class FrontierConfig(TableConfig):
     list_variants: tuple[str, ...] = LISTS
     list_n: int = 400
     list_max_new_tokens: int = 64
-    list_block_length: int = 0
     plot: bool = True
 
     def __post_init__(self) -> None:
@@ -171,10 +169,7 @@ def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
     require(base.tokenizer is not None, f"base {base.spec.name!r} has no tokenizer; leave the lists out (list_n 0)")
     tasks = list(itertools.islice(list_tasks(config.seed, held_out=True), config.list_n))
     prompts = [base.encode(task.prompt, chat=True) for task in tasks]
-    settings = DecodeConfig(
-        max_new_tokens=config.list_max_new_tokens, temperature=0.0, seed=config.seed,
-        block_length=config.list_block_length or None,
-    )  # fmt: skip
+    settings = DecodeConfig(max_new_tokens=config.list_max_new_tokens, temperature=0.0, seed=config.seed)
     rows, keep = [], Path(config.output) / "texts"
     for variant in dict.fromkeys(("joint", *config.list_variants)):
         made = generate_rows(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class EvalConfig:
             value = getattr(self, name)
             require(value >= bound, f"{name} is {value}; it must be at least {bound}")
 
+    def decode_config(self, **changes: Any) -> DecodeConfig:
+        """What these settings say of decoding, but for K, with changes."""
+        shared = {field.name for field in fields(DecodeConfig)} & {field.name for field in fields(self)}
+        return DecodeConfig(**{name: getattr(self, name) for name in shared - {"tokens_per_step"}} | changes)
+
     def at_every_k(self, decoders: Iterable[str]) -> list[str]:
         """Decoders at every K; K = 1 of parallel and ADJUST is joint decoding, and runs once.
 
@@ -106,17 +111,9 @@ class Generated:
 
 
 def generate_rows(
-    base: Base,
-    helpers: dict[str, Any],
-    variant: str,
-    prompts: Sequence[list[int]],
-    settings: DecodeConfig,
-    *,
-    first_row: int = EVALUATION_ROWS,
-    batch_size: int = 256,
-    keep: Path | None = None,
-    eager: bool = False,
-) -> list[Generated]:
+    base: Base, helpers: dict[str, Any], variant: str, prompts: Sequence[list[int]], settings: DecodeConfig, *,
+    first_row: int = EVALUATION_ROWS, batch_size: int = 256, keep: Path | None = None, eager: bool = False,
+) -> list[Generated]:  # fmt: skip
     """Decodes every prompt with one variant of a decoder; under torch.distributed ranks share the rows.
 
     Args:

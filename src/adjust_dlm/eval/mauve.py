@@ -36,14 +36,9 @@ Pooling = Literal["mean", "last"]
 
 
 def mauve(
-    p_features: npt.ArrayLike,
-    q_features: npt.ArrayLike,
-    *,
-    seeds: Sequence[int] = (0, 1, 2, 3, 4),
-    buckets: int | None = None,
-    scale: float = 5.0,
-    about: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
+    p_features: npt.ArrayLike, q_features: npt.ArrayLike, *, seeds: Sequence[int] = (0, 1, 2, 3, 4),
+    buckets: int | None = None, scale: float = 5.0, about: Mapping[str, object] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """MAUVE of two sets of features.
 
     Args:

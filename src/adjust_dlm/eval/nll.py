@@ -62,12 +62,7 @@ class NllScore:
 
 
 def score_nll(
-    model: PreTrainedModel,
-    token_lists: Tokens,
-    *,
-    condition_id: int,
-    batch_size: int,
-    device: torch.device | str,
+    model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int, device: torch.device | str
 ) -> NllScore:
     """Scores token lists with a causal LM; the result does not depend on `batch_size` beyond rounding.
 
@@ -106,23 +101,22 @@ def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike) -> NllScore:
     return NllScore(nll, ci95, n_texts, len(counts_N) - n_texts, n_tokens, sums_N, counts_N)
 
 
-def nll_gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> tuple[float, float]:
+def gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> dict[str, float | None]:
     """Share of the NLL gap between parallel and joint decoding that ADJUST closes, and its 95 % half-width.
 
-    (parallel - adjust) / (parallel - joint). The sets are resampled together, text i of one with text i of the others:
-    they have the same prompt and row id.
-
-    Raises:
-        InputError: joint and parallel score the same, so there is no gap.
+    (parallel - adjust) / (parallel - joint); None where parallel text does not score worse than joint beyond both
+    intervals. The sets are resampled together, text i of one with text i of the others: they have the same prompt and
+    row id.
     """
-    require(parallel.nll != joint.nll, f"joint and parallel both score {joint.nll}: there is no gap to close")
+    if parallel.nll - parallel.ci95 <= joint.nll + joint.ci95 or parallel.nll == joint.nll:
+        return {"gap_closed": None, "gap_closed_ci95": None}
     resampled = _resample(np.stack([x for s in (joint, parallel, adjust) for x in (s.sum_nll_N, s.tokens_N)], axis=1))
     with np.errstate(divide="ignore", invalid="ignore"):  # a resample of empty texts only has no NLL
         joint_S, parallel_S, adjust_S = (resampled[:, 0::2] / resampled[:, 1::2]).T
         share_S = (parallel_S - adjust_S) / (parallel_S - joint_S)
-    share = (parallel.nll - adjust.nll) / (parallel.nll - joint.nll)
     several = min(s.n_texts for s in (joint, parallel, adjust)) > 1
-    return share, _half_width(share_S[~np.isnan(share_S)]) if several else math.nan
+    half = _half_width(share_S[~np.isnan(share_S)]) if several else math.nan
+    return {"gap_closed": (parallel.nll - adjust.nll) / (parallel.nll - joint.nll), "gap_closed_ci95": half}
 
 
 def right_padded(

@@ -133,8 +133,7 @@ def aligned(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[list[float]
     Raises:
         InputError: a problem that only one of them has: the first one.
     """
-    for has, lacks, here, there in (("A", "B", a, b), ("B", "A", b, a)):
-        lost = next((name for name in here if name not in there), None)
-        counts = f"A has {len(a)} problems, B {len(b)}"
-        require(lost is None, f"problem {lost!r} is in {has} and not in {lacks}; {counts}, and they must be the same")
+    lost = next((name for name in [*a, *b] if name not in a or name not in b), None)
+    said = f"problem {lost!r} is in {'A' if lost in a else 'B'} alone; A has {len(a)} problems, B {len(b)}"
+    require(lost is None, f"{said}, and they must be the same")
     return list(a.values()), [b[name] for name in a]

@@ -19,7 +19,7 @@ from adjust_dlm.decoders.divergence import MEASURES, Source
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, reason_against
 from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, open_helpers, over_ranks, to_line
 from adjust_dlm.eval.mauve import features, mauve
-from adjust_dlm.eval.nll import NllScore, nll_gap_closed, score_nll
+from adjust_dlm.eval.nll import NllScore, gap_closed, score_nll
 from adjust_dlm.eval.scores import start_of
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
@@ -107,7 +107,7 @@ def make_table(
         line = score_line(*cell, texts[cell], nll[cell]) | {"mauve_settings": found.pop("settings"), **found}
         parallel = nll.get((cell[0], "parallel", cell[2] or read_variant(cell[1]).settings.get("tokens_per_step", 0)))
         if parallel is not None and not cell[1].startswith(("parallel", "joint")):
-            line |= gap_facts(nll[cell[0], "joint", 1], parallel, nll[cell])
+            line |= gap_closed(nll[cell[0], "joint", 1], parallel, nll[cell])
         return line | costs(made[cell]) | _divergence(base, helpers, config, cell)
 
     lines = over_ranks(cells, lambda mine: map(line_of, mine))  # MAUVE's clustering is the slow part
@@ -158,10 +158,7 @@ def generate_cell(
 
 def _settings(config: TableConfig, cell: Cell) -> DecodeConfig:
     temperature, _, k = cell
-    return DecodeConfig(
-        tokens_per_step=max(k, 1), max_new_tokens=config.max_new_tokens, temperature=temperature, top_p=config.top_p,
-        seed=config.seed, suppress_eos=config.suppress_eos,
-    )  # fmt: skip
+    return config.decode_config(tokens_per_step=max(k, 1), temperature=temperature)
 
 
 def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: Cell) -> dict[str, Any]:
@@ -182,14 +179,6 @@ def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: 
     )  # fmt: skip
     about = {name: facts["own"][name] for name in MEASURES[2:]}
     return about | {name: facts[name] for kl in ("kl_qp", "kl_pq") for name in (kl, f"{kl}_ci95") if name in facts}
-
-
-def gap_facts(joint: NllScore, parallel: NllScore, adjust: NllScore) -> dict[str, float | None]:
-    """Share of the gap closed; None where parallel text does not score worse than joint beyond both intervals."""
-    if parallel.nll - parallel.ci95 <= joint.nll + joint.ci95:
-        return {"gap_closed": None, "gap_closed_ci95": None}
-    share, half = nll_gap_closed(joint, parallel, adjust)
-    return {"gap_closed": share, "gap_closed_ci95": half}
 
 
 def text_features(judge: Any, rows: Texts) -> Any:

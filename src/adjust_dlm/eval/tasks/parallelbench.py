@@ -29,8 +29,6 @@ from adjust_dlm.types import InputError, require
 
 log = logging.getLogger(__name__)
 NEW_TOKENS = {"waiting_line": 32, "waiting_line_n15": 128, "puzzle": 64, "words_to_sentence": 64}
-SHORT = 6  # people in the benchmark's ordinary lists
-Row = dict[str, Any]
 Facts = dict[str, Any]
 Grammar = Literal["auto", "off", "languagetool"]
 Check = Callable[[str], list[Any]]  # what is wrong with a text
@@ -86,7 +84,7 @@ class ParallelBenchConfig(DownstreamConfig):
     def group_name(self, group: str) -> str:
         """`waiting_line_n15` for lists of 15 people."""
         most = max(self.people)
-        return f"{group}_n{most}" if group == "waiting_line" and most > SHORT else group
+        return f"{group}_n{most}" if group == "waiting_line" and most > 6 else group
 
 
 def run_parallelbench(
@@ -109,8 +107,8 @@ def run_parallelbench(
     check = None if tool is None else functools.cache(tool.check)  # decoders write many a sentence twice
     try:
         base = base or load_base(config.base, device=config.device, quantize=config.quantize)
-        rows: list[Row] = []
-        macro: list[Row] = []
+        rows: list[Facts] = []
+        macro: list[Facts] = []
         for name, asked in problems.items():
             task = _task(name, asked, check, config)
             long = _too_long(base, asked, config.for_group(name).max_new_tokens)
@@ -161,7 +159,9 @@ def score_reply(problem: Problem, text: str, *, strict: bool = False, check: Che
     """
     task = problem.kind.rpartition("/")[2]
     if group_of(task) == "words_to_sentence":
-        inclusion = float(includes(text, problem.facts["words"]))
+        inclusion = float(
+            all(word in text for word in problem.facts["words"])
+        )  # in its own spelling, if only within another
         if check is None:
             return {"inclusion": inclusion}
         grammar = float(bool(text.strip()) and not check(text.strip()))
@@ -180,7 +180,7 @@ def _too_long(base: Base, problems: Sequence[Problem], most: int) -> Counter[str
     return found
 
 
-def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list[Row]:
+def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list[Facts]:
     out = []
     for kind, metrics in row["kinds"].items():
         n = next(iter(metrics.values()))["n"]
@@ -190,7 +190,7 @@ def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list
     return out
 
 
-def _macro(group: str, row: Mapping[str, Any]) -> Row:
+def _macro(group: str, row: Mapping[str, Any]) -> Facts:
     """The plain mean over tasks, whatever their number of rows; its half-width is that of independent tasks."""
     kinds = list(row["kinds"].values())
     metrics = {
@@ -261,11 +261,6 @@ def is_right(task: str, text: str, facts: Facts, *, strict: bool = False) -> boo
         return read_grid(text, strict=strict) == facts["answer"].split("\n")
     people = read_list(text, strict=strict)
     return people is not None and is_right_list(task, people, facts)
-
-
-def includes(text: str, words: Sequence[str]) -> bool:
-    """Whether every word occurs, in its own spelling, alone or within another word."""
-    return all(word in text for word in words)
 
 
 def open_grammar(mode: Grammar) -> tuple[Any, str]:

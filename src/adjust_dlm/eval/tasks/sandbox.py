@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
 
@@ -58,9 +58,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Checks every limit."""
-        for name in ("seconds", "memory_mb", "file_mb", "output_kb", "processes", "files"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} is {value}; it must be above 0")
+        for name, value in vars(self).items():
+            require(value > 0 or name == "namespaces", f"{name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True)
@@ -152,14 +151,11 @@ def _start(
 
     Hashes have a fixed seed, so that the order of a set, and with it a score, is the same in every run.
     """
-    numbers = ("memory_mb", "file_mb", "processes", "files", "namespaces")
-    job = {name: getattr(limits, name) for name in numbers}
-    job |= {"parts": list(parts), "folder": folder, "parent": os.getpid(), "cpu_seconds": int(limits.seconds) + 1}
-    path = Path(folder) / "job"
-    path.write_text(json.dumps(job), encoding="utf-8")
+    job = {"parts": list(parts), "folder": folder, "parent": os.getpid(), "cpu_seconds": int(limits.seconds) + 1}
     fds = [pipe.fileno() for pipe in pipes]
-    with path.open("rb") as stdin:
-        path.unlink()
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(json.dumps(asdict(limits) | job).encode())
+        stdin.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-s", "-S", "-P", "-B", str(_JAIL), *map(str, fds)],
             stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=fds, start_new_session=True,
