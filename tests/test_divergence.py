@@ -463,7 +463,7 @@ def test_rounding_is_not_compared_with_rounding() -> None:
         ({"sources": ()}, "sources is empty"),
         ({"sources": ("mine",)}, "sources is 'mine'"),
         ({"tokens_per_step": (0,)}, "tokens_per_step is"),
-        ({"tokens_per_step": (), "decoders": ("parallel", "adjust")}, "tokens_per_step is empty"),
+        ({"tokens_per_step": (), "decoders": ("parallel", "adjust")}, "or tokens_per_step is empty"),
         ({"decoders": ("adjust:max_new_tokens=64",)}, "has a max_new_tokens of its own"),
         ({"decoders": ("adjust:suppress_eos=false",)}, "has a suppress_eos of its own"),
     ],

@@ -70,14 +70,13 @@ class DivergenceConfig(EvalConfig):
         good = self.temperatures and all(math.isfinite(t) and t > 0 for t in self.temperatures)
         require(bool(good), f"temperatures are {self.temperatures}; give some above 0 (at 0 a law is one text)")
         require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(Source))}")
-        require(bool(self.decoders), "decoders is empty; name at least one")
         for variant in self.decoders:
             for name, value in read_variant(variant).settings.items():
                 require(
                     name not in OF_THE_LAW or value == getattr(self, name),
                     f"decoder {variant!r} has a {name} of its own, which is the law's too: set it for all",
                 )
-        require(bool(self.cells()), "tokens_per_step is empty, and every decoder takes K; give at least one")
+        require(bool(self.cells()), "decoders is empty, or tokens_per_step is empty and all take K; give at least one")
 
     def cells(self) -> list[tuple[float, str]]:
         """Temperature and full variant of each line."""

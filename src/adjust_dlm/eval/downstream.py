@@ -152,8 +152,8 @@ def evaluate(
         for row in rows
         for kind, metrics in row["kinds"].items()
     ]
-    facts = {"task": task.name, "about": task.about, "n": len(problems)}
-    return {**facts, "first_row": EVALUATION_ROWS, "rows": rows, "kinds": kinds}
+    about = {"about": task.about, "n": len(problems), "first_row": EVALUATION_ROWS}
+    return {"task": task.name, **about, "rows": rows, "kinds": kinds}
 
 
 def encode(base: Base, problem: Problem, config: DownstreamConfig) -> list[int]:

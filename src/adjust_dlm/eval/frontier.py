@@ -108,7 +108,7 @@ class FrontierConfig(TableConfig):
         for variant in (*self.variants, *self.list_variants):
             read_variant(variant)
         require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
-        require(self.list_n >= 0, f"list_n is {self.list_n}; it must be >= 0 (0 leaves the lists out)")
+        self.require_at_least(list_n=0)
         check_plot(self.plot)
 
 
@@ -132,11 +132,10 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
         row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
     best = compare(rows)
     if rank == 0:
-        folder = Path(config.output)
         files: dict[str, str | bytes] = {"frontier.csv": to_csv(rows)}
         if config.plot:
             files["frontier.png"] = to_png(draw(panels(rows)))
-        write_whole({folder / name: content for name, content in files.items()})
+        write_whole({Path(config.output, name): content for name, content in files.items()})
     distributed.barrier()
     return {"first_row": EVALUATION_ROWS, "rows": rows, "best": best}
 

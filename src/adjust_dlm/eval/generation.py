@@ -169,20 +169,15 @@ def generate_rows(
     out: list[Generated] = sorted([*found, *distributed.from_all_ranks(made)], key=lambda line: line.row)
     if kept is not None and rank == 0:
         write_whole({kept: "".join(to_line(about | asdict(line)) for line in out)})
-        for part in _parts(kept):
+        for part in kept.parent.glob(f"{kept.stem}.*.part"):
             part.unlink(missing_ok=True)
     return out
-
-
-def _parts(kept: Path) -> list[Path]:
-    """What the ranks of a call have written so far, batch by batch."""
-    return sorted(kept.parent.glob(f"{kept.stem}.*.part"))
 
 
 def _read(kept: Path) -> list[Generated]:
     """All rows of a call, or those of one that was stopped, but for the torn last line of one that was killed."""
     rows = {}
-    for file in [kept] if kept.is_file() else _parts(kept):
+    for file in [kept] if kept.is_file() else kept.parent.glob(f"{kept.stem}.*.part"):
         for line in file.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
                 value = json.loads(line)

@@ -55,11 +55,6 @@ class NllScore:
     sum_nll_N: Floats
     tokens_N: Ints
 
-    @property
-    def perplexity(self) -> float:
-        """exp(nll)."""
-        return math.exp(self.nll)
-
 
 def score_nll(
     model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int, device: torch.device | str

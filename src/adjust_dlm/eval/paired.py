@@ -117,11 +117,7 @@ def _scores(row: Row) -> dict[str, Any]:
 
 
 def _only_metric(file: str) -> str:
-    """The metric of a file that has one.
-
-    Raises:
-        InputError: it has several, or none.
-    """
+    """The metric of a file; raises InputError where it has several, or none."""
     names = list(_scores(read_rows(file, ("id", "scores"))[0]))
     require(len(names) == 1, f"{file} has {len(names)} metrics ({', '.join(names) or 'none'}); name one with --metric")
     return str(names[0])

@@ -11,6 +11,7 @@ text is scored; the one in front is not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +120,8 @@ def read_texts(file: str, split: Split = "line") -> dict[str, list[Item]]:
 
 def _group(line: dict[str, Any]) -> str:
     """The decoder that wrote a line, with K and temperature, as far as the line says."""
-    k = line.get("tokens_per_step")
-    words = [line.get("decoder"), f"K={k}" if k else None]
-    words.append(f"T={line['temperature']:g}" if isinstance(line.get("temperature"), int | float) else None)
+    k, t = line.get("tokens_per_step"), line.get("temperature")
+    words = [line.get("decoder"), f"K={k}" if k else None, f"T={t:g}" if isinstance(t, int | float) else None]
     return " ".join(str(word) for word in words if word) if line.get("decoder") else ""
 
 
@@ -219,7 +219,7 @@ def run_nll(config: NllConfig, judge: Judge | None = None) -> dict[str, Any]:
         )
         rows.append({
             "file": name, "decoder": group, "n": found.n_texts, "n_empty": found.n_empty, "n_tokens": found.n_tokens,
-            "nll": found.nll, "nll_ci95": found.ci95, "perplexity": found.perplexity,
+            "nll": found.nll, "nll_ci95": found.ci95, "perplexity": math.exp(found.nll),
         })  # fmt: skip
     front = f"{judge.tokenizer.convert_ids_to_tokens(judge.start_id)} (id {judge.start_id})"
     rule = f"every token up to the first end token, given {front} and those before it"

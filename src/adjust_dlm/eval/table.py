@@ -19,7 +19,7 @@ from adjust_dlm.decoders.divergence import MEASURES, Source
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, reason_against
 from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, open_helpers, over_ranks, to_line
 from adjust_dlm.eval.mauve import features, mauve
-from adjust_dlm.eval.nll import NllScore, gap_closed, score_nll
+from adjust_dlm.eval.nll import NllScore, Tokens, gap_closed, score_nll
 from adjust_dlm.eval.scores import start_of
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
@@ -29,7 +29,6 @@ from adjust_dlm.types import DecodeConfig, require
 
 log = logging.getLogger(__name__)
 Texts = list[list[int]]
-Tokens = Sequence[Sequence[int]]
 Cell = tuple[float, str, int]  # temperature, decoder or variant, K (0: a variant has none)
 
 
@@ -187,7 +186,7 @@ def text_features(judge: Any, rows: Texts) -> Any:
 
 
 def score_line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[str, Any]:
-    """What a cell's texts and their NLL say; MAUVE comes on top."""
+    """What a cell's texts and their NLL say; MAUVE comes on top. Dull text lowers NLL: so its variety stands here."""
     return {
         "temperature": t, "decoder": decoder, "tokens_per_step": k, "n": nll.n_texts, "nll": nll.nll,
         "nll_ci95": nll.ci95, "distinct_2": distinct_n(rows, 2), "distinct_4": distinct_n(rows, 4),
@@ -201,9 +200,6 @@ def _samples(base: Base, texts: dict[Cell, Texts], limit: int = 20) -> Iterator[
         for row, ids in enumerate(rows[:limit], EVALUATION_ROWS):
             text = base.decode(ids) if base.tokenizer is not None else " ".join(map(str, ids))
             yield to_line({"temperature": t, "decoder": decoder, "tokens_per_step": k, "row": row, "text": text})
-
-
-# How varied texts are. NLL alone can be lowered by dull text, so it is never shown without these.
 
 
 def distinct_n(token_lists: Tokens, n: int) -> float:

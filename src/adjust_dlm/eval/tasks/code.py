@@ -117,25 +117,25 @@ def run(
     return out | {"sandbox": {"protections": list(tried.protections), "limits": asdict(config.limits())}}
 
 
-def score_programs(
-    problems: Sequence[Problem], replies: Sequence[list[str]], config: CodeConfig,
-    program: Callable[[Problem, str, CodeConfig], list[str]],
-) -> list[list[Scores]]:  # fmt: skip
-    """Runs every reply against its problem's tests; under torch.distributed ranks share the programs.
+def _score(program: Callable[[Problem, str, CodeConfig], list[str]]) -> Callable[..., list[list[Scores]]]:
+    """Runs every reply, as a program of some parts, against its problem's tests; see `Task.score`.
 
-    Returns:
-        pass@k for every completion: pass@1 its own 0 or 1, so that the mean over a problem's completions is the
-        estimate; a larger k that of its problem, the same for each.
+    pass@1 of a completion is its own 0 or 1, so that the mean over a problem's completions is the estimate; a larger k
+    is that of its problem, the same for each.
     """
-    programs = [program(p, reply, config) for p, group in zip(problems, replies, strict=True) for reply in group]
-    results = over_ranks(programs, lambda mine: run_programs(mine, config.limits(), workers=config.workers or None))
-    log.info("programs: %s", dict(Counter(result.status for result in results)))
-    out, passed = [], iter([result.passed for result in results])
-    for group in replies:
-        mine = [next(passed) for _ in group]
-        of_all = {k: pass_at_k(len(mine), sum(mine), k) for k in config.ks}
-        out.append([{f"pass@{k}": float(right) if k == 1 else v for k, v in of_all.items()} for right in mine])
-    return out
+
+    def score(problems: Sequence[Problem], replies: Sequence[list[str]], config: CodeConfig) -> list[list[Scores]]:
+        programs = [program(p, reply, config) for p, group in zip(problems, replies, strict=True) for reply in group]
+        results = over_ranks(programs, lambda mine: run_programs(mine, config.limits(), workers=config.workers or None))
+        log.info("programs: %s", dict(Counter(result.status for result in results)))
+        out, passed = [], iter([result.passed for result in results])
+        for group in replies:
+            mine = [next(passed) for _ in group]
+            of_all = {k: pass_at_k(len(mine), sum(mine), k) for k in config.ks}
+            out.append([{f"pass@{k}": float(right) if k == 1 else v for k, v in of_all.items()} for right in mine])
+        return out
+
+    return score
 
 
 def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
@@ -229,10 +229,6 @@ def mbpp_program(problem: Problem, reply: str, config: CodeConfig) -> list[str]:
     return [told(text, set(_CALLED.findall(tests))) if config.chat else text, problem.facts["setup"], tests]
 
 
-def _score(program: Callable[[Problem, str, CodeConfig], list[str]]) -> Callable[..., list[list[Scores]]]:
-    return lambda problems, replies, config: score_programs(problems, replies, config, program)
-
-
 HUMANEVAL = Task(
     "humaneval", humaneval_problems, _score(humaneval_program),
     about={
@@ -247,6 +243,5 @@ MBPP = Task(
         "rule": "passes all of test_list; pass@k is the unbiased estimate",
         "base": f"completion up to {DONE}",
         "chat": "last whole code block that defines what the tests call",
-        "ids": "11..510",
     },
 )  # fmt: skip

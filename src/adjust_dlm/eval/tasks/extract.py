@@ -36,15 +36,12 @@ def blocks(reply: str) -> list[Block]:
             if match:
                 fence, language, inside = match[1], match[2].lower(), []
         elif match and match[1].startswith(fence) and not match[2]:
-            found.append(Block(language, _joined(inside), True))
+            found.append(Block(language, "\n".join(inside), True))
             fence = ""
         else:
             inside.append(line)
-    return [*found, Block(language, _joined(inside), False)] if fence else found
-
-
-def _joined(lines: list[str]) -> str:
-    return textwrap.dedent("\n".join(lines)) + "\n"
+    found += [Block(language, "\n".join(inside), False)] if fence else []
+    return [block._replace(text=textwrap.dedent(block.text) + "\n") for block in found]
 
 
 def defines(code: str, names: Collection[str]) -> bool:

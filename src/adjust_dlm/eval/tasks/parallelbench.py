@@ -107,8 +107,7 @@ def run_parallelbench(
     check = None if tool is None else functools.cache(tool.check)  # decoders write many a sentence twice
     try:
         base = base or load_base(config.base, device=config.device, quantize=config.quantize)
-        rows: list[Facts] = []
-        macro: list[Facts] = []
+        rows, macro = list[Facts](), list[Facts]()
         for name, asked in problems.items():
             task = _task(name, asked, check, config)
             long = _too_long(base, asked, config.for_group(name).max_new_tokens)

@@ -25,7 +25,6 @@ from typing import IO, Literal
 
 from adjust_dlm.types import require
 
-Status = Literal["passed", "failed", "timeout", "output"]
 PROTECTIONS = ("user", "processes", "network", "proc", "files")
 GRACE = 5.0  # seconds for the tree to end after the order; then it is killed from outside
 _START = 30.0  # seconds for the interpreter to start on a busy machine; not counted as the program's
@@ -72,7 +71,7 @@ class Result:
         protections: those of `PROTECTIONS` that were active beside limits and the process tree.
     """
 
-    status: Status
+    status: Literal["passed", "failed", "timeout", "output"]
     message: str
     protections: tuple[str, ...]
 

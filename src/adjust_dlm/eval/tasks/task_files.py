@@ -14,7 +14,6 @@ from adjust_dlm.types import InputError, require
 
 Row = dict[str, Any]
 _OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
-_KINDS = (".jsonl", ".json", ".parquet")
 
 
 def read_rows(spec: str, fields: Sequence[str] = (), *, texts: Sequence[str] = ()) -> list[Row]:
@@ -66,7 +65,8 @@ def find_files(spec: str) -> list[Path]:
 
 def _read(path: Path, spec: str) -> list[Any]:
     kind = path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix
-    require(kind in _KINDS, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
+    known = kind in (".jsonl", ".json", ".parquet")
+    require(known, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
     if kind == ".parquet":
         import pyarrow
         import pyarrow.parquet as pq
