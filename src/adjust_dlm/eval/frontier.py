@@ -120,7 +120,7 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
     """
     rank, _, _ = distributed.start()
     base = base or open_base(config)
-    wanted = [*config.variants, *["adjust"][: len(config.tokens_per_step)]] if config.n else []
+    wanted = [*config.variants, *(["adjust"] if config.tokens_per_step else [])] if config.n else []
     wanted += config.list_variants if config.list_n else ()
     helpers = open_helpers(config, base, wanted, sampler=sampler)
     cells = make_table(config, base, **helpers)["cells"] if config.n else []
