@@ -34,8 +34,8 @@ from adjust_dlm.commands.settings import filled, read_yaml
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.eval.generation import Generated, costs
 from adjust_dlm.eval.mauve import mauve
-from adjust_dlm.eval.nll import NllScore, score_nll
-from adjust_dlm.eval.table import TableConfig, gap_facts, generate_cell, open_judge, score_line, text_features
+from adjust_dlm.eval.nll import NllScore, gap_closed, score_nll
+from adjust_dlm.eval.table import TableConfig, generate_cell, open_judge, score_line, text_features
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.metrics import held_out
@@ -192,7 +192,7 @@ def nll_of(judge: tuple[Any, int], rows: list[list[int]]) -> NllScore:
 def mauve_of(table: TableConfig, reference: Any, features: Any) -> Line:
     """MAUVE and its interval."""
     score = mauve(reference, features, buckets=table.buckets or None)
-    return {"mauve": score.mean, "mauve_ci95": score.ci95}
+    return {name: score[name] for name in ("mauve", "mauve_ci95")}
 
 
 def train_variant(config: TrainConfig, base: Base, fast: Base) -> tuple[Sampler, Line]:
@@ -222,7 +222,7 @@ def decode_variant(args: argparse.Namespace, base: Base, g: Sampler, judged: Jud
         rows = generate_cell(base, {"sampler": g}, judged.table, cell)
         nll = nll_of(judged.judge, ids(rows))
         line = score_line(cell[0], "adjust", k, ids(rows), nll) | costs(rows)
-        cells[k] = line | gap_facts(judged.joint, judged.parallel[k], nll)
+        cells[k] = line | gap_closed(judged.joint, judged.parallel[k], nll)
         features[k] = text_features(judged.judge[0], ids(rows))
     return {"cells": cells, "wall_decode": time.monotonic() - started}, features
 

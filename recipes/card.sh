@@ -86,7 +86,7 @@ for stage in "$@"; do
         form released --preset released
         form forward --layers 2 --mlp 0.875 --features 10 20 --rows 32 --slices 32 --lr 3e-3 --warmup 100
         for g in printed released forward; do run eval table --n 1024 --divergence 128 --temperatures 1.0 --sampler "$out/form-$g/sampler" \
-            --output "$out/forms" && cp "$out/forms/table.md" "$out/forms/$g.md"; done ;;
+            --output "$out/forms" && cp "$out/forms/result.json" "$out/forms/$g.json"; done ;;
     samesize) bench --base dream-7b-shape --sampler src/adjust_dlm/models/smol-sampler --forms fast \
         --decoders parallel adjust adjust:candidates=16 --batch-sizes 8 32 1 --seconds 90 --output "$out/samesize" ;;
     *) echo "$stage is no stage; see the head of $0" >&2 && exit 2 ;;

@@ -16,7 +16,7 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.eval import table
-from adjust_dlm.eval.nll import nll_gap_closed, score_nll
+from adjust_dlm.eval.nll import gap_closed, score_nll
 from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError
@@ -96,7 +96,7 @@ def assert_cells_are_those_of_the_texts(base: DreamBase, g: Any, judge: Any, cel
         assert cell["nll"] == pytest.approx(ours.nll, rel=1e-6)
         assert 0 < cell["mauve"] <= 1 and cell["n"] == N
         if cell["gap_closed"] is not None:
-            assert cell["gap_closed"] == pytest.approx(nll_gap_closed(joint, parallel, ours)[0], rel=1e-3)
+            assert cell["gap_closed"] == pytest.approx(gap_closed(joint, parallel, ours)["gap_closed"], rel=1e-3)
 
 
 def test_a_budget_by_the_clock_leaves_the_first_steps_out(

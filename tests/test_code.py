@@ -20,7 +20,7 @@ import torch
 from adjust_dlm import cli
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.dream import dream_base
-from adjust_dlm.eval import downstream
+from adjust_dlm.eval import downstream, generation
 from adjust_dlm.eval.downstream import Problem, Task, summarize
 from adjust_dlm.eval.tasks import code
 from adjust_dlm.eval.tasks.code import (
@@ -34,7 +34,7 @@ from adjust_dlm.eval.tasks.code import (
     mbpp_problems,
     mbpp_program,
     pass_at_k,
-    run_humaneval,
+    run,
 )
 from adjust_dlm.eval.tasks.extract import bare_code, blocks, cut_body, defines, fenced, preamble
 from adjust_dlm.eval.tasks.task_files import read_rows
@@ -218,12 +218,12 @@ def test_what_humaneval_asks(tmp_path: Path) -> None:
     assert humaneval_program(plain[1], "    return 1\n", human(tmp_path))[-1] == "check(double)"
     with pytest.raises(InputError, match="no examples of its own"):
         humaneval_problems(human(tmp_path, shots=1))
-    with pytest.raises(InputError, match="holds 1 problems; shots is 2"):
+    with pytest.raises(InputError, match="has 1 examples, 2 are asked for"):
         humaneval_problems(human(tmp_path, shots=2, examples=examples))
     bad = write(tmp_path / "b.jsonl", [DOUBLE | {"prompt": None}])
     with pytest.raises(InputError, match="row 1: prompt is None; text is wanted"):
         humaneval_problems(HumanEvalConfig(data=bad))
-    with pytest.raises(InputError, match="1 of the examples are among the problems"):
+    with pytest.raises(InputError, match="problem Own/0 is among the examples of its own prompt"):
         humaneval_problems(human(tmp_path, shots=1, examples=write(tmp_path / "e.jsonl", [RING])))
 
 
@@ -365,13 +365,11 @@ def test_ranks_share_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise InterruptedError  # rank 1 would wait here
         return [item for items in of_ranks for item in items]
 
-    monkeypatch.setattr(code.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(code.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(code, "from_all_ranks", gather)
-    monkeypatch.setattr(code.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(generation.distributed, "from_all_ranks", gather)
+    monkeypatch.setattr(generation, "place", lambda: (1, 2))
     with pytest.raises(InterruptedError):
         HUMANEVAL.score(problems, replies, config)
-    monkeypatch.setattr(code.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(generation, "place", lambda: (0, 2))
     scores = HUMANEVAL.score(problems, replies, config)
     assert [[n for n, _ in items] for items in of_ranks] == [[1, 3], [0, 2]]
     assert [[s["pass@1"] for s in group] for group in scores] == [[1.0, 0.0], [0.0, 1.0]]
@@ -397,7 +395,7 @@ def test_a_run_says_what_the_sandbox_did(base: Base, tmp_path: Path) -> None:
         tmp_path, output=str(tmp_path / "out"), allow_code_execution=True, decoders=("parallel",), tokens_per_step=(4,),
         max_new_tokens=8, device="cpu", num_samples=2, ks=(1, 2),
     )  # fmt: skip
-    out = run_humaneval(config, base)
+    out = run(config, base)
     assert out["sandbox"]["limits"]["seconds"] == 15 and set(out["sandbox"]["protections"]) <= set(code.PROTECTIONS)
     assert set(out["rows"][0]["metrics"]) == {"pass@1", "pass@2"} and out["n"] == 2
     json.dumps(out)

@@ -419,8 +419,6 @@ def test_the_command_puts_decoders_side_by_side(tmp_path) -> None:
     parallel = rows[0.5, "parallel:tokens_per_step=3"]
     assert line["kl_qp_below_parallel"] == pytest.approx(1 - line["kl_qp"] / parallel["kl_qp"])
     assert "kl_qp_below_parallel" not in parallel and "kl_qp_below_parallel" not in rows[1.0, "adaptive:gamma=2"]
-    text = (tmp_path / "divergence.md").read_text()
-    assert text.count("| `") == len(rows) and "KL(q\\|\\|p)" in text
     json.dumps(asdict(config))
 
 
@@ -465,7 +463,7 @@ def test_rounding_is_not_compared_with_rounding() -> None:
         ({"sources": ()}, "sources is empty"),
         ({"sources": ("mine",)}, "sources is 'mine'"),
         ({"tokens_per_step": (0,)}, "tokens_per_step is"),
-        ({"tokens_per_step": (), "decoders": ("parallel", "adjust")}, "tokens_per_step is empty"),
+        ({"tokens_per_step": (), "decoders": ("parallel", "adjust")}, "or tokens_per_step is empty"),
         ({"decoders": ("adjust:max_new_tokens=64",)}, "has a max_new_tokens of its own"),
         ({"decoders": ("adjust:suppress_eos=false",)}, "has a suppress_eos of its own"),
     ],

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from adjust_dlm.eval.diversity import distinct_n, repeat_coverage, repeated_share, token_entropy
+from adjust_dlm.eval.table import distinct_n, repeat_coverage, repeated_share, token_entropy
 from adjust_dlm.types import InputError
 
 

@@ -21,7 +21,6 @@ from adjust_dlm.eval.downstream import (
     evaluate,
     half_width,
     summarize,
-    variants,
 )
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
@@ -84,12 +83,12 @@ def test_a_run_scores_every_variant_and_writes_its_samples(base: Base, tmp_path:
 def test_eager_refuses_the_fast_form(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, eager: bool
 ) -> None:
-    """As on a card: three variants in the fast form, or none; the result says which."""
+    """As on a card: three variants in the fast form, or none."""
     monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
     quick = Counted(fast.run_fast)
     monkeypatch.setattr(fast, "run_fast", quick)
     out = evaluate(letters([]), settings(tmp_path, eager=eager), base, Sampler(base).eval())
-    assert (quick.calls, out["config"]["eager"]) == (0 if eager else 3, eager)
+    assert quick.calls == (0 if eager else 3) and len(out["rows"]) == 3
 
 
 def test_texts_are_kept_so_that_scoring_again_costs_no_pass(
@@ -101,24 +100,27 @@ def test_texts_are_kept_so_that_scoring_again_costs_no_pass(
     assert json.dumps(again) == json.dumps(first)
 
 
-def test_prompts_and_chats(base: Base) -> None:
+def test_prompts_and_chats(base: Base, tmp_path: Path) -> None:
     plain, chat = Problem("a", "one", {}), Problem("b", "two", {}, turns=("q", "a"))
-    decode = base.tokenizer.decode
-    assert decode(encode(base, plain, chat=False)) == "<|endoftext|>one"
-    assert decode(encode(base, chat, chat=False)) == "<|endoftext|>q\n\na\n\ntwo"
-    assert decode(encode(base, plain, chat=True)) == "<|im_start|>u:one<|im_end|><|im_start|>a:"
+
+    def asked(problem: Problem, *, chat: bool) -> str:
+        return base.tokenizer.decode(encode(base, problem, settings(tmp_path, chat=chat)))
+
+    assert asked(plain, chat=False) == "<|endoftext|>one"
+    assert asked(chat, chat=False) == "<|endoftext|>q\n\na\n\ntwo"
+    assert asked(plain, chat=True) == "<|im_start|>u:one<|im_end|><|im_start|>a:"
     shown = "<|im_start|>u:q<|im_end|><|im_start|>a:a<|im_end|><|im_start|>u:two<|im_end|><|im_start|>a:"
-    assert decode(encode(base, chat, chat=True)) == shown
+    assert asked(chat, chat=True) == shown
 
 
 def test_what_runs(tmp_path: Path) -> None:
     decoders = ("parallel", "adjust", "threshold:tau=0.5", "adjust:candidates=4", "parallel:tokens_per_step=3")
-    assert variants(settings(tmp_path, decoders=decoders)) == [
+    assert settings(tmp_path, decoders=decoders).variants() == [
         "joint", "parallel:tokens_per_step=4", "adjust:tokens_per_step=4", "threshold:tau=0.5",
         "adjust:candidates=4,tokens_per_step=4", "parallel:tokens_per_step=3",
     ]  # fmt: skip
     decoders = ("parallel:block_length=16", "adjust:order=margin,candidates=2", "guided:cfg_scale=1")
-    assert variants(settings(tmp_path, decoders=decoders)) == [
+    assert settings(tmp_path, decoders=decoders).variants() == [
         "joint:block_length=16", "parallel:block_length=16,tokens_per_step=4", "joint:order=margin",
         "adjust:order=margin,candidates=2,tokens_per_step=4", "guided:cfg_scale=1,tokens_per_step=1",
         "guided:cfg_scale=1,tokens_per_step=4",

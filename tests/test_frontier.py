@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ import torch
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bases.dream import dream_base
 from adjust_dlm.bases.partner import CausalPartner
-from adjust_dlm.data.lists import KINDS, ListTask, write_list
+from adjust_dlm.data.lists import KINDS, ListTask, list_tasks, write_list
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.eval import frontier, plots, table
-from adjust_dlm.eval.frontier import FrontierConfig, compare, kind_of, label_of, make_frontier, value_at
+from adjust_dlm.eval.frontier import FrontierConfig, compare, is_right, kind_of, label_of, make_frontier, value_at
 from adjust_dlm.eval.generation import generate_rows
-from adjust_dlm.eval.tasks.lists import held_out_tasks, is_right, score_lists
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, InputError
@@ -52,18 +52,10 @@ def test_an_answer_is_right_or_not(kind: str, text: str, right: bool) -> None:
     assert is_right(ListTask(kind, f"Do it: {write_list(PEOPLE)}", write_list(PEOPLE)), text) == right
 
 
-def test_gold_answers_score_one_and_empty_ones_zero() -> None:
-    tasks = held_out_tasks(200, seed=1)
-    gold, empty = score_lists(tasks, [t.answer for t in tasks]), score_lists(tasks, [""] * 200)
-    assert (gold.accuracy, empty.accuracy, gold.n) == (1.0, 0.0, 200)
-    assert set(gold.by_kind) == set(KINDS) and all(right == n for right, n in gold.by_kind.values())
-    half = score_lists(tasks, [t.answer if n % 2 else "" for n, t in enumerate(tasks)])
-    assert half.accuracy == 0.5
-    assert half.ci95 == pytest.approx(
-        0.0687, abs=1e-4
-    )  # Wilson: 1.96 sqrt(.25/200 + 1.96^2/(4*200^2)) / (1 + 1.96^2/200)
-    with pytest.raises(InputError, match="1 texts for 200 tasks"):
-        score_lists(tasks, [""])
+def test_gold_answers_are_right_and_empty_ones_are_not() -> None:
+    tasks = list(islice(list_tasks(1, held_out=True), 200))
+    assert {task.kind for task in tasks} == set(KINDS)
+    assert all(is_right(task, task.answer) and not is_right(task, "") for task in tasks)
 
 
 # Curves --------------------------------------------------------------------------------------------------------
@@ -141,7 +133,6 @@ def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.Mon
     assert [(r["task"], r["variant"]) for r in written] == list(rows)
     assert float(written[1]["nll"]) == pytest.approx(adjusted["nll"], rel=1e-5)
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 10_000
-    assert "best without training" in (tmp_path / "out" / "frontier.md").read_text()
     json.dumps(out)
 
 

@@ -229,7 +229,7 @@ def test_a_run_of_the_command(
     assert (row["strict"], row["strict_ci95"]) == (scores["strict"], row["metrics"]["strict"]["ci95"])
     assert row["tokens_per_pass"] == pytest.approx(sum(map(len, texts)) / (3 * 256))  # no end token, no tail
     assert "strict_ci95" in shown and "0.6667" in shown
-    assert results["about"]["form"] == "cot" and "The answer is" in results["about"]["strict"]
+    assert "The answer is" in results["about"]["strict"]
     assert len(seen) == 3 and seen[0].startswith("<|endoftext|>Q: Two and two?") and seen[0].endswith("How many?\nA:")
 
 
@@ -239,7 +239,6 @@ def test_a_zero_shot_chat(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
     run = ["eval", "gsm8k", *flags, "--decoders", "parallel", "--tokens-per-step", "2", "--output", str(tmp_path / "o")]
     assert cli.main(run) == 0
     assert seen[0] == "<|im_start|>u:Q: A shelf has 3 rows of 4 jars. How many?\nA:<|im_end|><|im_start|>a:"
-    assert json.loads((tmp_path / "o" / "result.json").read_text())["results"]["about"]["shots_data"] is None
 
 
 def check_gold_and_empty(config: Gsm8kConfig, rows: list[dict[str, Any]]) -> None:

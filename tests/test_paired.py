@@ -56,20 +56,20 @@ def test_counts_and_difference_by_hand() -> None:
     a = [1, 1, 1, 0, 0, 0, 0, 0]
     b = [1, 1, 0, 1, 1, 1, 0, 0]
     got = compare(a, b)
-    assert (got.n, got.both, got.only_a, got.only_b, got.neither) == (8, 2, 1, 3, 2)
-    assert (got.mean_a, got.mean_b, got.difference) == (3 / 8, 5 / 8, 2 / 8)
-    assert got.mcnemar_p == 2 * (1 + 4) / 16
+    assert (got["n"], got["both"], got["only_a"], got["only_b"], got["neither"]) == (8, 2, 1, 3, 2)
+    assert (got["mean_a"], got["mean_b"], got["difference"]) == (3 / 8, 5 / 8, 2 / 8)
+    assert got["mcnemar_p"] == 2 * (1 + 4) / 16
     back = compare(b, a)
-    assert (back.difference, back.mcnemar_p) == (-got.difference, got.mcnemar_p)
-    assert (back.low, back.high) == pytest.approx((-got.high, -got.low), abs=1e-12)
+    assert (back["difference"], back["mcnemar_p"]) == (-got["difference"], got["mcnemar_p"])
+    assert (back["low"], back["high"]) == pytest.approx((-got["high"], -got["low"]), abs=1e-12)
 
 
 def test_scores_that_are_no_votes_have_an_interval_and_no_mcnemar() -> None:
     got = compare([0.0, 0.5, 1.0], [0.5, 0.5, 1.0])
-    assert got.difference == pytest.approx(1 / 6)
-    assert (got.both, got.only_a, got.only_b, got.neither, got.mcnemar_p) == (None,) * 5
+    assert got["difference"] == pytest.approx(1 / 6)
+    assert (got["both"], got["only_a"], got["only_b"], got["neither"], got["mcnemar_p"]) == (None,) * 5
     # All means of 3 draws of (1/2, 0, 0): 0 .. 1/2 with P(0) = 8/27 and P(1/2) = 1/27 > 2.5 %.
-    assert (got.low, got.high) == (0, 0.5)
+    assert (got["low"], got["high"]) == (0, 0.5)
 
 
 def test_the_interval_is_scipys_and_repeats() -> None:
@@ -80,8 +80,8 @@ def test_the_interval_is_scipys_and_repeats() -> None:
     theirs = stats.bootstrap(
         (b.astype(float) - a.astype(float),), np.mean, n_resamples=10_000, method="percentile", rng=1
     ).confidence_interval
-    assert (got.low, got.high) == pytest.approx((theirs.low, theirs.high), abs=0.01)  # steps of a mean are 1/150
-    assert got.high - got.low == pytest.approx(2 * 1.96 * np.std(b * 1.0 - a * 1.0) / math.sqrt(150), rel=0.05)
+    assert (got["low"], got["high"]) == pytest.approx((theirs.low, theirs.high), abs=0.01)  # steps of a mean are 1/150
+    assert got["high"] - got["low"] == pytest.approx(2 * 1.96 * np.std(b * 1.0 - a * 1.0) / math.sqrt(150), rel=0.05)
     assert compare(a.tolist(), b.tolist(), seed=1, draws=50) != compare(a.tolist(), b.tolist(), seed=2, draws=50)
 
 
@@ -92,7 +92,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         hard = rng.random(80)  # what both share
         a, b = rng.random(80) < hard, rng.random(80) < np.minimum(hard + 0.1, 1)
         got = compare(a.tolist(), b.tolist(), seed=n, draws=400)
-        hits += got.low <= 0.1 - 0.1**2 / 2 <= got.high  # E min(h + .1, 1) - E h = .1 - .005
+        hits += got["low"] <= 0.1 - 0.1**2 / 2 <= got["high"]  # E min(h + .1, 1) - E h = .1 - .005
     assert 0.90 <= hits / 300 <= 0.98
 
 
@@ -101,17 +101,17 @@ def test_what_pairs_share_cancels() -> None:
     a = [1.0] * 100 + [0.0] * 100
     b = [1.0] * 106 + [0.0] * 94
     got = compare(a, b)
-    assert got.low > 0
-    assert got.mcnemar_p == 2 / 64
+    assert got["low"] > 0
+    assert got["mcnemar_p"] == 2 / 64
 
 
 def test_files_are_matched_by_id_and_completions_averaged(tmp_path: Path) -> None:
     a = samples(tmp_path / "a.jsonl", {"p1": 1, "p2": [1, 0], "p3": 0})
     b = samples(tmp_path / "b.jsonl", {"p3": 1, "p2": [1, 1], "p1": 1})
-    assert read_scores(a, "strict") == {"p1": 1.0, "p2": 0.5, "p3": 0.0}
+    assert read_scores(str(a), "strict") == {"p1": 1.0, "p2": 0.5, "p3": 0.0}
     got = run(PairedConfig(files=(str(a), str(b)), metric="strict"))
     assert (got["n"], got["difference"], got["metric"]) == (3, 0.5, "strict")
-    assert aligned(read_scores(a, "strict"), read_scores(b, "strict")) == ([1, 0.5, 0], [1, 1, 1])
+    assert aligned(read_scores(str(a), "strict"), read_scores(str(b), "strict")) == ([1, 0.5, 0], [1, 1, 1])
     assert run(PairedConfig(files=(str(a), str(b))))["metric"] == "strict"  # the only one
 
 
@@ -131,24 +131,24 @@ def test_the_command_prints_and_writes_everything(tmp_path: Path, capsys: pytest
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    a, b = samples(tmp_path / "a", {"p1": 1, "p2": 0}), samples(tmp_path / "b", {"p1": 1, "p3": 0, "p4": 0})
+    a, b = samples(tmp_path / "a.jsonl", {"p1": 1, "p2": 0}), samples(tmp_path / "b.jsonl", {"p1": 1, "p3": 0, "p4": 0})
 
     def fails(first: Path, second: Path, message: str, metric: str = "strict") -> None:
         with pytest.raises(InputError, match=message):
             run(PairedConfig(files=(str(first), str(second)), metric=metric))
 
-    fails(a, b, "problem 'p2' is in A and not in B; A has 2 problems, B 3")
-    fails(samples(tmp_path / "c", {"p1": 1}), b, "problem 'p3' is in B and not in A")
-    fails(a, tmp_path / "none", "cannot read .*none")
-    fails(a, b, "line 1 has no metric 'exact'; it has strict", metric="exact")
-    (tmp_path / "empty").write_text("")
-    fails(tmp_path / "empty", b, "empty is empty")
-    (tmp_path / "text").write_text('{"text": "x"}\n')
-    fails(tmp_path / "text", b, "line 1 has no id and scores")
-    (tmp_path / "broken").write_text('{"id"')
-    fails(tmp_path / "broken", b, "line 1 is not JSON")
-    fails(samples(tmp_path / "words", {"p1": "yes"}), b, "strict is 'yes'; a number is wanted")
-    two = tmp_path / "two"
+    fails(a, b, "problem 'p2' is in A alone; A has 2 problems, B 3")
+    fails(samples(tmp_path / "c.jsonl", {"p1": 1}), b, "problem 'p3' is in B alone")
+    fails(a, tmp_path / "none.jsonl", "no file .*none")
+    fails(a, b, "row 1 has no metric 'exact'; it has strict", metric="exact")
+    (tmp_path / "empty.jsonl").write_text("")
+    fails(tmp_path / "empty.jsonl", b, "empty.jsonl holds no rows")
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}\n')
+    fails(tmp_path / "text.jsonl", b, "row 1 has no id, scores")
+    (tmp_path / "broken.jsonl").write_text('{"id"')
+    fails(tmp_path / "broken.jsonl", b, "line 1 is not JSON")
+    fails(samples(tmp_path / "words.jsonl", {"p1": "yes"}), b, "strict is 'yes'; a number is wanted")
+    two = tmp_path / "two.jsonl"
     two.write_text(json.dumps({"id": "p1", "scores": {"strict": 1, "flexible": 1}}) + "\n")
     fails(two, two, r"has 2 metrics \(strict, flexible\); name one", metric="")
     with pytest.raises(InputError, match="1 files; name two"):

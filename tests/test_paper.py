@@ -13,7 +13,7 @@ import yaml
 from adjust_dlm.commands import COMMANDS, settings
 from adjust_dlm.decoders import read_variant
 from adjust_dlm.decoders.edlm import EdlmOptions
-from adjust_dlm.eval.downstream import DownstreamConfig, variants
+from adjust_dlm.eval.downstream import DownstreamConfig
 from adjust_dlm.eval.table import TableConfig
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.types import InputError
@@ -162,7 +162,7 @@ def test_k_is_one_to_four_where_a_figure_has_them() -> None:
         config: Any = load(ROOT / "paper" / f"{name}.yaml")
         assert set(config.tokens_per_step) >= set(range(first, 5)), name
     read = load(ROOT / "paper" / "dream-instruct" / "gsm8k.yaml")
-    assert isinstance(read, DownstreamConfig) and variants(read)[0] == "joint"
+    assert isinstance(read, DownstreamConfig) and read.variants()[0] == "joint"
 
 
 def test_edlm_draws_two_completions_and_keeps_the_better() -> None:

@@ -48,7 +48,7 @@ def data_of(command: str, folder: Path) -> dict[str, Any]:
     questions = [{**GSM8K, "question": f"What is {n} and {n}?"} for n in range(12)]
     problems = [{**MATHS, "problem": f"Find ${n}$."} for n in range(12)]
     functions = [{**FUNCTION, "task_id": f"T/{n}", "prompt": f"def one_{n}():\n"} for n in range(6)]
-    programs = [{**PROGRAM, "task_id": n} for n in (1, 2, 3, 4, 11, 12)]
+    programs = [{**PROGRAM, "task_id": n, "text": f"One, as in {n}."} for n in (1, 2, 3, 4, 11, 12)]
 
     def halves(name: str, rows: list[dict[str, Any]], other: str) -> dict[str, Any]:
         shown = write(folder / f"{name}-shots.jsonl", rows[2:])

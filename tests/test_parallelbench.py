@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -20,20 +21,27 @@ from adjust_dlm.data.lists import FIRST_NAMES, LAST_NAMES, list_tasks, write_lis
 from adjust_dlm.eval import generation
 from adjust_dlm.eval.downstream import Problem
 from adjust_dlm.eval.tasks import parallelbench, parallelbench_tasks
-from adjust_dlm.eval.tasks import parallelbench_metrics as metrics
-from adjust_dlm.eval.tasks.parallelbench import ParallelBenchConfig, run_parallelbench, score_reply
-from adjust_dlm.eval.tasks.parallelbench_files import read_problems
-from adjust_dlm.eval.tasks.parallelbench_metrics import (
-    GrammarChecker,
-    includes,
+from adjust_dlm.eval.tasks.parallelbench import (
+    ParallelBenchConfig,
     is_latin,
     is_right,
     open_grammar,
     read_grid,
-    read_list,
+    run_parallelbench,
+    score_reply,
 )
-from adjust_dlm.eval.tasks.parallelbench_tasks import FIRST, GROUPS, LAST, grids, make_problem, select
-from adjust_dlm.eval.tasks.parallelbench_words import FIELDS, SCENES
+from adjust_dlm.eval.tasks.parallelbench_tasks import (
+    FIELDS,
+    FIRST,
+    GROUPS,
+    LAST,
+    SCENES,
+    grids,
+    make_problem,
+    read_list,
+    read_problems,
+    select,
+)
 from adjust_dlm.types import InputError
 from tiny_ar import chat_base
 
@@ -133,49 +141,44 @@ def test_two_readings_of_a_grid(text: str, lenient: bool, strict: bool) -> None:
 
 
 def test_sentences() -> None:
-    assert includes("The oven is hot; uncovered soup.", ["oven", "soup", "cover"])
-    assert not includes("Soup in the oven", ["soup", "oven"]) and not includes("", ["a"])
+    three = Problem("p", "", {"words": ["oven", "soup", "cover"]}, "words_to_sentence/easy")
+    assert score_reply(three, "The oven is hot; uncovered soup.") == {"inclusion": 1.0}
+    assert score_reply(three, "Soup in the oven, cover it") == score_reply(three, "") == {"inclusion": 0.0}
     problem = Problem("p", "", {"words": ["cow"]}, "words_to_sentence/easy")
     assert score_reply(problem, "A cow.") == {"inclusion": 1.0}
 
     class Tool:
         def __init__(self) -> None:
             self.asked: list[str] = []
-            self.open = True
 
         def check(self, text: str) -> list[str]:
             self.asked.append(text)
             return ["error"] if "a cow is" not in text else []
 
-        def close(self) -> None:
-            self.open = False
-
     tool = Tool()
-    check = GrammarChecker(tool)
+    check = functools.cache(tool.check)
     assert score_reply(problem, " Here a cow is. ", check=check) == {"score": 1.0, "inclusion": 1.0, "grammar": 1.0}
     assert score_reply(problem, "cow cow", check=check) == {"score": 0.0, "inclusion": 1.0, "grammar": 0.0}
     assert score_reply(problem, " ", check=check) == {"score": 0.0, "inclusion": 0.0, "grammar": 0.0}
     other = Problem("p", "", {"words": ["goat"]}, "words_to_sentence/hard")
     assert score_reply(other, "Here a cow is.", check=check) == {"score": 0.0, "inclusion": 0.0, "grammar": 1.0}
     assert tool.asked == ["Here a cow is.", "cow cow"]  # stripped, never an empty text, each once
-    check.close()
-    assert not tool.open
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, tool: Any) -> None:
     module: Any = ModuleType("language_tool_python")
     module.LanguageTool = tool
     monkeypatch.setitem(sys.modules, "language_tool_python", module)
-    monkeypatch.setattr(metrics, "find_spec", lambda name: name)
-    monkeypatch.setattr(metrics, "version", lambda name: "9.9")
+    monkeypatch.setattr(parallelbench, "find_spec", lambda name: name)
+    monkeypatch.setattr(parallelbench, "version", lambda name: "9.9")
 
 
 def test_the_grammar_check_starts_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     languages = []
     stand_in(monkeypatch, lambda language: languages.append(language) or "tool")
     for mode in ("auto", "languagetool"):
-        check, said = open_grammar(mode)
-        assert check is not None and check.tool == "tool"
+        tool, said = open_grammar(mode)
+        assert tool == "tool"
         assert said == "LanguageTool en-US, default rules, by language_tool_python 9.9"
     assert languages == ["en-US", "en-US"]
     assert open_grammar("off") == (None, "off: inclusion only") and len(languages) == 2
@@ -189,7 +192,7 @@ def test_the_grammar_check_starts_or_says_why_not(monkeypatch: pytest.MonkeyPatc
     )  # fmt: skip
     with pytest.raises(InputError, match=r"does not start: language_tool_python: No java install.*--grammar off"):
         open_grammar("languagetool")
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(parallelbench, "find_spec", lambda name: None)
     assert "pip install language_tool_python" in open_grammar("auto")[1]
 
 
@@ -305,7 +308,7 @@ def test_words_get_harder_by_rule() -> None:
         kinds = [("scene", scene[w]) if w in scene else ("field", field[w]) for w in hard.facts["words"]]
         assert len(set(kinds)) == 4 and Counter(kind for kind, _ in kinds) == {"scene": 2, "field": 2}
         for problem in (easy, medium, hard):
-            assert includes(problem.prompt, problem.facts["words"]) and problem.turns == ()
+            assert all(word in problem.prompt for word in problem.facts["words"]) and problem.turns == ()
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -504,13 +507,13 @@ def test_a_run_counts_by_task_and_averages_tasks(base: Base, tmp_path: Path, mon
         ("user", "assistant", "user"), (*example.turns, example.prompt), strict=True))  # fmt: skip
     assert asked[0][0] == f"{shown}<|im_start|>assistant:"
     assert copied["too_long"] == 2 and rows["puzzle", "sudoku"]["too_long"] == 0  # a letter is a token here
-    assert out["about"] == {"grammar": "not needed", "rows": "generated, task_seed 6", "reading": "lenient"}
+    assert out["about"] == {"grammar": "not needed"}
     lines = (tmp_path / "waiting_line" / "samples-parallel-tokens_per_step=8.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [
         f"waiting_line/{t}/{n:04}" for t in ("copy", "reverse") for n in (0, 1)
     ]
     strict = run_parallelbench(settings(tmp_path, tasks=("copy",), n=2, task_seed=6, strict=True), base)
-    assert strict["rows"][0]["score"] == 0.0 == strict["rows"][0]["strict"] and strict["about"]["reading"] == "strict"
+    assert strict["rows"][0]["score"] == 0.0 == strict["rows"][0]["strict"]
 
 
 def test_sentences_with_and_without_grammar(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +527,7 @@ def test_sentences_with_and_without_grammar(base: Base, tmp_path: Path, monkeypa
             closed.append(1)
 
     config = settings(tmp_path, tasks=("easy",))
-    monkeypatch.setattr(parallelbench, "open_grammar", lambda mode: (GrammarChecker(Tool()), f"tool {mode}"))
+    monkeypatch.setattr(parallelbench, "open_grammar", lambda mode: (Tool(), f"tool {mode}"))
     out = run_parallelbench(config, base)
     assert out["about"]["grammar"] == "tool auto" and closed == [1]
     assert {"score", "inclusion", "grammar"} <= set(out["rows"][0]) and out["rows"][0]["n"] == 3
@@ -532,7 +535,7 @@ def test_sentences_with_and_without_grammar(base: Base, tmp_path: Path, monkeypa
     row = run_parallelbench(config, base)["rows"][0]
     assert "inclusion" in row and not {"score", "grammar", "too_long"} & set(row)
     monkeypatch.setattr(parallelbench, "evaluate", None)
-    monkeypatch.setattr(parallelbench, "open_grammar", lambda mode: (GrammarChecker(Tool()), ""))
+    monkeypatch.setattr(parallelbench, "open_grammar", lambda mode: (Tool(), ""))
     with pytest.raises(TypeError):
         run_parallelbench(config, base)
     assert closed == [1, 1]  # the server ends whatever happens
@@ -542,7 +545,7 @@ def test_files_take_the_place_of_generated_rows(base: Base, tmp_path: Path) -> N
     write_public(tmp_path / "data")
     config = settings(tmp_path, tasks=("sort",), data=str(tmp_path / "data"), n=0)
     out = run_parallelbench(config, base)
-    assert out["rows"][0]["n"] == 8 and out["about"]["rows"] == str(tmp_path / "data")
+    assert out["rows"][0]["n"] == 8
 
 
 def test_settings(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_a_sandbox_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_result_knows_whether_it_passed() -> None:
-    assert Result("passed", "", 0.1, ()).passed and not Result("timeout", "", 0.1, ()).passed
+    assert Result("passed", "", ()).passed and not Result("timeout", "", ()).passed
 
 
 def test_a_start_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,9 +157,9 @@ def test_a_start_token_and_a_length_may_be_named(folder: Path, judge: Judge, tmp
 def test_what_a_text_is(tmp_path: Path) -> None:
     plain = tmp_path / "a.txt"
     plain.write_text("one\n\ntwo \u2028 still two\r\n  \nthree\n", encoding="utf-8")
-    assert read_texts(plain) == {"": ["one", "", "two \u2028 still two", "", "three"]}
+    assert read_texts(str(plain)) == {"": ["one", "", "two \u2028 still two", "", "three"]}
     plain.write_text("one\nmore of it\n\n \n\ntwo\n")
-    assert read_texts(plain, "paragraph") == {"": ["one\nmore of it", "two"]}
+    assert read_texts(str(plain), "paragraph") == {"": ["one\nmore of it", "two"]}
     lines = [
         {"text": "a\u2028b", "decoder": "joint", "tokens_per_step": 1, "temperature": 0.6, "tokens": [1, 2]},
         {"text": "c", "decoder": "adjust", "tokens_per_step": 4},
@@ -167,11 +167,11 @@ def test_what_a_text_is(tmp_path: Path) -> None:
         {"text": "d", "decoder": "threshold:tau=0.9", "tokens_per_step": 0},
     ]
     jsonl(tmp_path / "b.jsonl", lines)
-    assert read_texts(tmp_path / "b.jsonl") == {
+    assert read_texts(str(tmp_path / "b.jsonl")) == {
         "joint K=1 T=0.6": ["a\u2028b"], "adjust K=4": ["c", ""], "threshold:tau=0.9": ["d"],
     }  # fmt: skip
     jsonl(tmp_path / "c.jsonl", [{"row": 0, "tokens": [4, 5]}, {"row": 1, "tokens": []}])
-    assert read_texts(tmp_path / "c.jsonl") == {"": [[4, 5], []]}
+    assert read_texts(str(tmp_path / "c.jsonl")) == {"": [[4, 5], []]}
 
 
 def test_decoders_of_one_file_are_scored_apart(judge: Judge, tmp_path: Path) -> None:
@@ -208,10 +208,10 @@ def test_token_files_need_to_say_whose_tokens_they_are(folder: Path, judge: Judg
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "none.jsonl": (lambda f: None, "cannot read .*none.jsonl: No such file"),
+    "none.jsonl": (lambda f: None, "no file .*none.jsonl"),
     "empty.txt": (lambda f: f.write_text("\n \n"), "there is no text in .*empty.txt"),
     "blank.jsonl": (lambda f: texts(f, ["", ""]), "none of the 2 texts in .*blank.jsonl has a token"),
-    "odd.jsonl": (lambda f: f.write_text('{"text": "a"}\n{"words": "a"}\n'), "line 2 has neither `text` nor `tokens`"),
+    "odd.jsonl": (lambda f: f.write_text('{"text": "a"}\n{"words": "a"}\n'), "row 2 has neither `text` nor `tokens`"),
     "broken.jsonl": (lambda f: f.write_text('{"text'), "line 1 is not JSON"),
     "bytes.txt": (lambda f: f.write_bytes(b"\xff\xfe\xff"), "cannot read .*bytes.txt"),
 }
@@ -252,8 +252,8 @@ def test_h23_mauve_of_files_is_that_of_their_features(judge: Judge, tmp_path: Pa
     same, other = out["rows"]
     assert same["mauve"] == pytest.approx(1, abs=1e-9)
     expected = mauve(p, q)
-    assert other["per_seed"] == list(expected.per_seed) and len(other["per_seed"]) == 5
-    assert (other["mauve"], other["mauve_ci95"], other["mauve_std"]) == (expected.mean, expected.ci95, expected.std)
+    assert other["per_seed"] == expected["per_seed"] and len(other["per_seed"]) == 5
+    assert {name: other[name] for name in expected} == expected | {"settings": other["settings"]}
     assert (other["n"], other["n_reference"], other["n_empty"]) == (40, 40, 1)
     settings = other["settings"]
     assert settings["model"] == judge.name and settings["buckets"] == 4 and settings["seeds"] == [0, 1, 2, 3, 4]
@@ -313,7 +313,7 @@ def test_packed_files_are_read(tmp_path: Path) -> None:
     line = '{"text": "one", "decoder": "joint"}\n'
     for name, pack in (("a.jsonl.xz", lzma.compress), ("a.jsonl.gz", gzip.compress), ("a.jsonl", bytes)):
         (tmp_path / name).write_bytes(pack(line.encode()))
-        assert read_texts(tmp_path / name) == {"joint": ["one"]}
+        assert read_texts(str(tmp_path / name)) == {"joint": ["one"]}
     (tmp_path / "b.jsonl.xz").write_bytes(b"no xz")
     with pytest.raises(InputError, match="cannot read"):
-        read_texts(tmp_path / "b.jsonl.xz")
+        read_texts(str(tmp_path / "b.jsonl.xz"))

@@ -58,11 +58,11 @@ _TABLE: dict[str, tuple[str, ...]] = {
         "eval.frontier", "FrontierConfig", "make_frontier",
     ),
     "eval gsm8k": ("GSM8K with any decoder: strict and flexible accuracy.", "eval.tasks.gsm8k", "Gsm8kConfig"),
-    "eval math": ("MATH with any decoder: the boxed answer, normalised.", "eval.tasks.maths", "MathConfig"),
+    "eval math": ("MATH with any decoder: the boxed answer, by its value.", "eval.tasks.maths", "MathConfig"),
     "eval humaneval": (
-        "HumanEval: functions, run against their tests.", "eval.tasks.code", "HumanEvalConfig", "run_humaneval",
+        "HumanEval: functions, run against their tests.", "eval.tasks.code", "HumanEvalConfig",
     ),
-    "eval mbpp": ("MBPP: programs, run against their tests.", "eval.tasks.code", "MbppConfig", "run_mbpp"),
+    "eval mbpp": ("MBPP: programs, run against their tests.", "eval.tasks.code", "MbppConfig"),
     "eval parallelbench": (
         "Waiting lines, puzzles and sentences: what parallel decoding loses.",
         "eval.tasks.parallelbench", "ParallelBenchConfig", "run_parallelbench",

@@ -12,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 _PAYS = 64  # completions from which on other processes are worth their start
-Pair = tuple[str, str]
+Pair = tuple[str, str]  # completion, gold answer
 
 
 def verified(text: str, right: str) -> bool:
@@ -24,39 +25,35 @@ def verified(text: str, right: str) -> bool:
     return bool(verify(gold=_gold(right), target=parse(text)))
 
 
-@functools.lru_cache(maxsize=1)
-def _gold(right: str) -> list[object]:
-    """Of the completions of one problem, which stand together."""
+@functools.lru_cache(maxsize=1)  # completions of one problem stand together
+def _gold(right: str) -> Any:
     from math_verify import parse
 
-    answer: list[object] = parse(f"$\\boxed{{{right}}}$")
-    return answer
+    return parse(f"$\\boxed{{{right}}}$")
 
 
 def all_verified(pairs: Sequence[Pair], *, workers: int) -> list[bool]:
-    """`verified` of each (completion, gold answer), in order, in as many processes as there are workers.
+    """`verified` of each pair, in order, in as many processes as there are workers.
 
     Raises:
         RuntimeError: a worker died, of lack of memory perhaps.
     """
     if workers <= 1 or len(pairs) < _PAYS:
         return [verified(*pair) for pair in pairs]
-    with ThreadPoolExecutor(workers) as pool:
-        parts = list(pool.map(_elsewhere, [pairs[n::workers] for n in range(workers)]))
     out = [False] * len(pairs)
-    for n, part in enumerate(parts):
-        out[n::workers] = part
+    with ThreadPoolExecutor(workers) as pool:
+        for n, part in enumerate(pool.map(_elsewhere, [pairs[n::workers] for n in range(workers)])):
+            out[n::workers] = part
     return out
 
 
-def _elsewhere(pairs: Sequence[Pair]) -> list[bool]:
+def _elsewhere(pairs: Sequence[Pair]) -> Any:
     command = [sys.executable, "-m", "adjust_dlm.eval.by_value"]
     done = subprocess.run(command, input=json.dumps(pairs), capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
         raise RuntimeError(f"a process of math-verify ended with {done.returncode}: {said}")
-    verdicts: list[bool] = json.loads(done.stdout.splitlines()[-1])
-    return verdicts
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import torch
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
 from adjust_dlm.decoders import DECODERS, build_options, make_plan, read_variant
-from adjust_dlm.decoders.divergence import MEASURES, Observation, Source, observe, why_not
-from adjust_dlm.eval.generation import digest, open_helpers
+from adjust_dlm.decoders.divergence import Observation, Source, observe, why_not
+from adjust_dlm.eval.generation import EvalConfig, digest, open_helpers, over_ranks
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
@@ -28,144 +28,99 @@ OF_THE_LAW = ("max_new_tokens", "suppress_eos")  # with another value a variant 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergenceConfig:
+class DivergenceConfig(EvalConfig):
     """Settings of `adjust eval divergence`.
 
     q_i is what a decoder drew token i from, p_i the base looked at anew on the same canvas. The sum of KL(q_i || p_i)
-    over the decoder's own tokens is the KL between the laws of whole texts, exact in expectation.
+    over the decoder's own tokens is the KL between the laws of whole texts, exact in expectation. With `quantize` the
+    law is that of the quantized base.
 
     Attributes:
-        base: name or folder of the base, whose law is measured against.
-        sampler: folder or Hub id of g; the base's own by default.
-        output: where `divergence.md` and the results go.
         decoders: names or variants ("adjust:candidates=16", "threshold:tau=0.3,score=likeliest"). Those that take K and
             name none come once for each of `tokens_per_step`.
-        tokens_per_step: K.
         n: texts of each row and source of tokens.
-        max_new_tokens: masked positions behind each prompt.
         temperatures: of the law. A decoder has the same unless its variant says another: "parallel:temperature=0.8".
         sources: "own": KL(q || p) on the decoder's own tokens; "base": KL(p || q) on tokens drawn from the base at the
             decoder's positions.
         prompts: unconditional, lists, corpus:DIR, or a .jsonl or .txt file.
         chat: put each prompt of a file into the chat template.
         order: which position is next; the base's own rule by default.
-        batch_size: rows decoded at once.
-        seed: of every row.
         suppress_eos: never end a text.
         dtype: of base and g; bf16 on a GPU and fp32 on the CPU unless given.
-        device: auto, cpu, cuda or cuda:N.
-        quantize: int8, fp8 or fp8-dynamic; the law is that of the quantized base.
     """
 
-    base: str = "smol"
-    sampler: str | None = None
     output: str = "runs/divergence"
     decoders: tuple[str, ...] = ("joint", "parallel", "adjust")
-    tokens_per_step: tuple[int, ...] = (2, 4, 8)
     n: int = 256
-    max_new_tokens: int = 128
     temperatures: tuple[float, ...] = (1.0,)
     sources: tuple[Source, ...] = ("own", "base")
     prompts: str = "unconditional"
     chat: bool = False
     order: OrderRule | None = None
-    batch_size: int = 256
-    seed: int = 1
     suppress_eos: bool = True
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = "auto"
-    quantize: str | None = None
 
     partner = None  # no decoder that asks one can be measured
 
     def __post_init__(self) -> None:
         """Checks what decoding would otherwise find out late."""
         require_kinds(self)
-        require(self.n >= 2, f"n is {self.n}; an interval needs at least 2 texts")
-        require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
-        require(
-            all(k >= 1 for k in self.tokens_per_step), f"tokens_per_step is {self.tokens_per_step}; all must be >= 1"
-        )
+        super().__post_init__()
+        self.require_at_least(n=2)  # else there is no interval
         good = self.temperatures and all(math.isfinite(t) and t > 0 for t in self.temperatures)
         require(bool(good), f"temperatures are {self.temperatures}; give some above 0 (at 0 a law is one text)")
         require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(Source))}")
-        require(bool(self.decoders), "decoders is empty; name at least one")
         for variant in self.decoders:
             for name, value in read_variant(variant).settings.items():
                 require(
                     name not in OF_THE_LAW or value == getattr(self, name),
                     f"decoder {variant!r} has a {name} of its own, which is the law's too: set it for all",
                 )
-        require(bool(self.cells()), "tokens_per_step is empty, and every decoder takes K; give at least one")
+        require(bool(self.cells()), "decoders is empty, or tokens_per_step is empty and all take K; give at least one")
 
     def cells(self) -> list[tuple[float, str]]:
         """Temperature and full variant of each line."""
-        found = []
-        for temperature in self.temperatures:
-            for variant in self.decoders:
-                name, settings, _ = read_variant(variant)
-                each = DECODERS[name].takes_k and "tokens_per_step" not in settings
-                mark = "," if ":" in variant else ":"
-                found += [
-                    (temperature, f"{variant}{mark}tokens_per_step={k}" if each else variant)
-                    for k in (self.tokens_per_step if each else (0,))
-                ]
-        return list(dict.fromkeys(found))
+        found = self.at_every_k(self.decoders)
+        return [(temperature, variant) for temperature in dict.fromkeys(self.temperatures) for variant in found]
 
 
 def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None) -> dict[str, Any]:
-    """Measures every decoder; writes `divergence.md`.
+    """Measures every decoder.
 
     Raises:
         InputError: a decoder whose law cannot be read off its commits; the reason is named.
     """
-    rank, world, _ = distributed.start()
+    distributed.start()
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device=config.device, dtype=dtype, quantize=config.quantize)
-    cells = config.cells()
-    for temperature, variant in cells:
-        reason = reason_against(base, variant, _settings(config, temperature, variant), config.sources)
+    cells = {
+        (temperature, variant): config.decode_config(temperature=temperature).but(**read_variant(variant).settings)
+        for temperature, variant in config.cells()
+    }
+    for (_, variant), settings in cells.items():
+        reason = reason_against(base, variant, settings, config.sources)
         require(reason is None, f"decoder {variant!r} cannot be measured: {reason}")
     helpers = open_helpers(config, base, [variant for _, variant in cells], sampler=sampler)
-    for temperature, variant in cells:
-        _plan(base, variant, _settings(config, temperature, variant), helpers)
-    mine = [line_of(config, base, helpers, *cell) for cell in cells[rank::world]]
-    lines = distributed.from_all_ranks(mine)
-    lines.sort(key=lambda line: cells.index((line["temperature"], line["decoder"])))
-    compare_with_parallel(lines)
-    if rank == 0:
-        write_whole({Path(config.output, "divergence.md"): render(lines)})
-    distributed.barrier()
-    return {"config": asdict(config), "first_row": EVALUATION_ROWS, "rows": lines}
-
-
-def _settings(config: DivergenceConfig, temperature: float, variant: str) -> DecodeConfig:
-    shared = DecodeConfig(
-        max_new_tokens=config.max_new_tokens, temperature=temperature, order=config.order, seed=config.seed,
-        suppress_eos=config.suppress_eos,
-    )  # fmt: skip
-    return shared.but(**read_variant(variant).settings)
-
-
-def _plan(base: Base, variant: str, settings: DecodeConfig, helpers: Line) -> None:
-    """Refuses now what decoding would refuse once its turn came."""
-    name, _, options = read_variant(variant)
-    needed = {"sampler": helpers["sampler"]} if DECODERS[name].needs_sampler else {}
-    make_plan(base, settings, decoder=name, **needed, **options)
-
-
-def line_of(config: DivergenceConfig, base: Base, helpers: Line, temperature: float, variant: str) -> Line:
-    """One decoder on the prompts of the settings."""
-    settings = _settings(config, temperature, variant)
+    for (_, variant), settings in cells.items():  # refuses now what decoding would refuse once its turn came
+        name, _, options = read_variant(variant)
+        needed = helpers if DECODERS[name].needs_sampler else {}
+        make_plan(base, settings, decoder=name, **needed, **options)
     source = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
-    source.check_fits(base, settings.max_new_tokens)
+    source.check_fits(base, config.max_new_tokens)
     prompts = [source.ids(row) for row in range(config.n)]
-    how: Line = {"temperature": temperature, "sources": config.sources, "batch_size": config.batch_size}
-    how |= {"keep": Path(config.output) / "kept"}
-    facts = measure(base, helpers, variant, prompts, settings, **how)
-    about = {"tokens_per_step": settings.tokens_per_step}
-    about |= {"tokens_per_pass": facts[config.sources[0]]["tokens_per_pass"]}
-    return {"temperature": temperature, "decoder": variant, **about, **facts}
+
+    def line_of(cell: tuple[float, str]) -> Line:
+        (temperature, variant), settings = cell, cells[cell]
+        facts = measure(
+            base, helpers, variant, prompts, settings, temperature=temperature, sources=config.sources,
+            batch_size=config.batch_size, keep=Path(config.output, "kept"),
+        )  # fmt: skip
+        about = {"temperature": temperature, "decoder": variant, "tokens_per_step": settings.tokens_per_step}
+        return about | {"tokens_per_pass": facts[config.sources[0]]["tokens_per_pass"]} | facts
+
+    lines = over_ranks(list(cells), lambda mine: map(line_of, mine))
+    compare_with_parallel(lines)
+    return {"first_row": EVALUATION_ROWS, "rows": lines}
 
 
 def measure(
@@ -234,31 +189,3 @@ def compare_with_parallel(lines: list[Line]) -> None:
                 ratio = line[kl] / other[kl]
                 half = ratio * math.hypot(line[f"{kl}_ci95"] / line[kl], other[f"{kl}_ci95"] / other[kl])
                 line |= {f"{kl}_below_parallel": 1 - ratio, f"{kl}_below_parallel_ci95": half}
-
-
-def render(lines: list[Line]) -> str:
-    """Markdown: KL both ways first, then entropies and NLL on the decoder's own tokens, then KL by place in a round."""
-    head = ["T", "decoder", "texts", "tokens/pass", "KL(q\\|\\|p)", "below parallel", "KL(p\\|\\|q)", "below parallel",
-            "H(q)", "H(p)", "-log p"]  # fmt: skip
-    rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for line in lines:
-        about = line.get("own") or line["base"]
-        cells = [f"{line['temperature']:g}", f"`{line['decoder']}`", about["texts"], f"{about['tokens_per_pass']:.2f}"]
-        for kl in ("kl_qp", "kl_pq"):
-            cells += [number(line, kl), number(line, f"{kl}_below_parallel", percent=True)]
-        cells += [f"{about[name]:.3f}" for name in MEASURES[2:]]
-        rows.append("| " + " | ".join(map(str, cells)) + " |")
-    rows += ["", "KL(q||p) by place in the round:" if "own" in lines[0] else "KL(p||q) by place in the round:", ""]
-    for line in lines:
-        about, kl = (line["own"], "kl_qp") if "own" in line else (line["base"], "kl_pq")
-        places = ", ".join(f"{place[kl]:.3f}" for place in about["by_commit"])
-        rows.append(f"- T = {line['temperature']:g}, `{line['decoder']}`: {places}")
-    return "\n".join(rows) + "\n"
-
-
-def number(line: Line, name: str, *, percent: bool = False) -> str:
-    """A field with its half-width, or nothing."""
-    if name not in line:
-        return ""
-    scale, digits, unit = (100, 1, " %") if percent else (1, 4, "")
-    return f"{scale * line[name]:.{digits}f} +- {scale * line[f'{name}_ci95']:.{digits}f}{unit}"

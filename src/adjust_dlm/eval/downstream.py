@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.decoders import DECODERS, read_variant
-from adjust_dlm.eval.generation import Generated, costs, generate_rows, half_width, open_helpers, to_line
+from adjust_dlm.decoders import read_variant
+from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, half_width, open_helpers, to_line
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DecodeConfig, InputError, require
+from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
 Scores = dict[str, float]  # metric -> value of one completion, 0..1
@@ -65,35 +65,24 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DownstreamConfig:
+class DownstreamConfig(EvalConfig):
     """Settings that every downstream task has.
 
     Attributes:
-        base: name, folder or Hub id of the base.
-        sampler: folder or Hub id of g; the base's own by default.
         partner: autoregressive model for decoders that ask one; the base's own by default.
-        data: file of the task's problems, or Hub id of a data set.
-        output: where results, samples and texts go.
+        data: .jsonl or .json (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
         decoders: decoders, or variants of them (see `adjust eval table`); each runs at every K unless it sets its own.
-        tokens_per_step: K.
         limit: problems at most, the first ones of the task's order; 0 is all.
         num_samples: completions of a problem.
-        max_new_tokens, temperature, top_p: of decoding.
+        temperature, top_p: of decoding.
         block_length: blocks of decoding; by default one.
         shots: examples in the prompt.
         chat: put prompts into the base's chat template.
-        batch_size: rows decoded at once.
-        seed: of decoding.
-        device: auto, cpu, cuda or cuda:N.
-        quantize: int8, fp8 or fp8-dynamic (see `adjust generate`).
         eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
-    base: str = "smol"
-    sampler: str | None = None
     partner: str | None = None
     data: str = ""
-    output: str = "runs/eval"
     decoders: tuple[str, ...] = ("parallel", "adjust")
     tokens_per_step: tuple[int, ...] = (1, 2, 4, 8)
     limit: int = 0
@@ -106,51 +95,20 @@ class DownstreamConfig:
     chat: bool = False
     batch_size: int = 16
     seed: int = 0
-    device: str = "auto"
-    quantize: str | None = None
     eager: bool = False
 
     def __post_init__(self) -> None:
         """Checks what decoding would otherwise find out late."""
-        for name, least in (("limit", 0), ("shots", 0), ("num_samples", 1), ("batch_size", 1)):
-            value = getattr(self, name)
-            require(value >= least, f"{name} is {value}; it must be at least {least}")
+        super().__post_init__()
+        self.require_at_least(limit=0, shots=0, num_samples=1)
         require(bool(self.decoders and self.tokens_per_step), "name at least one decoder and one tokens_per_step")
-        for variant in variants(self):
+        for variant in self.variants():
             read_variant(variant)
         self.decode_config()
 
-    def decode_config(self) -> DecodeConfig:
-        """What all variants share."""
-        return DecodeConfig(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p,
-            block_length=self.block_length, seed=self.seed,
-        )  # fmt: skip
-
-
-def variants(config: DownstreamConfig) -> list[str]:
-    """Every decoder at every K; K = 1 is joint decoding, whatever the decoder, and runs once.
-
-    One that decides itself how many tokens a pass commits (`threshold:tau=0.9`), or that says its K, runs once.
-    Settings of a variant (blocks, an order) hold at K = 1 too.
-    """
-    out = []
-    for decoder in config.decoders:
-        name, settings, _ = read_variant(decoder)
-        if "tokens_per_step" in settings or not DECODERS[name].takes_k:
-            out.append(decoder)
-            continue
-        for k in config.tokens_per_step:
-            joint = k == 1 and name in ("parallel", "adjust")
-            said = (
-                {key: value for key, value in settings.items() if key != "candidates"}
-                if joint
-                else {"tokens_per_step": k}
-            )
-            words = [f"{key}={value}" for key, value in said.items()]
-            start = "joint" if joint else decoder
-            out.append(start + (("," if ":" in start else ":") + ",".join(words) if words else ""))
-    return list(dict.fromkeys(out))
+    def variants(self) -> list[str]:
+        """Every decoder at every K."""
+        return self.at_every_k(self.decoders)
 
 
 def evaluate(
@@ -171,10 +129,10 @@ def evaluate(
     problems = task.problems(config)[: config.limit or None]
     require(bool(problems), f"task {task.name} has no problems in {config.data!r}")
     base = base or load_base(config.base, device=config.device, quantize=config.quantize)
-    prompts = [ids for ids in _encoded(config, base, problems) for _ in range(config.num_samples)]
-    helpers = open_helpers(config, base, variants(config), sampler=sampler)
+    prompts = [ids for p in problems for ids in [encode(base, p, config)] * config.num_samples]
+    helpers = open_helpers(config, base, config.variants(), sampler=sampler)
     rows, folder = [], Path(config.output)
-    for variant in variants(config):
+    for variant in config.variants():
         made = generate_rows(
             base, helpers, variant, prompts, config.decode_config(), batch_size=config.batch_size,
             keep=folder / "texts", eager=config.eager,
@@ -194,39 +152,53 @@ def evaluate(
         for row in rows
         for kind, metrics in row["kinds"].items()
     ]
-    facts = {"task": task.name, "about": task.about, "n": len(problems), "config": asdict(config)}
-    return {**facts, "first_row": EVALUATION_ROWS, "rows": rows, "kinds": kinds}
+    about = {"about": task.about, "n": len(problems), "first_row": EVALUATION_ROWS}
+    return {"task": task.name, **about, "rows": rows, "kinds": kinds}
 
 
-def _encoded(config: DownstreamConfig, base: Base, problems: Sequence[Problem]) -> list[list[int]]:
-    out = []
-    for problem in problems:
-        ids = encode(base, problem, chat=config.chat)
-        total = len(ids) + config.max_new_tokens
-        require(
-            total <= base.spec.context,
-            f"problem {problem.id} has {len(ids)} tokens, with {config.max_new_tokens} new ones {total}; "
-            f"base {base.spec.name!r} takes at most {base.spec.context}: use fewer shots or a shorter answer",
-        )
-        out.append(ids)
-    return out
+def encode(base: Base, problem: Problem, config: DownstreamConfig) -> list[int]:
+    """Ids of a problem: plain text behind the start token, or the chat with its earlier turns.
 
-
-def encode(base: Base, problem: Problem, *, chat: bool) -> list[int]:
-    """Ids of a problem: plain text behind the start token, or the chat with its earlier turns."""
-    if not chat:
-        return base.encode("\n\n".join([*problem.turns, problem.prompt]))
-    if not problem.turns:
-        return base.encode(problem.prompt, chat=True)
-    require(base.tokenizer is not None, f"base {base.spec.name!r} has no tokenizer; give token ids")
-    roles = ("user", "assistant")
-    messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate((*problem.turns, problem.prompt))]
-    try:
-        text = base.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of its own
-        raise InputError(f"the chat template of base {base.spec.name!r} failed: {error}") from error
-    ids: list[int] = base.tokenizer.encode(text, add_special_tokens=False)
+    Raises:
+        InputError: they leave no room for the answer.
+    """
+    texts = [*problem.turns, problem.prompt]
+    if config.chat:
+        roles = ("user", "assistant")
+        ids = base.encode_messages([{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)])
+    else:
+        ids = base.encode("\n\n".join(texts))
+    total = len(ids) + config.max_new_tokens
+    require(
+        total <= base.spec.context,
+        f"problem {problem.id} has {len(ids)} tokens, with {config.max_new_tokens} new ones {total}; "
+        f"base {base.spec.name!r} takes at most {base.spec.context}: use fewer shots or a shorter answer",
+    )
     return ids
+
+
+def with_shots(
+    id: str, ask: str, shots: Sequence[tuple[str, str]], facts: dict[str, Any], *, chat: bool, kind: str = "",
+    form: str = "{} {}\n\n",
+) -> Problem:  # fmt: skip
+    r"""A problem behind its examples: turns of a chat, or one text.
+
+    Args:
+        id: of the problem.
+        ask: what the prompt says up to where the answer begins, such as "Q: ...\nA:".
+        shots: the same of each example, and its answer as the model should write it.
+        facts: of the problem.
+        chat: as turns.
+        kind: of the problem.
+        form: of an example in a text.
+
+    Raises:
+        InputError: the question is one of the examples.
+    """
+    require(all(ask != shown for shown, _ in shots), f"problem {id} is among the examples of its own prompt")
+    if chat:
+        return Problem(id, ask, facts, kind, tuple(text for shot in shots for text in shot))
+    return Problem(id, "".join([*(form.format(*shot) for shot in shots), ask]), facts, kind)
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -241,20 +213,15 @@ def summarize(problems: Sequence[Problem], scores: Sequence[Sequence[Scores]]) -
     Returns:
         `metrics`: name -> mean, ci95 (half-width) and n; `kinds`: kind -> the same.
     """
-    values = [
-        {name: sum(s[name] for s in group) / len(group) for name in group[0]} for group in scores
-    ]  # of each problem
+    values = [{name: sum(s[name] for s in group) / len(group) for name in group[0]} for group in scores]
     kinds = sorted({problem.kind for problem in problems} - {""})
     by_kind = {kind: _means([v for p, v in zip(problems, values, strict=True) if p.kind == kind]) for kind in kinds}
     return {"metrics": _means(values), "kinds": by_kind}
 
 
 def _means(values: Sequence[Scores]) -> dict[str, dict[str, float]]:
-    out = {}
-    for name in values[0]:
-        column = [value[name] for value in values]
-        out[name] = {"mean": sum(column) / len(column), "ci95": half_width(column), "n": len(column)}
-    return out
+    columns = {name: [value[name] for value in values] for name in values[0]}
+    return {name: {"mean": sum(c) / len(c), "ci95": half_width(c), "n": len(c)} for name, c in columns.items()}
 
 
 def flat(metrics: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -271,11 +238,11 @@ def _samples(
     variant: str, config: DownstreamConfig, problems: Sequence[Problem], texts: Sequence[list[str]],
     scores: Sequence[Sequence[Scores]], made: Sequence[Generated],
 ) -> str:  # fmt: skip
-    lines, at, about = [], 0, {"decoder": variant, "temperature": config.temperature}
+    lines, rows = [], iter(made)
     for problem, group, values in zip(problems, texts, scores, strict=True):
-        for text, value in zip(group, values, strict=True):
-            facts = {**about, "id": problem.id, "kind": problem.kind, "prompt": problem.prompt}
-            facts |= {"text": text, "scores": value}
-            lines.append(to_line(facts | {k: v for k, v in asdict(made[at]).items() if k != "tokens"}))
-            at += 1
+        for text, value, row in zip(group, values, rows, strict=False):
+            facts = {"decoder": variant, "temperature": config.temperature, "id": problem.id, "kind": problem.kind}
+            facts |= {"prompt": problem.prompt, "text": text, "scores": value, **asdict(row)}
+            del facts["tokens"]
+            lines.append(to_line(facts))
     return "".join(lines)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import json
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from adjust_dlm.bases import Base
+from adjust_dlm.data.lists import ListTask, list_tasks
 from adjust_dlm.decoders import DECODERS, read_variant
-from adjust_dlm.eval.generation import costs, generate_rows, open_helpers
+from adjust_dlm.eval.generation import costs, generate_rows, half_width, open_helpers
 from adjust_dlm.eval.plots import Curve, Panel, Point, check_plot, draw, to_png
 from adjust_dlm.eval.table import TableConfig, make_table, open_base
-from adjust_dlm.eval.tasks.lists import held_out_tasks, score_lists
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
@@ -26,54 +28,44 @@ from adjust_dlm.types import DecodeConfig, require
 log = logging.getLogger(__name__)
 
 
-def _sweep(form: str, setting: str, *values: float) -> list[str]:
-    """`adjust:`, tokens_per_step, 2, 4 -> one variant for each value."""
-    return [f"{form}{'' if form.endswith(':') else ','}{setting}={value}" for value in values]
+def _spread(forms: str) -> tuple[str, ...]:
+    """`parallel:{|order=margin,}tokens_per_step={2|4}` -> a variant for every choice, four here."""
+    parts = [re.split("[{}]", form) for form in forms.split()]
+    return tuple("".join(words) for form in parts for words in itertools.product(*(part.split("|") for part in form)))
 
 
-TEXT = (
-    *_sweep("parallel:", "tokens_per_step", 2, 4, 8),
-    "parallel:order=margin,tokens_per_step=4",
-    *_sweep("adjust:", "tokens_per_step", 2, 4, 8, 16),
-    *_sweep("adjust:candidates=4", "tokens_per_step", 2, 4, 8),
-    *_sweep("adjust:block_length=32", "tokens_per_step", 4, 8),
-    "adjust:block_length=32,cache_period=8,tokens_per_step=4",
-    *_sweep("adaptive:candidates=16", "gamma", 6, 12, 24),
-    *_sweep("threshold:", "tau", 0.9, 0.3, 0.1),
-    *_sweep("threshold:score=likeliest", "tau", 0.9, 0.3, 0.1),
-    *_sweep("factor:", "f", 0.5, 2, 4),
-    *_sweep("entropy_bound:", "gamma", 1, 4, 16),
-    "klass:tau=0.5,epsilon_kl=0.05",
-    *_sweep("edlm:", "tokens_per_step", 2, 4, 8),
-    *_sweep("apd:lookahead=32", "mixture", 0.5, 0.8),
-    "verified",
-    "dcd:tokens_per_step=16",
-)
-LISTS = (
-    "joint:block_length=16",
-    *(
-        variant
-        for form in ("", "block_length=16")
-        for variant in (
-            *_sweep(f"parallel:{form}", "tokens_per_step", 2, 4),
-            *_sweep(f"adjust:{form}", "tokens_per_step", 2, 4),
-            *_sweep(f"threshold:{form}", "tau", 0.999, 0.99, 0.95, 0.9, 0.8),
-            *_sweep(f"factor:{form}", "f", 0.03, 0.1, 0.3, 1),
-            *_sweep(f"entropy_bound:{form}", "gamma", 0.01, 0.1, 0.3, 1),
-            *_sweep(f"adaptive:{form}", "gamma", 0.01, 0.1),
-            *_sweep(f"cascade:{form}", "tau", 0.999, 0.99, 0.95, 0.9),
-        )
-    ),
-    *(
-        variant
-        for sure in (0.95, 0.99, 0.999)
-        for variant in _sweep(f"cascade:block_length=16,tau_g={sure}", "tau", 0.99, 0.95, 0.9)
-    ),
-    *_sweep("cascade:block_length=16,calls=1,tau_g=0.99", "tau", 0.99, 0.9),
-    *_sweep("verified:block_length=16", "depth", 4, 8),
-    "klass:block_length=16",
-    "apd:lookahead=16,mixture=0.8",
-)
+TEXT = _spread("""
+    parallel:tokens_per_step={2|4|8}
+    parallel:order=margin,tokens_per_step=4
+    adjust:tokens_per_step={2|4|8|16}
+    adjust:candidates=4,tokens_per_step={2|4|8}
+    adjust:block_length=32,tokens_per_step={4|8}
+    adjust:block_length=32,cache_period=8,tokens_per_step=4
+    adaptive:candidates=16,gamma={6|12|24}
+    threshold:{|score=likeliest,}tau={0.9|0.3|0.1}
+    factor:f={0.5|2|4}
+    entropy_bound:gamma={1|4|16}
+    klass:tau=0.5,epsilon_kl=0.05
+    edlm:tokens_per_step={2|4|8}
+    apd:lookahead=32,mixture={0.5|0.8}
+    verified
+    dcd:tokens_per_step=16
+""")
+LISTS = _spread("""
+    joint:block_length=16
+    parallel:{|block_length=16,}tokens_per_step={2|4}
+    adjust:{|block_length=16,}tokens_per_step={2|4}
+    threshold:{|block_length=16,}tau={0.999|0.99|0.95|0.9|0.8}
+    factor:{|block_length=16,}f={0.03|0.1|0.3|1}
+    entropy_bound:{|block_length=16,}gamma={0.01|0.1|0.3|1}
+    adaptive:{|block_length=16,}gamma={0.01|0.1}
+    cascade:{|block_length=16,}tau={0.999|0.99|0.95|0.9}
+    cascade:block_length=16,tau_g={0.95|0.99|0.999},tau={0.99|0.95|0.9}
+    cascade:block_length=16,calls=1,tau_g=0.99,tau={0.99|0.9}
+    verified:block_length=16,depth={4|8}
+    klass:block_length=16
+    apd:lookahead=16,mixture=0.8
+""")
 FORM = (
     "order", "block_length", "cache_period", "cache_window", "candidates", "rule", "correct", "tau_g",
     "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
@@ -98,7 +90,6 @@ class FrontierConfig(TableConfig):
         n: texts a variant; 0 leaves the text out.
         list_n: list tasks; 0 leaves them out.
         list_max_new_tokens: canvas of an answer.
-        list_block_length: blocks of an answer, for all decoders; 0 is one block.
         plot: draw frontier.png (needs matplotlib).
     """
 
@@ -108,7 +99,6 @@ class FrontierConfig(TableConfig):
     list_variants: tuple[str, ...] = LISTS
     list_n: int = 400
     list_max_new_tokens: int = 64
-    list_block_length: int = 0
     plot: bool = True
 
     def __post_init__(self) -> None:
@@ -118,33 +108,34 @@ class FrontierConfig(TableConfig):
         for variant in (*self.variants, *self.list_variants):
             read_variant(variant)
         require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
-        require(self.list_n >= 0, f"list_n is {self.list_n}; it must be >= 0 (0 leaves the lists out)")
+        self.require_at_least(list_n=0)
         check_plot(self.plot)
 
 
 def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sampler | None = None) -> Row:
-    """Every decoder's cost and quality; writes `frontier.csv`, `.md` and `.png`.
+    """Every decoder's cost and quality; writes `frontier.csv` and `.png`.
 
     Returns:
         `first_row` (of every task), `rows` (one per task and variant) and `best` (see `compare`).
     """
     rank, _, _ = distributed.start()
     base = base or open_base(config)
-    wanted = (*(config.variants if config.n else ()), *(config.list_variants if config.list_n else ()))
-    wanted = (*wanted, *(("adjust",) if config.n and config.tokens_per_step else ()))
+    wanted = [*config.variants, *(["adjust"] if config.tokens_per_step else [])] if config.n else []
+    wanted += config.list_variants if config.list_n else ()
     helpers = open_helpers(config, base, wanted, sampler=sampler)
     cells = make_table(config, base, **helpers)["cells"] if config.n else []
     rows = [_row(f"text T={cell['temperature']:g}", cell) for cell in cells]
     if config.list_n:
         rows += _lists(config, base, helpers)
-    _add_speedup(rows)
+    slow = {row["task"]: row["tokens_per_second"] for row in rows if row["variant"] == "joint"}
+    for row in rows:
+        row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
     best = compare(rows)
     if rank == 0:
-        folder = Path(config.output)
-        files: dict[str, str | bytes] = {"frontier.csv": to_csv(rows), "frontier.md": markdown(rows, best)}
+        files: dict[str, str | bytes] = {"frontier.csv": to_csv(rows)}
         if config.plot:
             files["frontier.png"] = to_png(draw(panels(rows)))
-        write_whole({folder / name: content for name, content in files.items()})
+        write_whole({Path(config.output, name): content for name, content in files.items()})
     distributed.barrier()
     return {"first_row": EVALUATION_ROWS, "rows": rows, "best": best}
 
@@ -159,10 +150,9 @@ def label_of(variant: str) -> str:
 def kind_of(variant: str) -> str:
     """`joint`, `sampler` (uses g), `partner` (asks an autoregressive model), or `free` (the base alone)."""
     name = read_variant(variant).name
-    entry = DECODERS[name]
-    return (
-        name if name == "joint" else "sampler" if entry.needs_sampler else "partner" if entry.needs_partner else "free"
-    )
+    if name == "joint":
+        return name
+    return "sampler" if DECODERS[name].needs_sampler else "partner" if DECODERS[name].needs_partner else "free"
 
 
 def _row(task: str, facts: Row) -> Row:
@@ -176,43 +166,35 @@ def _row(task: str, facts: Row) -> Row:
 def _lists(config: FrontierConfig, base: Base, helpers: Row) -> list[Row]:
     """Accuracy of joint decoding and every variant at T = 0."""
     require(base.tokenizer is not None, f"base {base.spec.name!r} has no tokenizer; leave the lists out (list_n 0)")
-    tasks = held_out_tasks(config.list_n, config.seed)
+    tasks = list(itertools.islice(list_tasks(config.seed, held_out=True), config.list_n))
     prompts = [base.encode(task.prompt, chat=True) for task in tasks]
-    settings = DecodeConfig(
-        max_new_tokens=config.list_max_new_tokens, temperature=0.0, seed=config.seed,
-        block_length=config.list_block_length or None,
-    )  # fmt: skip
+    settings = DecodeConfig(max_new_tokens=config.list_max_new_tokens, temperature=0.0, seed=config.seed)
     rows, keep = [], Path(config.output) / "texts"
     for variant in dict.fromkeys(("joint", *config.list_variants)):
         made = generate_rows(
             base, helpers, variant, prompts, settings, batch_size=config.batch_size, keep=keep, eager=config.eager
         )
-        score = score_lists(tasks, [base.decode(line.tokens) for line in made])
-        facts = {"decoder": variant, "n": score.n, "accuracy": score.accuracy, "accuracy_ci95": score.ci95}
-        rows.append(_row("lists T=0", facts | costs(made)))
-        speed = rows[-1]["tokens_per_pass"]
-        log.info(
-            "lists %s: %.1f %% right at %.2f tokens a pass, %s", variant, 100 * score.accuracy, speed, score.by_kind
-        )
+        right = [is_right(task, base.decode(line.tokens)) for task, line in zip(tasks, made, strict=True)]
+        facts = {"accuracy": sum(right) / len(right), "accuracy_ci95": half_width(right), **costs(made)}
+        rows.append(_row("lists T=0", {"decoder": variant, "n": len(right), **facts}))
+        log.info("lists %s: %.3f right at %.2f tokens a pass", variant, facts["accuracy"], facts["tokens_per_pass"])
     return rows
 
 
-def _add_speedup(rows: Iterable[Row]) -> None:
-    """Tokens per second over those of joint decoding on the same task."""
-    rows = list(rows)
-    slow = {row["task"]: row["tokens_per_second"] for row in rows if row["variant"] == "joint"}
-    for row in rows:
-        row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
+def is_right(task: ListTask, text: str) -> bool:
+    """Whether a reply is the answer, spaces around it aside; for `shuffle` any other order of the same people is."""
+    if task.kind != "shuffle":
+        return text.strip() == task.answer
+    try:
+        people = json.loads(text)
+    except ValueError:
+        return False
+    given = json.loads(re.findall(r"\[.*\]", task.prompt)[0])
+    whole = isinstance(people, list) and all(isinstance(person, str) for person in people)
+    return whole and people != given and sorted(people) == sorted(given)
 
 
-class Measure(NamedTuple):
-    """A column of quality, and its sign: +1 where more is better."""
-
-    column: str
-    sign: int
-
-
-MEASURES = (Measure("kl_qp", -1), Measure("nll", -1), Measure("mauve", 1), Measure("accuracy", 1))
+MEASURES = {"kl_qp": -1, "nll": -1, "mauve": 1, "accuracy": 1}  # columns of quality; +1 where more is better
 WIDEST = 3.0  # ratio of two neighbours on a curve that a straight line may stand between
 GRID = (2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
 
@@ -232,32 +214,30 @@ def compare(rows: Sequence[Row], grid: Sequence[float] = GRID) -> list[Row]:
     Joint decoding (one token a pass) in the same blocks is the start of every curve. Text that repeats itself has a low
     NLL for being dull, so rows with less than half the distinct bigrams of joint text are no candidates.
     """
+
+    def start(label: str) -> list[Row]:
+        blocks = [word for word in label.split() if word.startswith("block_length=")]
+        return [joint[name] for name in [" ".join(["joint", *blocks])] if name in joint]
+
     out = []
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    for task, (column, sign) in ((task, measure) for task in tasks for measure in MEASURES):
+    for task, (column, sign) in itertools.product(tasks, MEASURES.items()):
         mine = [row for row in rows if row["task"] == task and row[column] is not None]
         varied = max((row["distinct_2"] or 0 for row in mine if row["kind"] == "joint"), default=0) / 2
         mine = [row for row in mine if (row["distinct_2"] or 0) >= varied]
-        joint = {row["label"].removeprefix("joint"): row for row in mine if row["kind"] == "joint"}
+        joint = {row["label"]: row for row in mine if row["kind"] == "joint"}
         labels = dict.fromkeys((row["label"], row["kind"]) for row in mine if row["kind"] != "joint")
         for x in grid:
             line: Row = {"task": task, "measure": column, "tokens_per_pass": x}
             for kind in ("sampler", "free", "partner"):
                 curves = {name: [r for r in mine if r["label"] == name] for name, k in labels if k == kind}
-                values = {name: value_at([*_start(joint, name), *curve], column, x) for name, curve in curves.items()}
+                values = {name: value_at([*start(name), *curve], column, x) for name, curve in curves.items()}
                 found = {name: value for name, value in values.items() if value is not None}
                 name = max(found, key=lambda name: sign * found[name], default=None)
                 line |= {kind: name, f"{kind}_value": None if name is None else found[name]}
             if line["sampler"] or line["free"]:
                 out.append(line)
     return out
-
-
-def _start(joint: dict[str, Row], label: str) -> list[Row]:
-    """The row of joint decoding in the same blocks, with which a curve begins."""
-    blocks = next((word for word in label.split() if word.startswith("block_length=")), "")
-    found = joint.get(f" {blocks}" if blocks else "")
-    return [found] if found else []
 
 
 def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
@@ -269,36 +249,10 @@ def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
     return out.getvalue()
 
 
-def markdown(rows: Sequence[Row], best: Sequence[Row]) -> str:
-    """All rows by task, and the best of each kind."""
-
-    def cell(row: Row, column: str) -> str:
-        value, half = row[column], row.get(f"{column}_ci95")
-        return "" if value is None else f"{value:.3f}" + ("" if half is None else f" +- {half:.3f}")
-
-    names = {
-        "tokens_per_pass": "tokens/pass", "speedup": "speed-up", "rounds": "rounds", "sampler_calls": "g passes",
-        "partner_calls": "AR passes", "kl_qp": "KL(q\\|\\|p)", "kl_pq": "KL(p\\|\\|q)", "nll": "NLL",
-        "mauve": "MAUVE", "distinct_2": "distinct-2", "accuracy": "accuracy",
-    }  # fmt: skip
-    head = ["task", "decoder", "n", *names.values()]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in rows:
-        cells = [row["task"], f"`{row['variant']}`", str(row["n"]), *(cell(row, column) for column in names)]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| task | measure | tokens/pass | best with g | best without training | best with an AR model |"]
-    lines += ["|" + "---|" * 6]
-    for line in best:
-        ends = [f"{line[k]}: {line[f'{k}_value']:.3f}" if line[k] else "" for k in ("sampler", "free", "partner")]
-        head = [line["task"], line["measure"], f"{line['tokens_per_pass']:g}", *ends]
-        lines.append("| " + " | ".join(head) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Each task and measure against tokens per pass and against speed-up over joint decoding."""
     found = []
-    for task, (measure, _) in itertools.product(dict.fromkeys(row["task"] for row in rows), MEASURES):
+    for task, measure in itertools.product(dict.fromkeys(row["task"] for row in rows), MEASURES):
         mine = [row for row in rows if row["task"] == task and row[measure] is not None]
         for x in ("tokens_per_pass", "speedup") if mine else ():
             curves = []

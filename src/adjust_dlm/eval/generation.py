@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,69 @@ from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Settings of every command that decodes and measures.
+
+    Attributes:
+        base: name, folder or Hub id of the base.
+        sampler: folder or Hub id of g; the base's own by default.
+        output: where results, samples and texts go.
+        tokens_per_step: K.
+        max_new_tokens: masked positions behind each prompt.
+        batch_size: rows decoded at once.
+        seed: of every row.
+        device: auto, cpu, cuda or cuda:N.
+        quantize: int8, fp8 or fp8-dynamic (see `adjust generate`).
+    """
+
+    base: str = "smol"
+    sampler: str | None = None
+    output: str = "runs/eval"
+    tokens_per_step: tuple[int, ...] = (2, 4, 8)
+    max_new_tokens: int = 128
+    batch_size: int = 256
+    seed: int = 1
+    device: str = "auto"
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what decoding would otherwise find out late."""
+        self.require_at_least(batch_size=1)
+        good = all(k >= 1 for k in self.tokens_per_step)
+        require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
+
+    def require_at_least(self, **least: int) -> None:
+        """Raises InputError unless each of these settings has at least its value."""
+        for name, bound in least.items():
+            value = getattr(self, name)
+            require(value >= bound, f"{name} is {value}; it must be at least {bound}")
+
+    def decode_config(self, **changes: Any) -> DecodeConfig:
+        """What these settings say of decoding, but for K, with changes."""
+        shared = {field.name for field in fields(DecodeConfig)} & {field.name for field in fields(self)}
+        return DecodeConfig(**{name: getattr(self, name) for name in shared - {"tokens_per_step"}} | changes)
+
+    def at_every_k(self, decoders: Iterable[str]) -> list[str]:
+        """Decoders at every K; K = 1 of parallel and ADJUST is joint decoding, and runs once.
+
+        One that decides itself how many tokens a pass commits (`threshold:tau=0.9`), or that says its K, runs once.
+        Settings of a variant (blocks, an order) hold at K = 1 too.
+        """
+        out = []
+        for decoder in decoders:
+            name, settings, _ = read_variant(decoder)
+            if "tokens_per_step" in settings or not DECODERS[name].takes_k:
+                out.append(decoder)
+                continue
+            shared = ",".join(f"{key}={value}" for key, value in settings.items() if key != "candidates")
+            joint = f"joint:{shared}" if shared else "joint"
+            start = f"{decoder}{',' if ':' in decoder else ':'}tokens_per_step="
+            same = name in ("parallel", "adjust")
+            out += [joint if k == 1 and same else f"{start}{k}" for k in self.tokens_per_step]
+        return list(dict.fromkeys(out))
 
 
 @dataclass(frozen=True)
@@ -47,17 +111,9 @@ class Generated:
 
 
 def generate_rows(
-    base: Base,
-    helpers: dict[str, Any],
-    variant: str,
-    prompts: Sequence[list[int]],
-    settings: DecodeConfig,
-    *,
-    first_row: int = EVALUATION_ROWS,
-    batch_size: int = 256,
-    keep: Path | None = None,
-    eager: bool = False,
-) -> list[Generated]:
+    base: Base, helpers: dict[str, Any], variant: str, prompts: Sequence[list[int]], settings: DecodeConfig, *,
+    first_row: int = EVALUATION_ROWS, batch_size: int = 256, keep: Path | None = None, eager: bool = False,
+) -> list[Generated]:  # fmt: skip
     """Decodes every prompt with one variant of a decoder; under torch.distributed ranks share the rows.
 
     Args:
@@ -82,15 +138,15 @@ def generate_rows(
         first_row >= EVALUATION_ROWS,
         f"first_row is {first_row}; rows below {EVALUATION_ROWS} are for trajectories: g may have been trained on them",
     )
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = place()
     name, changes, options = read_variant(variant)
     config = settings.but(**changes)
     facts = [variant, first_row, prompts, asdict(config)]
     if eager and takes_fast(base, config, decoder=name, sampler=helpers.get("sampler")):
         facts.append("eager")  # elsewhere it changes nothing, and the same texts are found
-    kept = None if keep is None else _Kept(keep, digest(base, helpers, facts))
+    kept = None if keep is None else keep / f"{digest(base, helpers, facts)}.jsonl"
     about = {"decoder": variant, "temperature": config.temperature, "tokens_per_step": config.tokens_per_step}
-    found: list[Generated] = [] if kept is None else distributed.from_first_rank(kept.read() if rank == 0 else None)
+    found: list[Generated] = [] if kept is None else distributed.from_first_rank(_read(kept) if rank == 0 else None)
     if len(found) == len(prompts):
         return found
     known = {line.row for line in found}
@@ -99,77 +155,52 @@ def generate_rows(
     made = []
     how = {"batch_size": batch_size, "rows": numbers, "decoder": name, "eager": eager or None, **helpers, **options}
     for which, result in decode_many(base, given, config, **how):
-        rows = [numbers[n] for n in which]
         tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()
         counted = (result.rounds_B, result.base_calls_B, result.sampler_calls_B, result.partner_calls_B)
-        calls = torch.stack(counted, 1).tolist()
-        share = result.seconds / len(rows)
         fresh = [
-            Generated(row, cut_at_end(ids, base.spec.end_ids), waited, f, g, ar, share)
-            for row, ids, (waited, f, g, ar) in zip(rows, tokens, calls, strict=True)
+            Generated(numbers[n], cut_at_end(ids, base.spec.end_ids), waited, f, g, ar, result.seconds / len(which))
+            for n, ids, (waited, f, g, ar) in zip(which, tokens, torch.stack(counted, 1).tolist(), strict=True)
         ]
         made += fresh
         if kept is not None:
-            kept.add(rank, fresh, about)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with kept.with_suffix(f".{rank}.part").open("a", encoding="utf-8") as file:
+                file.writelines(to_line(about | asdict(line)) for line in fresh)
     out: list[Generated] = sorted([*found, *distributed.from_all_ranks(made)], key=lambda line: line.row)
     if kept is not None and rank == 0:
-        kept.finish(out, about)
+        write_whole({kept: "".join(to_line(about | asdict(line)) for line in out)})
+        for part in kept.parent.glob(f"{kept.stem}.*.part"):
+            part.unlink(missing_ok=True)
     return out
 
 
-class _Kept:
-    """The rows of one call on disk: a part for each rank that grows batch by batch, then one whole file."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
-        self.path = folder / f"{name}.jsonl"
-
-    def read(self) -> list[Generated]:
-        """All rows, or those of a call that was stopped."""
-        files = [self.path] if self.path.is_file() else sorted(self.folder.glob(f"{self.name}.*.part"))
-        lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-        rows = {row.row: row for line in lines if (row := _parsed(line)) is not None}
-        return [rows[row] for row in sorted(rows)]
-
-    def add(self, rank: int, lines: Iterable[Generated], about: dict[str, Any]) -> None:
-        """A batch of a rank."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{self.name}.{rank}.part").open("a", encoding="utf-8") as file:
-            file.writelines(to_line(about | asdict(line)) for line in lines)
-
-    def finish(self, lines: Iterable[Generated], about: dict[str, Any]) -> None:
-        """The whole, in place of the parts."""
-        write_whole({self.path: "".join(to_line(about | asdict(line)) for line in lines)})
-        for part in self.folder.glob(f"{self.name}.*.part"):
-            part.unlink(missing_ok=True)
+def _read(kept: Path) -> list[Generated]:
+    """All rows of a call, or those of one that was stopped, but for the torn last line of one that was killed."""
+    rows = {}
+    for file in [kept] if kept.is_file() else kept.parent.glob(f"{kept.stem}.*.part"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+                rows[value["row"]] = Generated(**{name: value[name] for name in Generated.__dataclass_fields__})
+    return [rows[row] for row in sorted(rows)]
 
 
-def _parsed(line: str) -> Generated | None:
-    """A kept row; None for the torn last line of a run that was killed, and for one of an older version."""
-    try:
-        value = json.loads(line)
-        return Generated(**{name: value[name] for name in Generated.__dataclass_fields__})
-    except (ValueError, KeyError):
-        return None
+def place() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-class Sources(Protocol):
-    """Settings that name the models beside the base."""
-
-    @property
-    def base(self) -> str: ...  # noqa: D102
-
-    @property
-    def sampler(self) -> str | None: ...  # noqa: D102
-
-    @property
-    def partner(self) -> str | None: ...  # noqa: D102
+def over_ranks(items: Sequence[Any], work: Callable[[Sequence[Any]], Iterable[Any]]) -> list[Any]:
+    """`work` of a share of the items on every rank; its results for all items, in order, on every rank."""
+    rank, world = place()
+    made = zip(range(rank, len(items), world), work(items[rank::world]), strict=True)
+    return [value for _, value in sorted(distributed.from_all_ranks(list(made)), key=lambda pair: pair[0])]
 
 
 def open_helpers(
-    config: Sources, base: Base, variants: Iterable[str], *, sampler: Any = None, partner: Partner | None = None
+    config: Any, base: Base, variants: Iterable[str], *, sampler: Any = None, partner: Partner | None = None
 ) -> dict[str, Any]:
-    """The sampler and the partner, as far as a decoder among the variants wants them; those given are taken."""
+    """The sampler and the partner of some settings, as far as one of the variants wants them; those given are taken."""
     entries = [DECODERS[read_variant(variant).name] for variant in variants]
     helpers: dict[str, Any] = {}
     if any(entry.needs_sampler for entry in entries):
@@ -186,8 +217,8 @@ def digest(base: Base, helpers: dict[str, Any], facts: list[Any]) -> str:
     card = torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else base.device.type
     about = [adjust_dlm.__version__, base.fingerprint, base.quantized, str(base.dtype), base.compiled, card]
     entry = DECODERS[read_variant(facts[0]).name]
-    sampler, partner = helpers.get("sampler"), helpers.get("partner")
     digest = hashlib.sha256(json.dumps([*about, *facts]).encode())
+    sampler, partner = helpers.get("sampler"), helpers.get("partner")
     if entry.needs_sampler and isinstance(sampler, Sampler):
         digest.update(json.dumps(asdict(sampler.config)).encode())
         for weight in sampler.state_dict().values():

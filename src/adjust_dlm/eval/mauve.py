@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,35 +35,10 @@ RESAMPLES = 200
 Pooling = Literal["mean", "last"]
 
 
-@dataclass(frozen=True)
-class MauveScore:
-    """MAUVE over several k-means seeds.
-
-    Attributes:
-        mean: mean over the seeds, in (0, 1]; 1 when P and Q are the same.
-        std: standard deviation over the seeds (n - 1); nan for one seed. It is not the error of sampling texts.
-        ci95: half-width of the 95 % interval of `mean`: texts of both sets resampled within their clusters, and the
-            seeds' own spread.
-        per_seed: one score per seed.
-        settings: everything the numbers depend on, and `warnings`, a list of lines.
-    """
-
-    mean: float
-    std: float
-    ci95: float
-    per_seed: tuple[float, ...]
-    settings: dict[str, object]
-
-
 def mauve(
-    p_features: npt.ArrayLike,
-    q_features: npt.ArrayLike,
-    *,
-    seeds: Sequence[int] = (0, 1, 2, 3, 4),
-    buckets: int | None = None,
-    scale: float = 5.0,
-    about: Mapping[str, object] | None = None,
-) -> MauveScore:
+    p_features: npt.ArrayLike, q_features: npt.ArrayLike, *, seeds: Sequence[int] = (0, 1, 2, 3, 4),
+    buckets: int | None = None, scale: float = 5.0, about: Mapping[str, object] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """MAUVE of two sets of features.
 
     Args:
@@ -75,11 +49,20 @@ def mauve(
         scale: the constant c of exp(-c KL).
         about: what the caller knows and the score depends on (feature model, pooling, text length): kept in settings.
 
+    Returns:
+        `mauve`: mean over the seeds, in (0, 1]; 1 when P and Q are the same. `mauve_ci95`: half of its 95 % interval;
+        texts of both sets resampled within their clusters, and the seeds' own spread. `mauve_std`: over the seeds
+        (n - 1), not the error of sampling texts; nan for one. `per_seed`. `settings`: everything the numbers depend on,
+        and `warnings`, a list of lines.
+
     Raises:
         InputError: features that are not finite [n, D] arrays of one D, no seeds, or an impossible bucket count.
     """
     p, q = np.asarray(p_features, np.float64), np.asarray(q_features, np.float64)
-    _check_features(p, q)
+    shapes = f"features have shapes {list(p.shape)} and {list(q.shape)}"
+    require(p.ndim == q.ndim == 2 and p.shape[1] == q.shape[1], f"{shapes}; both must be [n, D] of one D")
+    require(min(p.size, q.size) > 0, f"{shapes}; there must be something to compare")
+    require(bool(np.isfinite(p).all() and np.isfinite(q).all()), "features hold nan or infinity")
     buckets = max(2, round(min(len(p), len(q)) / 10)) if buckets is None else buckets
     most = len(p) + len(q)
     require(2 <= buckets <= most, f"buckets is {buckets}; it must be 2..{most}, the number of texts")
@@ -90,23 +73,24 @@ def mauve(
     labels = [_clusters(reduced_ND, buckets, seed) for seed in seeds]
     everyone = np.arange(len(p)), np.arange(len(q))
     per_seed = [_score(labels_N, *everyone, buckets, scale) for labels_N in labels]
+    warnings = []
+    if min(len(p), len(q)) < SMALL_N:
+        warnings.append(f"MAUVE of {len(p)} and {len(q)} texts is noisy and off by chance; use {SMALL_N} or more")
+    if len(p) != len(q):
+        warnings.append(f"MAUVE of sets of unequal size ({len(p)} and {len(q)}) cannot be compared with equal ones")
+    for line in warnings:
+        log.warning(line)
     settings: dict[str, object] = {
-        **(about or {}),
-        "n_p": len(p),
-        "n_q": len(q),
-        "seeds": list(seeds),
-        "buckets": buckets,
-        "scale": scale,
-        "explained_variance": EXPLAINED_VARIANCE,
-        "dimensions": reduced_ND.shape[1],
-        "kmeans_runs": KMEANS_RUNS,
-        "kmeans_steps": KMEANS_STEPS,
-        "warnings": _warnings(len(p), len(q)),
-    }
+        **(about or {}), "n_p": len(p), "n_q": len(q), "seeds": list(seeds), "buckets": buckets, "scale": scale,
+        "explained_variance": EXPLAINED_VARIANCE, "dimensions": reduced_ND.shape[1], "kmeans_runs": KMEANS_RUNS,
+        "kmeans_steps": KMEANS_STEPS, "warnings": warnings,
+    }  # fmt: skip
     std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else float("nan")
     error = _error(labels, len(p), len(q), buckets, scale)
     spread = std**2 / len(seeds) if len(seeds) > 1 else 0.0
-    return MauveScore(float(np.mean(per_seed)), std, 1.96 * (error**2 + spread) ** 0.5, tuple(per_seed), settings)
+    half = 1.96 * (error**2 + spread) ** 0.5
+    scores = {"mauve": float(np.mean(per_seed)), "mauve_ci95": half, "mauve_std": std, "per_seed": per_seed}
+    return {**scores, "settings": settings}
 
 
 def features(
@@ -212,22 +196,3 @@ def _pool(hidden_BLD: Tensor, real_BL: Tensor, pooling: Pooling) -> Tensor:
     if pooling == "last":
         return hidden_BLD[length_B.new_tensor(range(len(length_B))), length_B - 1]
     return (hidden_BLD * real_BL[..., None]).sum(1) / length_B[:, None]
-
-
-def _warnings(n_p: int, n_q: int) -> list[str]:
-    found = []
-    if min(n_p, n_q) < SMALL_N:
-        found.append(f"MAUVE of {n_p} and {n_q} texts is noisy and too high or low by chance; use {SMALL_N} or more")
-    if n_p != n_q:
-        found.append(f"MAUVE of sets of unequal size ({n_p} and {n_q}) cannot be compared with equal ones")
-    for line in found:
-        log.warning(line)
-    return found
-
-
-def _check_features(p: Floats, q: Floats) -> None:
-    shapes = f"features have shapes {list(p.shape)} and {list(q.shape)}"
-    require(p.ndim == q.ndim == 2, f"{shapes}; both must be [n, D]")
-    require(p.shape[1] == q.shape[1], f"{shapes}; D must be the same")
-    require(min(p.size, q.size) > 0, f"{shapes}; there must be something to compare")
-    require(bool(np.isfinite(p).all() and np.isfinite(q).all()), "features hold nan or infinity")

@@ -45,7 +45,6 @@ class NllScore:
         n_tokens: scored tokens.
         sum_nll_N: NLL of each given text, in the given order; 0 for an empty one.
         tokens_N: scored tokens of each given text.
-        rule: what was scored, in words.
     """
 
     nll: float
@@ -55,21 +54,10 @@ class NllScore:
     n_tokens: int
     sum_nll_N: Floats
     tokens_N: Ints
-    rule: str
-
-    @property
-    def perplexity(self) -> float:
-        """exp(nll)."""
-        return math.exp(self.nll)
 
 
 def score_nll(
-    model: PreTrainedModel,
-    token_lists: Tokens,
-    *,
-    condition_id: int,
-    batch_size: int,
-    device: torch.device | str,
+    model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int, device: torch.device | str
 ) -> NllScore:
     """Scores token lists with a causal LM; the result does not depend on `batch_size` beyond rounding.
 
@@ -93,50 +81,37 @@ def score_nll(
     sum_nll_N = np.zeros(len(token_lists))
     for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, device, start=condition_id):
         sum_nll_N[rows] = _sum_nll(model, ids_BL, real_BL).numpy()
-    rule = f"every token scored, the first one given id {condition_id}; sum of NLL / number of tokens"
-    return summarize(sum_nll_N, tokens_N, rule)
+    return summarize(sum_nll_N, tokens_N)
 
 
-def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike, rule: str) -> NllScore:
+def summarize(sum_nll_N: npt.ArrayLike, tokens_N: npt.ArrayLike) -> NllScore:
     """Token mean and its interval from per-text sums; texts with 0 tokens are counted and left out."""
     sums_N, counts_N = np.asarray(sum_nll_N, np.float64), np.asarray(tokens_N, np.int64)
     full_N = counts_N > 0
     require(bool(full_N.any()), f"none of the {len(counts_N)} texts has a token to score")
-    resampled = _resample(np.stack([sums_N[full_N], counts_N[full_N]], axis=1), seed=0)
+    resampled = _resample(np.stack([sums_N[full_N], counts_N[full_N]], axis=1))
     n_texts, n_tokens = int(full_N.sum()), int(counts_N.sum())
-    return NllScore(
-        nll=float(sums_N.sum() / n_tokens),
-        ci95=_half_width(resampled[:, 0] / resampled[:, 1]) if n_texts > 1 else math.nan,
-        n_texts=n_texts,
-        n_empty=len(counts_N) - n_texts,
-        n_tokens=n_tokens,
-        sum_nll_N=sums_N,
-        tokens_N=counts_N,
-        rule=rule,
-    )
+    ci95 = _half_width(resampled[:, 0] / resampled[:, 1]) if n_texts > 1 else math.nan
+    nll = float(sums_N.sum() / n_tokens)
+    return NllScore(nll, ci95, n_texts, len(counts_N) - n_texts, n_tokens, sums_N, counts_N)
 
 
-def nll_gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> tuple[float, float]:
+def gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> dict[str, float | None]:
     """Share of the NLL gap between parallel and joint decoding that ADJUST closes, and its 95 % half-width.
 
-    (parallel - adjust) / (parallel - joint). Sets of one size are resampled together, text i of one with text i of
-    the others (the same prompt and row id); sets of different sizes are resampled independently.
-
-    Raises:
-        InputError: joint and parallel score the same, so there is no gap.
+    (parallel - adjust) / (parallel - joint); None where parallel text does not score worse than joint beyond both
+    intervals. The sets are resampled together, text i of one with text i of the others: they have the same prompt and
+    row id.
     """
-    require(parallel.nll != joint.nll, f"joint and parallel both score {joint.nll}: there is no gap to close")
-    stats = [np.stack([s.sum_nll_N, s.tokens_N], axis=1) for s in (joint, parallel, adjust)]
-    if len({len(s) for s in stats}) == 1:
-        resampled = _resample(np.concatenate(stats, axis=1), seed=0)
-    else:
-        resampled = np.concatenate([_resample(s, seed=seed) for seed, s in enumerate(stats)], axis=1)
+    if parallel.nll - parallel.ci95 <= joint.nll + joint.ci95 or parallel.nll == joint.nll:
+        return {"gap_closed": None, "gap_closed_ci95": None}
+    resampled = _resample(np.stack([x for s in (joint, parallel, adjust) for x in (s.sum_nll_N, s.tokens_N)], axis=1))
     with np.errstate(divide="ignore", invalid="ignore"):  # a resample of empty texts only has no NLL
         joint_S, parallel_S, adjust_S = (resampled[:, 0::2] / resampled[:, 1::2]).T
         share_S = (parallel_S - adjust_S) / (parallel_S - joint_S)
-    share = (parallel.nll - adjust.nll) / (parallel.nll - joint.nll)
     several = min(s.n_texts for s in (joint, parallel, adjust)) > 1
-    return share, _half_width(share_S[~np.isnan(share_S)]) if several else math.nan
+    half = _half_width(share_S[~np.isnan(share_S)]) if several else math.nan
+    return {"gap_closed": (parallel.nll - adjust.nll) / (parallel.nll - joint.nll), "gap_closed_ci95": half}
 
 
 def right_padded(
@@ -192,10 +167,10 @@ def _sum_nll(model: PreTrainedModel, ids_BL: Tensor, real_BL: Tensor) -> Tensor:
     return nll_BL.sum(-1).cpu()
 
 
-def _resample(stats_NM: Floats, *, seed: int) -> Floats:
+def _resample(stats_NM: Floats) -> Floats:
     """Bootstrap over texts: column sums [S, M] of `RESAMPLES` draws of N rows with replacement."""
     n = len(stats_NM)
-    times_SN = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    times_SN = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     return np.asarray(times_SN @ stats_NM)
 
 

@@ -7,9 +7,8 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from adjust_dlm.types import require
@@ -27,8 +26,7 @@ MARKERS = "osD^v"
 _UNFIT = re.compile("[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """x, y, and half of the 95 % interval of y if known."""
 
     x: float
@@ -36,31 +34,16 @@ class Point:
     half: float | None
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Points of one form of a decoder, x ascending.
-
-    Attributes:
-        label: for the legend.
-        decoder: gives the colour, the same in every figure; its curves differ in dashes and markers.
-        points: at least one.
-    """
+class Curve(NamedTuple):
+    """Points of one form of a decoder, x ascending; all forms have its colour, each its own dashes and markers."""
 
     label: str
     decoder: str
     points: list[Point]
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes.
-
-    Attributes:
-        title: stands above.
-        x, y: labels.
-        base: 2 or 10: the logarithmic x axis' ticks.
-        curves: at least one.
-    """
+class Panel(NamedTuple):
+    """One pair of axes: title, labels, 2 or 10 for the ticks of the logarithmic x axis, and at least one curve."""
 
     title: str
     x: str

@@ -11,10 +11,11 @@ text is scored; the one in front is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -25,18 +26,17 @@ from adjust_dlm.bases.hub import is_hub_id, snapshot
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import Pooling, features, mauve
 from adjust_dlm.eval.nll import score_nll
-from adjust_dlm.eval.tasks.task_files import json_value, read_text
+from adjust_dlm.eval.tasks.task_files import read_rows, read_text
 from adjust_dlm.types import require
 
 END_OF_TEXT = "<|endoftext|>"
 Split = Literal["line", "paragraph"]
 Item = str | list[int]  # a text, or its ids
-Encode = Callable[[Item, str], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreConfig:
-    """Settings of both commands.
+class NllConfig:
+    """Settings of `adjust eval nll`, which `adjust eval mauve` has, too.
 
     Attributes:
         files: .jsonl with `text` or `tokens`, or plain text.
@@ -71,12 +71,7 @@ class ScoreConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NllConfig(ScoreConfig):
-    """Settings of `adjust eval nll`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MauveConfig(ScoreConfig):
+class MauveConfig(NllConfig):
     """Settings of `adjust eval mauve`.
 
     Attributes:
@@ -100,59 +95,38 @@ class MauveConfig(ScoreConfig):
         require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")
 
 
-# Files ---------------------------------------------------------------------------------------------------------
-
-
-def read_texts(file: Path, split: Split = "line") -> dict[str, list[Item]]:
+def read_texts(file: str, split: Split = "line") -> dict[str, list[Item]]:
     """Decoder -> its texts, or token lists; "" where the file names no decoder.
 
     Raises:
         InputError: no such file, nothing in it, or a line without text and tokens.
     """
-    content = read_text(file)
+    path = Path(file)
+    if ".jsonl" in path.suffixes[-2:]:
+        groups: dict[str, list[Item]] = {}
+        for number, row in enumerate(read_rows(file), start=1):
+            item: Any = row.get("text", row.get("tokens"))
+            ids = isinstance(item, list) and all(isinstance(token, int) for token in item)
+            require(isinstance(item, str) or ids, f"{file}, row {number} has neither `text` nor `tokens`")
+            groups.setdefault(_group(row), []).append(item)
+        return groups
+    content = read_text(path)
     require(bool(content.strip()), f"there is no text in {file}")
-    if ".jsonl" in file.suffixes[-2:]:
-        return _json_texts(file, content)
     if split == "line":
         return {"": [line.strip() for line in content.removesuffix("\n").split("\n")]}
     parts = "\n".join(line.rstrip() for line in content.split("\n")).split("\n\n")
     return {"": [part.strip() for part in parts if part.strip()]}
 
 
-def _json_texts(file: Path, content: str) -> dict[str, list[Item]]:
-    groups: dict[str, list[Item]] = {}
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip():
-            continue
-        value: Any = json_value(line, f"{file}, line {number}")
-        item: Any = value.get("text", value.get("tokens")) if isinstance(value, dict) else None
-        ids = isinstance(item, list) and all(isinstance(token, int) for token in item)
-        require(isinstance(item, str) or ids, f"{file}, line {number} has neither `text` nor `tokens`")
-        groups.setdefault(_group(value), []).append(item)
-    return groups
-
-
 def _group(line: dict[str, Any]) -> str:
     """The decoder that wrote a line, with K and temperature, as far as the line says."""
-    k = line.get("tokens_per_step")
-    words = [line.get("decoder"), f"K={k}" if k else None]
-    words.append(f"T={line['temperature']:g}" if isinstance(line.get("temperature"), int | float) else None)
+    k, t = line.get("tokens_per_step"), line.get("temperature")
+    words = [line.get("decoder"), f"K={k}" if k else None, f"T={t:g}" if isinstance(t, int | float) else None]
     return " ".join(str(word) for word in words if word) if line.get("decoder") else ""
 
 
-# The judge -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Judge:
-    """A causal LM, what stands in front of a text, and where a text ends.
-
-    Attributes:
-        name: its source.
-        model, tokenizer: of transformers.
-        start_id: id in front of every text.
-        end_ids: a text is cut at the first of these.
-    """
+class Judge(NamedTuple):
+    """A causal LM and its tokenizer, the id in front of a text, and the ids of which the first one ends it."""
 
     name: str
     model: Any
@@ -160,13 +134,8 @@ class Judge:
     start_id: int
     end_ids: frozenset[int]
 
-    def rule(self) -> str:
-        """What is scored, in words."""
-        token = self.tokenizer.convert_ids_to_tokens(self.start_id)
-        return f"every token up to the first end token, given {token} (id {self.start_id}) and those before it"
 
-
-def load_judge(config: ScoreConfig) -> Judge:
+def load_judge(config: NllConfig) -> Judge:
     """The judge that the settings name.
 
     Raises:
@@ -190,14 +159,10 @@ def start_of(tokenizer: Any, model_config: Any, named: str = "") -> int:
     require(not named or named in vocab, f"the judge has no token {named!r}; name another with --start")
     ends = getattr(model_config, "eos_token_id", None)
     ends = ends[0] if isinstance(ends, list) and ends else ends
-    ids = (
-        vocab.get(named), vocab.get(END_OF_TEXT), tokenizer.bos_token_id, tokenizer.eos_token_id,
-        getattr(model_config, "bos_token_id", None), ends,
-    )  # fmt: skip
-    found = next((one for one in ids if isinstance(one, int)), None)
-    require(found is not None, "the judge has neither a start nor an end token; name a token with --start")
-    assert found is not None
-    return found
+    known = (vocab.get(named), vocab.get(END_OF_TEXT), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    ids = [one for one in (*known, getattr(model_config, "bos_token_id", None), ends) if isinstance(one, int)]
+    require(bool(ids), "the judge has neither a start nor an end token; name a token with --start")
+    return ids[0]
 
 
 def end_ids(tokenizer: Any, model: Any) -> frozenset[int]:
@@ -208,45 +173,36 @@ def end_ids(tokenizer: Any, model: Any) -> frozenset[int]:
     return frozenset(one for one in ids if isinstance(one, int))
 
 
-def encoder(config: ScoreConfig, judge: Judge) -> Encode:
-    """A text, or ids of the model in `tokens_of`, as the judge's ids; the second argument names the file."""
-    own = config.tokens_of in ("", config.judge)
-    words = None if own else _tokenizer(config.tokens_of)
+def encoded(config: NllConfig, judge: Judge, files: Sequence[str]) -> Iterator[tuple[str, str, list[list[int]]]]:
+    """File, decoder, and its texts as the judge's ids.
+
+    Raises:
+        InputError: ids of nobody, or a decoder that has nothing to score.
+    """
+    words = None if config.tokens_of in ("", config.judge) else _tokenizer(config.tokens_of)
 
     def encode(item: Item, where: str) -> list[int]:
         if isinstance(item, list):
             require(bool(config.tokens_of), f"{where} holds token ids; say whose they are with --tokens-of")
             item = item if words is None else str(words.decode(item, skip_special_tokens=True))
         ids = item if isinstance(item, list) else judge.tokenizer.encode(item, add_special_tokens=False)
-        ids = cut_at_end(ids, judge.end_ids)
-        return ids[: config.max_tokens or None]
+        return cut_at_end(ids, judge.end_ids)[: config.max_tokens or None]
 
-    return encode
+    for name in files:
+        for group, items in read_texts(name, config.split).items():
+            rows = [encode(item, name) for item in items]
+            require(any(rows), f"none of the {len(rows)} texts {f'of {group} ' if group else ''}in {name} has a token")
+            yield name, group, rows
 
 
 def _tokenizer(source: str) -> Any:
     """The tokenizer of any model, without its weights."""
-    if source == "smol":
-        folder = ar_folder(source)
-    elif not Path(source).exists() and is_hub_id(source):
+    folder = ar_folder(source) if source == "smol" else Path(source)
+    if not folder.exists() and is_hub_id(source):
         folder = snapshot(source, ["*.json", "*.txt", "*.jinja"])
-    else:
-        folder = Path(source)
     words = read_tokenizer(folder)
     require(words is not None, f"there is no tokenizer in {source!r}")
     return words
-
-
-def encoded(config: ScoreConfig, encode: Encode, name: str) -> dict[str, list[list[int]]]:
-    """Decoder -> ids of its texts, of one file; raises InputError where a decoder has nothing to score."""
-    groups = read_texts(Path(name), config.split)
-    out = {group: [encode(item, name) for item in items] for group, items in groups.items()}
-    for group, rows in out.items():
-        require(any(rows), f"none of the {len(rows)} texts {f'of {group} ' if group else ''}in {name} has a token")
-    return out
-
-
-# The commands --------------------------------------------------------------------------------------------------
 
 
 def run_nll(config: NllConfig, judge: Judge | None = None) -> dict[str, Any]:
@@ -256,19 +212,18 @@ def run_nll(config: NllConfig, judge: Judge | None = None) -> dict[str, Any]:
         `judge`, `rule`, and `rows`: file, decoder, n texts scored, n_empty left out, n_tokens, nll, nll_ci95,
         perplexity.
     """
-    judge = judge or load_judge(config)
-    encode, rows = encoder(config, judge), []
-    for name in config.files:
-        for group, texts in encoded(config, encode, name).items():
-            found = score_nll(
-                judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size,
-                device=judge.model.device,
-            )  # fmt: skip
-            rows.append({
-                "file": name, "decoder": group, "n": found.n_texts, "n_empty": found.n_empty,
-                "n_tokens": found.n_tokens, "nll": found.nll, "nll_ci95": found.ci95, "perplexity": found.perplexity,
-            })  # fmt: skip
-    return {"judge": judge.name, "rule": judge.rule(), "max_tokens": config.max_tokens, "rows": rows}
+    judge, rows = judge or load_judge(config), []
+    for name, group, texts in encoded(config, judge, config.files):
+        found = score_nll(
+            judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size, device=judge.model.device
+        )
+        rows.append({
+            "file": name, "decoder": group, "n": found.n_texts, "n_empty": found.n_empty, "n_tokens": found.n_tokens,
+            "nll": found.nll, "nll_ci95": found.ci95, "perplexity": math.exp(found.nll),
+        })  # fmt: skip
+    front = f"{judge.tokenizer.convert_ids_to_tokens(judge.start_id)} (id {judge.start_id})"
+    rule = f"every token up to the first end token, given {front} and those before it"
+    return {"judge": judge.name, "rule": rule, "max_tokens": config.max_tokens, "rows": rows}
 
 
 def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]:
@@ -278,24 +233,19 @@ def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]
         `judge`, `reference`, and `rows`: file, decoder, n, n_reference, n_empty left out, mauve, mauve_ci95,
         mauve_std over seeds, per_seed, and the settings with their warnings.
     """
-    judge = judge or load_judge(config)
-    encode, rows = encoder(config, judge), []
-    groups = encoded(config, encode, config.reference)
+    judge, rows = judge or load_judge(config), []
+    groups = {group: texts for _, group, texts in encoded(config, judge, [config.reference])}
     require(len(groups) == 1, f"the reference {config.reference} has texts of {len(groups)} decoders "
             f"({', '.join(groups)}); it must have one")  # fmt: skip
     reference = [ids for ids in next(iter(groups.values())) if ids]
     about = {"model": judge.name, "pooling": config.pooling, "max_tokens": config.max_tokens}
     p = features(judge.model, reference, config.batch_size, config.pooling)
-    for name in config.files:
-        for group, texts in encoded(config, encode, name).items():
-            full = [ids for ids in texts if ids]
-            q = features(judge.model, full, config.batch_size, config.pooling)
-            found = mauve(
-                p, q, seeds=config.seeds, buckets=config.buckets or None, scale=config.scale, about=about
-            )  # fmt: skip
-            rows.append({
-                "file": name, "decoder": group, "n": len(full), "n_reference": len(reference),
-                "n_empty": len(texts) - len(full), "mauve": found.mean, "mauve_ci95": found.ci95,
-                "mauve_std": found.std, "per_seed": list(found.per_seed), "settings": found.settings,
-            })  # fmt: skip
+    for name, group, texts in encoded(config, judge, config.files):
+        full = [ids for ids in texts if ids]
+        q = features(judge.model, full, config.batch_size, config.pooling)
+        found = mauve(p, q, seeds=config.seeds, buckets=config.buckets or None, scale=config.scale, about=about)
+        rows.append({
+            "file": name, "decoder": group, "n": len(full), "n_reference": len(reference),
+            "n_empty": len(texts) - len(full), **found,
+        })  # fmt: skip
     return {"judge": judge.name, "reference": config.reference, "rows": rows}

@@ -14,15 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from adjust_dlm.bases import Base
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, with_shots
+from adjust_dlm.eval.generation import over_ranks
 from adjust_dlm.eval.tasks.extract import answered, between_marks, continued, told
-from adjust_dlm.eval.tasks.sandbox import PROTECTIONS, Limits, available_workers, run_programs
-from adjust_dlm.eval.tasks.task_files import Row, read_rows
+from adjust_dlm.eval.tasks.sandbox import PROTECTIONS, Limits, run_programs
+from adjust_dlm.eval.tasks.task_files import Row, first_rows, read_rows
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.train.distributed import from_all_ranks
 from adjust_dlm.types import require
 
 log = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class CodeConfig(DownstreamConfig):
         super().__post_init__()
         right = self.ks and all(1 <= k <= self.num_samples for k in self.ks)
         require(bool(right), f"ks is {self.ks}; every k must lie in 1..{self.num_samples}, the num_samples")
-        require(self.workers >= 0, f"workers is {self.workers}; it must be at least 0")
+        self.require_at_least(workers=0)
         self.limits()
 
     def limits(self) -> Limits:
@@ -98,17 +96,11 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def run_humaneval(config: HumanEvalConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
-    """`adjust eval humaneval`: see `evaluate`; `sandbox` says what the programs were kept from."""
-    return _run(HUMANEVAL, config, base, sampler)
-
-
-def run_mbpp(config: MbppConfig, base: Base | None = None, sampler: Sampler | None = None) -> dict[str, Any]:
-    """`adjust eval mbpp`: see `evaluate`; `sandbox` says what the programs were kept from."""
-    return _run(MBPP, config, base, sampler)
-
-
-def _run(task: Task, config: CodeConfig, base: Base | None, sampler: Sampler | None) -> dict[str, Any]:
+def run(
+    config: HumanEvalConfig | MbppConfig, base: Base | None = None, sampler: Sampler | None = None
+) -> dict[str, Any]:
+    """`adjust eval humaneval` and `mbpp`: see `evaluate`; `sandbox` says what the programs were kept from."""
+    task = MBPP if isinstance(config, MbppConfig) else HUMANEVAL
     require(
         config.allow_code_execution,
         f"{task.name} runs programs that the base writes on this machine; read docs/code-execution.md, then say "
@@ -125,57 +117,46 @@ def _run(task: Task, config: CodeConfig, base: Base | None, sampler: Sampler | N
     return out | {"sandbox": {"protections": list(tried.protections), "limits": asdict(config.limits())}}
 
 
-def score_programs(
-    problems: Sequence[Problem], replies: Sequence[list[str]], config: CodeConfig,
-    program: Callable[[Problem, str, CodeConfig], list[str]],
-) -> list[list[Scores]]:  # fmt: skip
-    """Runs every reply against its problem's tests; under torch.distributed ranks share the programs.
+def _score(program: Callable[[Problem, str, CodeConfig], list[str]]) -> Callable[..., list[list[Scores]]]:
+    """Runs every reply, as a program of some parts, against its problem's tests; see `Task.score`.
 
-    Returns:
-        pass@k for every completion: pass@1 its own 0 or 1, so that the mean over a problem's completions is the
-        estimate; a larger k that of its problem, the same for each.
+    pass@1 of a completion is its own 0 or 1, so that the mean over a problem's completions is the estimate; a larger k
+    is that of its problem, the same for each.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    programs = [program(p, reply, config) for p, group in zip(problems, replies, strict=True) for reply in group]
-    workers = config.workers or max(available_workers() // world, 1)
-    made = run_programs(programs[rank::world], config.limits(), workers=workers)
-    results = from_all_ranks([(rank + n * world, result) for n, result in enumerate(made)])
-    passed = [result.passed for _, result in sorted(results, key=lambda pair: pair[0])]
-    log.info("programs: %s", dict(Counter(result.status for _, result in results)))
-    out, at = [], 0
-    for group in replies:
-        mine = passed[at : at + len(group)]
-        at += len(group)
-        of_all = {k: pass_at_k(len(mine), sum(mine), k) for k in config.ks}
-        out.append([{f"pass@{k}": float(right) if k == 1 else v for k, v in of_all.items()} for right in mine])
-    return out
+
+    def score(problems: Sequence[Problem], replies: Sequence[list[str]], config: CodeConfig) -> list[list[Scores]]:
+        programs = [program(p, reply, config) for p, group in zip(problems, replies, strict=True) for reply in group]
+        results = over_ranks(programs, lambda mine: run_programs(mine, config.limits(), workers=config.workers or None))
+        log.info("programs: %s", dict(Counter(result.status for result in results)))
+        out, passed = [], iter([result.passed for result in results])
+        for group in replies:
+            mine = [next(passed) for _ in group]
+            of_all = {k: pass_at_k(len(mine), sum(mine), k) for k in config.ks}
+            out.append([{f"pass@{k}": float(right) if k == 1 else v for k, v in of_all.items()} for right in mine])
+        return out
+
+    return score
 
 
 def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
     """The problems of a file of HumanEval's form, with `shots` solved ones before each."""
     fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
     rows = read_rows(config.data, fields, texts=fields[1:])
-    shown: list[Row] = []
-    if config.shots:
-        require(bool(config.examples), "HumanEval has no examples of its own; name a file of them with --examples")
-        shown = read_rows(config.examples, fields, texts=fields[1:])[: config.shots]
-        require(len(shown) == config.shots, f"{config.examples} holds {len(shown)} problems; shots is {config.shots}")
-        both = {row["prompt"] for row in rows} & {row["prompt"] for row in shown}
-        require(not both, f"{len(both)} of the examples are among the problems of {config.data}; take others")
-    return [_humaneval_problem(row, shown, config.chat) for row in rows]
-
-
-def _humaneval_problem(row: Row, shown: Sequence[Row], chat: bool) -> Problem:
-    facts = {name: row[name] for name in ("prompt", "entry_point", "test")}
-    if not chat:
-        solved = [example["prompt"] + example["canonical_solution"].rstrip() + "\n\n\n" for example in shown]
-        return Problem(str(row["task_id"]), "".join([*solved, row["prompt"]]), facts)
-    turns = [
-        turn
-        for example in shown
-        for turn in (_ask_to_complete(example["prompt"]), _fence(example["prompt"] + example["canonical_solution"]))
-    ]
-    return Problem(str(row["task_id"]), _ask_to_complete(row["prompt"]), facts, turns=tuple(turns))
+    said = "HumanEval has no examples of its own; name a file of them with --examples"
+    require(not config.shots or bool(config.examples), said)
+    ask = _ask_to_complete if config.chat else str
+    shots = [
+        (ask(row["prompt"]), _fence(row["prompt"] + row["canonical_solution"]) if config.chat
+         else row["canonical_solution"].rstrip())
+        for row in first_rows(config.examples, config.shots, fields, fields[1:])
+    ]  # fmt: skip
+    return [
+        with_shots(
+            str(row["task_id"]), ask(row["prompt"]), shots,
+            {name: row[name] for name in ("prompt", "entry_point", "test")}, chat=config.chat, form="{}{}\n\n\n",
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 def _ask_to_complete(prompt: str) -> str:
@@ -210,7 +191,17 @@ def mbpp_problems(config: MbppConfig) -> list[Problem]:
         len(shown) == config.shots,
         f"{config.data} has {len(shown)} of MBPP's examples (1..10); shots is {config.shots}",
     )
-    return [_mbpp_problem(by_id[n], shown, question, setup, config.chat) for n in TEST_IDS if n in by_id]
+    shots = [
+        (_ask_for_program(row, question, config.chat), _fence(code) if config.chat else code)
+        for row in shown
+        for code in [row["code"].replace("\r\n", "\n").strip()]
+    ]
+    out = []
+    for row in (by_id[n] for n in TEST_IDS if n in by_id):
+        before = row[setup] if isinstance(row[setup], str) else "\n".join(row[setup])
+        facts, ask = {"tests": list(row["test_list"]), "setup": before}, _ask_for_program(row, question, config.chat)
+        out.append(with_shots(str(row["task_id"]), ask, shots, facts, chat=config.chat, form=f"{{}}{{}}\n{DONE}\n\n"))
+    return out
 
 
 def _check_mbpp(row: Row, setup: str, where: str) -> None:
@@ -221,23 +212,14 @@ def _check_mbpp(row: Row, setup: str, where: str) -> None:
         require(good, f"{where}: {name} is {row[name]!r}; a list of texts is wanted")
 
 
-def _mbpp_problem(row: Row, shown: Sequence[Row], question: str, setup: str, chat: bool) -> Problem:
-    before = row[setup] if isinstance(row[setup], str) else "\n".join(row[setup])
-    facts = {"tests": list(row["test_list"]), "setup": before}
-    asked = [_task_and_tests(example[question], example["test_list"]) for example in (*shown, row)]
-    codes = [example["code"].replace("\r\n", "\n").strip() for example in shown]
-    if not chat:
-        solved = [f"{a}\n{BEGIN}\n{code}\n{DONE}\n\n" for a, code in zip(asked, codes, strict=False)]
-        return Problem(str(row["task_id"]), "".join([*solved, f"{asked[-1]}\n{BEGIN}\n"]), facts)
-    asked = [f"{text}\n\nReply with one code block of Python that holds the whole program." for text in asked]
-    turns = [turn for a, code in zip(asked, codes, strict=False) for turn in (a, _fence(code))]
-    return Problem(str(row["task_id"]), asked[-1], facts, turns=tuple(turns))
-
-
-def _task_and_tests(text: str, tests: Sequence[str]) -> str:
+def _ask_for_program(row: Row, question: str, chat: bool) -> str:
     """The wording that the benchmark's paper prints."""
-    task = f"You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:"
-    return "\n".join([task, "", *tests])
+    asked = (
+        f"You are an expert Python programmer, and here is your task: {row[question]} "
+        "Your code should pass these tests:"
+    )
+    end = "\n\nReply with one code block of Python that holds the whole program." if chat else f"\n{BEGIN}\n"
+    return "\n".join([asked, "", *row["test_list"]]) + end
 
 
 def mbpp_program(problem: Problem, reply: str, config: CodeConfig) -> list[str]:
@@ -245,10 +227,6 @@ def mbpp_program(problem: Problem, reply: str, config: CodeConfig) -> list[str]:
     tests = "\n".join(problem.facts["tests"])
     text = between_marks(reply, BEGIN, DONE)
     return [told(text, set(_CALLED.findall(tests))) if config.chat else text, problem.facts["setup"], tests]
-
-
-def _score(program: Callable[[Problem, str, CodeConfig], list[str]]) -> Callable[..., list[list[Scores]]]:
-    return lambda problems, replies, config: score_programs(problems, replies, config, program)
 
 
 HUMANEVAL = Task(
@@ -265,6 +243,5 @@ MBPP = Task(
         "rule": "passes all of test_list; pass@k is the unbiased estimate",
         "base": f"completion up to {DONE}",
         "chat": "last whole code block that defines what the tests call",
-        "ids": "11..510",
     },
 )  # fmt: skip

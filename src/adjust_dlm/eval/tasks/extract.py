@@ -11,22 +11,15 @@ import re
 import textwrap
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
 _CODE_LINE = re.compile(r"^(?:(?:async +)?def |class |@\w|import \w|from [\w.]+ import )", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py", "py3")
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block.
-
-    Attributes:
-        language: the word behind the opening fence, in lower case.
-        text: what stands between the fences, not indented as a whole.
-        closed: whether the closing fence is there.
-    """
+class Block(NamedTuple):
+    """A fenced block: the word behind its opening fence in lower case, what it holds, whether it is closed."""
 
     language: str
     text: str
@@ -43,15 +36,12 @@ def blocks(reply: str) -> list[Block]:
             if match:
                 fence, language, inside = match[1], match[2].lower(), []
         elif match and match[1].startswith(fence) and not match[2]:
-            found.append(Block(language, _joined(inside), True))
+            found.append(Block(language, "\n".join(inside), True))
             fence = ""
         else:
             inside.append(line)
-    return [*found, Block(language, _joined(inside), False)] if fence else found
-
-
-def _joined(lines: list[str]) -> str:
-    return textwrap.dedent("\n".join(lines)) + "\n"
+    found += [Block(language, "\n".join(inside), False)] if fence else []
+    return [block._replace(text=textwrap.dedent(block.text) + "\n") for block in found]
 
 
 def defines(code: str, names: Collection[str]) -> bool:
@@ -142,11 +132,10 @@ def answered(prompt: str, entry: str, reply: str) -> list[str]:
 
     Code that does not define the function is its body.
     """
-    block = fenced(reply, {entry})
-    code = bare_code(_before_fence(reply)) if block is None else block
+    code = told(reply, {entry})
     if defines(code, {entry}):
         return [preamble(prompt, entry), code]
-    body = cut_body(_before_fence(reply)) or _before_fence(reply) if block is None else block
+    body = fenced(reply, {entry}) or cut_body(_before_fence(reply)) or _before_fence(reply)
     return [prompt + textwrap.indent(textwrap.dedent(body), "    ")]
 
 

@@ -12,11 +12,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate
-from adjust_dlm.eval.tasks.shots import Shot, first_shots, with_shots
-from adjust_dlm.eval.tasks.task_files import Row, read_rows
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate, with_shots
+from adjust_dlm.eval.tasks.task_files import Row, first_rows, read_rows
 from adjust_dlm.types import require
 
 END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens that a model has spelled out
@@ -26,26 +25,17 @@ _ANY_NUMBER = re.compile(r"(?:-|(?<![$.,]))[$.,]*[0-9][$0-9.,]*")  # never tried
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
-@dataclass(frozen=True)
-class Form:
-    """One way to ask and to answer.
-
-    Attributes:
-        ask: with {question}.
-        stop: word that begins the next question.
-        end: how an answer ends, with {number}.
-        found: what `strict` looks for.
-    """
+class Form(NamedTuple):
+    """How a {question} is asked, how an answer ends in a {number}, and what `strict` looks for."""
 
     ask: str
-    stop: str
     end: str
     found: re.Pattern[str]
 
 
 FORMS = {
-    "cot": Form("Q: {question}\nA:", "Q:", " The answer is {number}.", re.compile(f"The answer is ({_NUMBER})")),
-    "hashes": Form("Question: {question}\nAnswer:", "Question:", "\n#### {number}", re.compile(f"#### ({_NUMBER})")),
+    "cot": Form("Q: {question}\nA:", " The answer is {number}.", re.compile(f"The answer is ({_NUMBER})")),
+    "hashes": Form("Question: {question}\nAnswer:", "\n#### {number}", re.compile(f"#### ({_NUMBER})")),
 }
 
 
@@ -54,10 +44,8 @@ class Gsm8kConfig(DownstreamConfig):
     """Settings of `adjust eval gsm8k`; the defaults are the paper's for base models.
 
     Attributes:
-        data: .jsonl (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
         shots_data: file of the examples, of which the prompt shows the first ones: rows of GSM8K's training set, or a
             list of question and target, where target is the answer as it is to be written.
-        shots: examples in the prompt.
         form: cot for "The answer is 18.", hashes for "#### 18".
     """
 
@@ -76,18 +64,16 @@ def run(config: Gsm8kConfig) -> dict[str, Any]:
 def make_task(config: Gsm8kConfig) -> Task:
     """GSM8K in the form of the settings."""
     about = {
-        "form": config.form,
         "strict": f"first match of {FORMS[config.form].found.pattern!r}",
         "flexible": "last number, as text",
         "value": "last number, as a number",
-        "shots_data": config.shots_data if config.shots else None,
     }
     return Task("gsm8k", problems, score, stop_words(config.form), about)
 
 
 def stop_words(form: str) -> tuple[str, ...]:
-    """Where a completion ends."""
-    return (FORMS[form].stop, *END_WORDS)
+    """Where a completion ends: at the word that begins the next question, too."""
+    return (FORMS[form].ask.split()[0], *END_WORDS)
 
 
 def problems(config: Gsm8kConfig) -> list[Problem]:
@@ -101,23 +87,19 @@ def problems(config: Gsm8kConfig) -> list[Problem]:
     for number, row in enumerate(read_rows(config.data, ("question", "answer"), texts=TEXTS), start=1):
         facts = {"gold": clean(_split(row["answer"], f"{config.data}, row {number}")[1])}
         ask = form.ask.format(question=row["question"].strip())
-        out.append(with_shots(str(number), ask, shots, facts, kind="", chat=config.chat))
+        out.append(with_shots(str(number), ask, shots, facts, chat=config.chat))
     return out
 
 
-def _shots(config: Gsm8kConfig) -> list[Shot]:
-    if not config.shots:
-        return []
-    form = FORMS[config.form]
-    rows = read_rows(config.shots_data, ("question",), texts=TEXTS)[: config.shots]
-    made = []
-    for number, row in enumerate(rows, start=1):
+def _shots(config: Gsm8kConfig) -> list[tuple[str, str]]:
+    form, made = FORMS[config.form], []
+    for number, row in enumerate(first_rows(config.shots_data, config.shots, ("question",), TEXTS), start=1):
         where = f"{config.shots_data}, row {number}"
         target = row["target"].strip() if "target" in row else written(row, config.form, where)
         named = f"{where}: the example has no {form.end.strip().format(number='N')!r}, which form {config.form} wants"
         require(form.found.search(target) is not None, named)
-        made.append(Shot(form.ask.format(question=row["question"].strip()), target))
-    return first_shots(made, config.shots, config.shots_data)
+        made.append((form.ask.format(question=row["question"].strip()), target))
+    return made
 
 
 def written(row: Row, form: str, where: str) -> str:

@@ -1,14 +1,12 @@
 r"""MATH: competition problems whose answer stands in a box, asked as Minerva's evaluation asks.
 
-`exact` takes the last box, or the line "Final Answer: The final answer is X. I hope it is correct." where no box is
-closed, and compares normalised LaTeX. `minerva` takes that line only, as lm-evaluation-harness' `minerva_math`.
-`math_verify`, where the package of this name is installed, parses the completion and compares by value.
+math-verify compares by value: `math_verify` what it finds in the completion, `minerva` what the line "Final Answer: The
+final answer is X. I hope it is correct." says and nothing else, as lm-evaluation-harness' `minerva_math`.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +14,18 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-import torch.distributed as dist
-
-from adjust_dlm.eval.by_value import all_verified, verified
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
+from adjust_dlm.eval.by_value import all_verified
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, with_shots
+from adjust_dlm.eval.generation import over_ranks
 from adjust_dlm.eval.tasks.gsm8k import END_WORDS
-from adjust_dlm.eval.tasks.latex import final_answer, find_answer, last_boxed, normalize
 from adjust_dlm.eval.tasks.sandbox import available_workers
-from adjust_dlm.eval.tasks.shots import Shot, first_shots, with_shots
-from adjust_dlm.eval.tasks.task_files import Row, read_rows
-from adjust_dlm.train.distributed import from_all_ranks
+from adjust_dlm.eval.tasks.task_files import Row, first_rows, read_rows
 from adjust_dlm.types import require
 
 STOP = ("Problem:", *END_WORDS)
-MATH_VERIFY = "math-verify"
+_BOX = re.compile(r"(?<!\\)\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
+_FINAL = re.compile(r"Final Answer: The final answer is\s*(.*?)\.?\s*(?:I hope|\n|\Z)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +33,8 @@ class MathConfig(DownstreamConfig):
     """Settings of `adjust eval math`; the defaults are those of Minerva's evaluation of base models.
 
     Attributes:
-        data: .jsonl (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
         shots_data: file of the examples, of which the prompt shows the first ones: rows with problem and solution;
             needed where shots are asked for.
-        shots: examples in the prompt.
-        max_new_tokens: of an answer.
         per_subject: problems of each subject at most, the first ones; 0 is all.
     """
 
@@ -55,34 +48,25 @@ class MathConfig(DownstreamConfig):
     def __post_init__(self) -> None:
         """Checks what reading would find out late."""
         super().__post_init__()
-        require(self.per_subject >= 0, f"per_subject is {self.per_subject}; it must be at least 0")
+        self.require_at_least(per_subject=0)
         require(
             not self.shots or bool(self.shots_data),
             f"{self.shots} examples are asked for and no file of them is named: give --shots-data FILE or --shots 0",
         )
+        require(find_spec("math_verify") is not None, "MATH needs math-verify: pip install 'adjust-dlm[maths]'")
 
 
 def run(config: MathConfig) -> dict[str, Any]:
     """Evaluates the decoders on MATH; see `evaluate`."""
-    return evaluate(make_task(config), config)
+    return evaluate(make_task(), config)
 
 
-def make_task(config: MathConfig) -> Task:
-    """MATH with the metrics that this installation has."""
-    packages = (MATH_VERIFY, "sympy", "latex2sympy2_extended", "antlr4-python3-runtime")  # all four decide
-    versions = ", ".join(f"{name} {version(name)}" for name in packages) if has_math_verify() else ""
-    about = {
-        "exact": "last box, else the final answer line; normalised strings",
-        "minerva": "the final answer line; normalised strings",
-        "math_verify": versions or f"not reported: {MATH_VERIFY} is not installed",
-        "shots_data": config.shots_data if config.shots else None,
-    }
+def make_task() -> Task:
+    """MATH, and the versions that decide about some answers."""
+    packages = ("math-verify", "sympy", "latex2sympy2_extended", "antlr4-python3-runtime")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    about = {"math_verify": versions, "minerva": "the final answer line, by the same packages"}
     return Task("math", problems, score, STOP, about)
-
-
-def has_math_verify() -> bool:
-    """Whether `math_verify` can be reported."""
-    return find_spec("math_verify") is not None
 
 
 def problems(config: MathConfig) -> list[Problem]:
@@ -123,13 +107,9 @@ def _ask(row: Row) -> str:
     return f"Problem:\n{row['problem'].strip()}\n\nSolution:"
 
 
-def _shots(config: MathConfig) -> list[Shot]:
-    if not config.shots:
-        return []
-    fields = ("problem", "solution")
-    rows = read_rows(config.shots_data, fields, texts=fields)[: config.shots]
-    made = [Shot(_ask(row), written(row, f"{config.shots_data}, row {n}")) for n, row in enumerate(rows, start=1)]
-    return first_shots(made, config.shots, config.shots_data)
+def _shots(config: MathConfig) -> list[tuple[str, str]]:
+    rows = first_rows(config.shots_data, config.shots, ("problem", "solution"), ("problem", "solution"))
+    return [(_ask(row), written(row, f"{config.shots_data}, row {n}")) for n, row in enumerate(rows, start=1)]
 
 
 def written(row: Row, where: str) -> str:
@@ -141,32 +121,35 @@ def written(row: Row, where: str) -> str:
     return f"{solution}\nFinal Answer: The final answer is ${answer}$. I hope it is correct."
 
 
-def same_answer(answer: str | None, right: str) -> bool:
-    """Whether an answer was given and is the gold one, both normalised."""
-    return answer is not None and normalize(answer) == normalize(right)
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed` or `\fbox`, up to the brace that closes it; None without one, or if it stays open.
+
+    A box without braces holds the text up to white space or $.
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    if text[start : start + 1] != "{":
+        return re.split(r"[\s$]", text[start:], maxsplit=1)[0] or None
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start + 1 : brace.start()]
+    return None
 
 
-def grade(text: str, right: str, *, by_value: bool) -> Scores:
-    """Scores of one completion, cut at its stop words, against the gold answer."""
-    scores = {
-        "exact": float(same_answer(find_answer(text), right)),
-        "minerva": float(same_answer(final_answer(text), right)),
-    }
-    return scores | ({"math_verify": float(verified(text, right))} if by_value else {})
+def final_answer(text: str) -> str | None:
+    """X of the first "Final Answer: The final answer is X. I hope it is correct."; the last words may lack."""
+    found = _FINAL.search(text)
+    return found[1].strip() or None if found else None
 
 
 def score(items: Sequence[Problem], texts: Sequence[list[str]], config: MathConfig) -> list[list[Scores]]:
     """See `Task.score`."""
-    rights = [problem.facts["gold"] for problem in items]
-    out = [[grade(text, right, by_value=False) for text in group] for right, group in zip(rights, texts, strict=True)]
-    if has_math_verify():
-        pairs = [(text, right) for right, group in zip(rights, texts, strict=True) for text in group]
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        mine = all_verified(
-            pairs[rank::world], workers=available_workers() // int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        )
-        numbered = from_all_ranks([(rank + n * world, value) for n, value in enumerate(mine)])
-        values = [value for _, value in sorted(numbered)]
-        for scores, value in zip(itertools.chain(*out), values, strict=True):
-            scores["math_verify"] = float(value)
-    return out
+    pairs = [(text, problem.facts["gold"]) for problem, group in zip(items, texts, strict=True) for text in group]
+    lines = [(f"$\\boxed{{{(final_answer(text) or '').strip(' $')}}}$", right) for text, right in pairs]
+    values = over_ranks([*pairs, *lines], lambda mine: all_verified(mine, workers=available_workers()))
+    made = iter(zip(values[: len(pairs)], values[len(pairs) :], strict=True))
+    return [[dict(zip(("math_verify", "minerva"), map(float, next(made)), strict=True)) for _ in g] for g in texts]

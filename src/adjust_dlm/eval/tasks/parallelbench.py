@@ -1,33 +1,37 @@
 """ParallelBench: short tasks that reveal what is lost when tokens are committed together (arXiv 2510.04767).
 
-Waiting lines, puzzles and sentences, scored as the benchmark does: by task, and their plain mean by group.
+Waiting lines, puzzles and sentences, scored as the benchmark does: by task, and their plain mean by group. Lists and
+grids have two readings: lenient takes what a careful reader finds, strict wants the form that was asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, flat
 from adjust_dlm.eval.generation import COSTS
-from adjust_dlm.eval.tasks.parallelbench_files import read_problems
-from adjust_dlm.eval.tasks.parallelbench_metrics import Grammar, GrammarChecker, includes, is_right, open_grammar
-from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, select
+from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, read_list, read_problems, select
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import require
+from adjust_dlm.types import InputError, require
 
 log = logging.getLogger(__name__)
 NEW_TOKENS = {"waiting_line": 32, "waiting_line_n15": 128, "puzzle": 64, "words_to_sentence": 64}
-SHORT = 6  # people in the benchmark's ordinary lists
-Row = dict[str, Any]
+Facts = dict[str, Any]
+Grammar = Literal["auto", "off", "languagetool"]
+Check = Callable[[str], list[Any]]  # what is wrong with a text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +65,10 @@ class ParallelBenchConfig(DownstreamConfig):
     def __post_init__(self) -> None:
         """Tasks, sizes, and what decoding says of every group's settings."""
         require(bool(self.tasks), "name at least one task, or all")
-        require(self.n >= 0, f"n is {self.n}; it must be at least 0")
+        self.require_at_least(n=0)
         require(0 <= self.shots <= 8, f"shots is {self.shots}; it must be 0 to 8")
-        sizes = self.people
-        require(
-            bool(sizes) and min(sizes) >= 2 and max(sizes) <= 100, f"people is {list(sizes)}; give sizes from 2 to 100"
-        )
+        good = bool(self.people) and all(2 <= size <= 100 for size in self.people)
+        require(good, f"people is {list(self.people)}; give sizes from 2 to 100")
         groups = select(self.tasks)
         if self.max_new_tokens:
             super().__post_init__()
@@ -82,7 +84,7 @@ class ParallelBenchConfig(DownstreamConfig):
     def group_name(self, group: str) -> str:
         """`waiting_line_n15` for lists of 15 people."""
         most = max(self.people)
-        return f"{group}_n{most}" if group == "waiting_line" and most > SHORT else group
+        return f"{group}_n{most}" if group == "waiting_line" and most > 6 else group
 
 
 def run_parallelbench(
@@ -101,23 +103,21 @@ def run_parallelbench(
     distributed.start()
     groups = select(config.tasks)
     problems = {config.group_name(group): _problems(config, group, tasks) for group, tasks in groups.items()}
-    check, said = open_grammar(config.grammar) if "words_to_sentence" in groups else (None, "not needed")
-    about = {"grammar": said, "rows": config.data or f"generated, task_seed {config.task_seed}"}
-    about["reading"] = "strict" if config.strict else "lenient"
+    tool, said = open_grammar(config.grammar) if "words_to_sentence" in groups else (None, "not needed")
+    check = None if tool is None else functools.cache(tool.check)  # decoders write many a sentence twice
     try:
         base = base or load_base(config.base, device=config.device, quantize=config.quantize)
-        rows: list[Row] = []
-        macro: list[Row] = []
+        rows, macro = list[Facts](), list[Facts]()
         for name, asked in problems.items():
-            task = _task(name, asked, check, chat=config.chat)
+            task = _task(name, asked, check, config)
             long = _too_long(base, asked, config.for_group(name).max_new_tokens)
             for row in evaluate(task, config.for_group(name), base, sampler)["rows"]:
                 rows += _by_task(name, row, long)
                 macro.append(_macro(name, row))
     finally:
-        if check is not None:
-            check.close()
-    facts = {"task": "parallelbench", "about": about, "first_row": EVALUATION_ROWS}
+        if tool is not None:
+            tool.close()
+    facts = {"task": "parallelbench", "about": {"grammar": said}, "first_row": EVALUATION_ROWS}
     return {**facts, "rows": rows, "macro_averages": macro}
 
 
@@ -132,20 +132,18 @@ def _problems(config: ParallelBenchConfig, group: str, tasks: Sequence[str]) -> 
     ]
 
 
-def _task(name: str, asked: list[Problem], check: GrammarChecker | None, *, chat: bool) -> Task:
-    def score(
-        problems: Sequence[Problem], completions: Sequence[list[str]], config: ParallelBenchConfig
-    ) -> list[list[Scores]]:
+def _task(name: str, asked: list[Problem], check: Check | None, config: ParallelBenchConfig) -> Task:
+    def score(problems: Sequence[Problem], completions: Sequence[list[str]], _: Any) -> list[list[Scores]]:
         return [
             [score_reply(problem, text, strict=config.strict, check=check) for text in texts]
             for problem, texts in zip(problems, completions, strict=True)
         ]
 
-    stop = () if chat else ("\n\n",)  # a base model goes on with a next question
+    stop = () if config.chat else ("\n\n",)  # a base model goes on with a next question
     return Task(f"parallelbench {name}", lambda _: asked, score, stop=stop)
 
 
-def score_reply(problem: Problem, text: str, *, strict: bool = False, check: GrammarChecker | None = None) -> Scores:
+def score_reply(problem: Problem, text: str, *, strict: bool = False, check: Check | None = None) -> Scores:
     """All metrics of one reply.
 
     Args:
@@ -160,10 +158,12 @@ def score_reply(problem: Problem, text: str, *, strict: bool = False, check: Gra
     """
     task = problem.kind.rpartition("/")[2]
     if group_of(task) == "words_to_sentence":
-        inclusion = float(includes(text, problem.facts["words"]))
+        inclusion = float(
+            all(word in text for word in problem.facts["words"])
+        )  # in its own spelling, if only within another
         if check is None:
             return {"inclusion": inclusion}
-        grammar = float(check.is_clean(text))
+        grammar = float(bool(text.strip()) and not check(text.strip()))
         return {"score": inclusion * grammar, "inclusion": inclusion, "grammar": grammar}
     both = {name: float(is_right(task, text, problem.facts, strict=name == "strict")) for name in ("lenient", "strict")}
     return {"score": both["strict" if strict else "lenient"], **both}
@@ -179,7 +179,7 @@ def _too_long(base: Base, problems: Sequence[Problem], most: int) -> Counter[str
     return found
 
 
-def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list[Row]:
+def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list[Facts]:
     out = []
     for kind, metrics in row["kinds"].items():
         n = next(iter(metrics.values()))["n"]
@@ -189,7 +189,7 @@ def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list
     return out
 
 
-def _macro(group: str, row: Mapping[str, Any]) -> Row:
+def _macro(group: str, row: Mapping[str, Any]) -> Facts:
     """The plain mean over tasks, whatever their number of rows; its half-width is that of independent tasks."""
     kinds = list(row["kinds"].values())
     metrics = {
@@ -201,3 +201,89 @@ def _macro(group: str, row: Mapping[str, Any]) -> Row:
     }
     cost = {name: row[name] for name in COSTS}
     return {"group": group, "variant": row["variant"], "tasks": len(kinds)} | flat(metrics) | cost
+
+
+def is_right_list(task: str, people: list[str], facts: Facts) -> bool:
+    """The one right list, or one of those of a random kind: the input shuffled, or with one change at any place."""
+    given, word = facts.get("input", []), facts.get("word")
+    if task == "shuffle":
+        return people != given and sorted(people) == sorted(given)
+    right = {
+        "insert_random": [[*given[:n], word, *given[n:]] for n in range(len(given) + 1)],
+        "remove_random": [[*given[:n], *given[n + 1 :]] for n in range(len(given))],
+        "replace_random": [[*given[:n], word, *given[n + 1 :]] for n in range(len(given))],
+    }
+    return people in right.get(task, [facts.get("answer")])
+
+
+def is_latin(text: str, symbols: Sequence[str]) -> bool:
+    """Whether the first n lines that hold exactly the n symbols, apart by commas, are a Latin square.
+
+    Lines with anything else are passed over; there is one reading only.
+    """
+    wanted = set(symbols)
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.split("\n")]
+    rows = [row for row in rows if set(row) == wanted][: len(wanted)]
+    return len(rows) == len(wanted) and all(set(column) == wanted for column in zip(*rows, strict=False))
+
+
+def read_grid(text: str, *, strict: bool = False) -> list[str] | None:
+    """The 4x4 grid of digits in a text, as four strings.
+
+    Args:
+        text: a reply.
+        strict: four lines of four digits and nothing else but empty lines. Lenient: lines whose digits are not four
+            are passed over, and all but digits within a line is.
+
+    Returns:
+        None where there are not exactly four such lines.
+    """
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    if strict:
+        return lines if len(lines) == 4 and all(re.fullmatch("[0-9]{4}", line) for line in lines) else None
+    rows = [row for line in lines if len(row := "".join(re.findall("[0-9]", line))) == 4]
+    return rows if len(rows) == 4 else None
+
+
+def is_right(task: str, text: str, facts: Facts, *, strict: bool = False) -> bool:
+    """Whether a reply to a list task or a puzzle is right.
+
+    Args:
+        task: one of `LISTS`, `latin_square` or `sudoku`.
+        text: the reply.
+        facts: `answer` or `input` and `word` of lists, `symbols` of a square, `answer` of a Sudoku.
+        strict: how the reply is read.
+    """
+    if task == "latin_square":
+        return is_latin(text, facts["symbols"])
+    if task == "sudoku":
+        return read_grid(text, strict=strict) == facts["answer"].split("\n")
+    people = read_list(text, strict=strict)
+    return people is not None and is_right_list(task, people, facts)
+
+
+def open_grammar(mode: Grammar) -> tuple[Any, str]:
+    """LanguageTool for American English, a local server that `close` ends, and what a result says about it.
+
+    Args:
+        mode: `auto` goes without it where it does not start, and says why; `off` never starts it; `languagetool`
+            insists.
+
+    Raises:
+        InputError: `languagetool`, and it does not start.
+    """
+    if mode == "off":
+        return None, "off: inclusion only"
+    package = "language_tool_python"
+    try:
+        require(find_spec(package) is not None, "it is not installed (pip install language_tool_python)")
+        import language_tool_python  # starts a Java server, after a download of 250 MB the first time
+
+        tool = language_tool_python.LanguageTool("en-US")
+    except Exception as error:  # no package, no Java, no download: each has its own kind of error
+        why = f"{package}: {' '.join(str(error).split()) or type(error).__name__}"
+        if mode == "languagetool":
+            raise InputError(f"the grammar check does not start: {why}; --grammar off leaves it out") from error
+        log.warning("no grammar check, inclusion only: %s", why)
+        return None, f"not available, inclusion only: {why}"
+    return tool, f"LanguageTool en-US, default rules, by {package} {version(package)}"

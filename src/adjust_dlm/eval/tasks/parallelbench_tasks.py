@@ -1,8 +1,12 @@
-"""The tasks of ParallelBench in rows and words of this project: each row a pure function of task, seed and number.
+"""What ParallelBench asks: rows of this project, each a pure function of task, seed and number, or the public ones.
 
-The benchmark's kinds, sizes and metrics (arXiv 2510.04767), none of its rows or prompts. Lists use the held-out names
-of `data/lists.py`, which no training task contains. Indices count from 0; `sort` orders whole strings, first names
-first, and its prompt says so (the benchmark's says last name, while its answers are in order of first names).
+Our rows have the benchmark's kinds, sizes and metrics (arXiv 2510.04767), none of its rows or prompts. Lists use the
+held-out names of `data/lists.py`, which no training task contains. Indices count from 0; `sort` orders whole strings,
+first names first, and its prompt says so (the benchmark's says last name, while its answers are in order of first
+names). Sentences: easy takes all words from one everyday scene, medium from four, hard two from two scenes and two from
+two fields of knowledge that have nothing to do with them; no word is part of another, so each has to be written.
+
+The public rows carry no licence, so they are read from the user's folder.
 """
 
 from __future__ import annotations
@@ -12,22 +16,29 @@ import random
 import string
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from adjust_dlm.data.lists import FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
 from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.tasks.parallelbench_metrics import LISTS
-from adjust_dlm.eval.tasks.parallelbench_words import LEVELS, draw_words
-from adjust_dlm.types import require
+from adjust_dlm.eval.tasks.task_files import read_rows, read_text
+from adjust_dlm.types import InputError, require
 
+LISTS = (
+    "copy", "reverse", "sort", "shuffle", "insert_index", "insert_random", "remove_index", "remove_random",
+    "replace_index", "replace_random",
+)  # fmt: skip
 GROUPS: dict[str, tuple[str, ...]] = {
-    "waiting_line": tuple(LISTS),
+    "waiting_line": LISTS,
     "puzzle": ("latin_square", "sudoku"),
-    "words_to_sentence": LEVELS,
+    "words_to_sentence": ("easy", "medium", "hard"),
 }
 FIRST, LAST = FIRST_NAMES[::HELD_OUT_EVERY], LAST_NAMES[::HELD_OUT_EVERY]
 SIZE = 4  # of squares and grids
 BLANKS = 4  # open cells of a Sudoku; 12 are given
+FILES = {"latin_square": "latin_square_n4", "sudoku": "sudoku_n4_12"}  # where a public file is not called as its task
 Row = tuple[str, dict[str, Any], str]  # prompt, facts, a right reply
 
 _FRAME = (
@@ -55,6 +66,37 @@ _SUDOKU = (
     "of 1, 2, 3 and 4 once.\n{grid}\nWrite the whole grid, four lines of four digits, and nothing else."
 )
 _SENTENCE = "Write one sentence that makes sense and has all of these words in it, spelled as here: {words}."
+_SCENES = """
+    kitchen: soup spoon stove recipe onion butter oven dinner taste chop
+    garden: flower shovel soil weed hedge bloom tomato dig fence seed
+    beach: sand wave shell towel swim sunny sailboat crab shore splash
+    school: pupil teacher lesson pencil homework chalk classroom spell learn desk
+    farm: cow barn tractor hay milk goose plough harvest stable feed
+    winter: snow mitten sledge freeze scarf icicle shiver skate frost blanket
+    train: platform ticket luggage conductor whistle passenger depart rail delay window
+    doctor: nurse fever medicine cough bandage clinic thermometer heal patient pulse
+    music: guitar drum melody singer violin concert dance piano loud rhythm
+    forest: squirrel path mushroom branch owl camp moss hike fox acorn
+    shop: cashier basket coin discount customer cheap buy shelf receipt queue
+    house: roof cellar chimney carpet curtain lamp paint neighbour stairs key
+"""
+_FIELDS = """
+    astronomy: eclipse asteroid nebula telescope gravity comet
+    law: verdict tribunal contract statute plaintiff testimony
+    geology: sediment magma fossil quartz tectonic erosion
+    computing: algorithm compiler database encryption bandwidth recursion
+    philosophy: paradox virtue dogma metaphor irony dilemma
+    economics: inflation monopoly dividend tariff subsidy bankruptcy
+    chemistry: catalyst polymer isotope solvent enzyme alloy
+    mathematics: theorem fraction polygon symmetry integer probability
+"""
+
+
+def _table(text: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(line.split(":")[1].split()) for line in text.strip().splitlines())
+
+
+SCENES, FIELDS = _table(_SCENES), _table(_FIELDS)
 
 
 def make_problem(task: str, number: int, *, seed: int, people: Sequence[int] = (3, 4, 5, 6), shots: int = 1) -> Problem:
@@ -192,5 +234,95 @@ def _lines(grid: str) -> str:
 
 
 def _words(rng: random.Random, level: str) -> Row:
-    words = draw_words(rng, level)
+    if level == "easy":
+        words = rng.sample(rng.choice(SCENES), 4)
+    else:
+        groups = rng.sample(SCENES, 4) if level == "medium" else [*rng.sample(SCENES, 2), *rng.sample(FIELDS, 2)]
+        words = rng.sample([rng.choice(group) for group in groups], 4)
     return _SENTENCE.format(words=", ".join(words[:-1]) + f" and {words[-1]}"), {"words": words}, ""
+
+
+def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int = 1) -> list[Problem]:
+    """The public rows of one task.
+
+    Args:
+        folder: holds `<group>/<file>.jsonl` and `<group>/task_config.yaml`.
+        group: a folder in it: `waiting_line`, `waiting_line_n15`, `puzzle` or `words_to_sentence`.
+        task: a task of that group.
+        n: rows, spread evenly over the file (which is in order of length); 0 is all.
+        shots: worked examples, at most as many as a row has. Sentences have none.
+
+    Raises:
+        InputError: a file that is missing or holds something else.
+    """
+    name = FILES.get(task, task)
+    template = _template(folder / group / "task_config.yaml", f"{group}/{name}")
+    path = folder / group / f"{name}.jsonl"
+    rows = read_rows(str(path))
+    n, out = min(n, len(rows)) or len(rows), []
+    for number in (at * len(rows) // n for at in range(n)):
+        row = rows[number]
+        try:
+            shown = row["input"].get("icl_examples")
+            pairs = [(_fill(template, one), _reply(one["answer"])) for one in (shown or [])[:shots]]
+            facts, prompt = {"example": _reply(row["answer"])} | _facts(task, row["answer"]), _fill(template, row)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path}, row {number + 1} is no row of {task}: {error!r}") from error
+        few = shown is not None and len(pairs) < shots
+        require(not few, f"{path} has {len(pairs)} examples a row; shots is {shots}")
+        turns = tuple(text for pair in pairs for text in pair)
+        out.append(Problem(f"{group}/{task}/{number:04}", prompt, facts, f"{group}/{task}", turns))
+    return out
+
+
+def _template(path: Path, task: str) -> str:
+    try:
+        entry = yaml.safe_load(read_text(path))[task]["prompt"]
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise InputError(f"{path} has no prompt of {task}: {' '.join(repr(error).split())}") from error
+    require(isinstance(entry, str), f"{path}: the prompt of {task} is no text")
+    return str(entry)
+
+
+def _fill(template: str, row: dict[str, Any]) -> str:
+    """A row's fields in their places; a backslash with an n behind it is a line break."""
+    return template.format(**row["input"]).replace("\\n", "\n")
+
+
+def _reply(answer: str | dict[str, Any]) -> str:
+    """A right reply; some sentences have none."""
+    if isinstance(answer, dict):
+        return str(answer.get("example", "") if "words" in answer else answer["example"])
+    return str(answer)
+
+
+def _facts(task: str, answer: str | dict[str, Any]) -> dict[str, Any]:
+    """What scoring needs."""
+    if isinstance(answer, dict):
+        free = ("input", "word") if task in ("insert_random", "replace_random") else ("input",)
+        names = {"latin_square": ("symbols",), **dict.fromkeys(GROUPS["words_to_sentence"], ("words",))}.get(task, free)
+        return {name: answer[name] for name in names}
+    people = read_list(answer, strict=True) if task in LISTS else answer
+    require(people is not None, f"{answer!r} is no list")
+    return {"answer": people}
+
+
+def read_list(text: str, *, strict: bool = False) -> list[str] | None:
+    """The items of the last list in a text.
+
+    Args:
+        text: a reply.
+        strict: both brackets, items apart by a comma and one space, each in double quotes with none inside. Lenient:
+            everything behind the last `[` and before the next `]`, where there are any; items apart by commas, spaces
+            and double quotes around them dropped, items of nothing but white space left out.
+
+    Returns:
+        None where the strict form is missed.
+    """
+    _, opened, inside = text.rpartition("[")
+    inside, closed, _ = inside.partition("]")
+    if not strict:
+        return [item.strip(' "') for item in inside.split(",") if item.strip()]
+    items = inside.split(", ")
+    quoted = all(len(item) >= 2 and item[0] == item[-1] == '"' and item.count('"') == 2 for item in items)
+    return [item[1:-1] for item in items] if opened and closed and quoted else None

@@ -19,13 +19,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
 
 from adjust_dlm.types import require
 
-Status = Literal["passed", "failed", "timeout", "output"]
 PROTECTIONS = ("user", "processes", "network", "proc", "files")
 GRACE = 5.0  # seconds for the tree to end after the order; then it is killed from outside
 _START = 30.0  # seconds for the interpreter to start on a busy machine; not counted as the program's
@@ -58,9 +57,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Checks every limit."""
-        for name in ("seconds", "memory_mb", "file_mb", "output_kb", "processes", "files"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} is {value}; it must be above 0")
+        for name, value in vars(self).items():
+            require(value > 0 or name == "namespaces", f"{name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,11 @@ class Result:
     Attributes:
         status: passed (all parts ran to their end), failed, timeout, or output (wrote more than it may).
         message: the exception it ended with, or how the process ended.
-        seconds: wall time from the start of its code.
         protections: those of `PROTECTIONS` that were active beside limits and the process tree.
     """
 
-    status: Status
+    status: Literal["passed", "failed", "timeout", "output"]
     message: str
-    seconds: float
     protections: tuple[str, ...]
 
     @property
@@ -86,12 +82,12 @@ class Result:
 
 
 def available_workers() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0))
+    """CPUs this process may use, as one of this machine's ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def run_programs(
-    programs: Sequence[Sequence[str]], limits: Limits | None = None, *, workers: int | None = None
+    programs: Sequence[Sequence[str]], limits: Limits = Limits(), *, workers: int | None = None
 ) -> list[Result]:
     """Runs programs side by side, results in order.
 
@@ -99,13 +95,12 @@ def run_programs(
         programs: the parts of each, compiled apart and run one after another with the same globals, so that no part
             can swallow the next one by its syntax.
         limits: of each program.
-        workers: programs at once; one per CPU by default.
+        workers: programs at once; `available_workers` by default.
 
     Raises:
         InputError: not on Linux.
     """
     require(sys.platform == "linux", f"running programs needs Linux, and this is {sys.platform}; use a container")
-    limits = limits or Limits()
     with ThreadPoolExecutor(workers or available_workers()) as pool:
         return list(pool.map(lambda parts: run_program(parts, limits), programs))
 
@@ -155,14 +150,11 @@ def _start(
 
     Hashes have a fixed seed, so that the order of a set, and with it a score, is the same in every run.
     """
-    numbers = ("memory_mb", "file_mb", "processes", "files", "namespaces")
-    job = {name: getattr(limits, name) for name in numbers}
-    job |= {"parts": list(parts), "folder": folder, "parent": os.getpid(), "cpu_seconds": int(limits.seconds) + 1}
-    path = Path(folder) / "job"
-    path.write_text(json.dumps(job), encoding="utf-8")
+    job = {"parts": list(parts), "folder": folder, "parent": os.getpid(), "cpu_seconds": int(limits.seconds) + 1}
     fds = [pipe.fileno() for pipe in pipes]
-    with path.open("rb") as stdin:
-        path.unlink()
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(json.dumps(asdict(limits) | job).encode())
+        stdin.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-s", "-S", "-P", "-B", str(_JAIL), *map(str, fds)],
             stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=fds, start_new_session=True,
@@ -199,21 +191,20 @@ def _watch(process: subprocess.Popen[bytes], results: IO[bytes], token: str, lim
                         began, limit = time.monotonic(), limits.seconds
             if ready == {process_fd}:
                 break
-    seconds = time.monotonic() - began
     head, _, verdict = said.partition(b"\n")
     if not head:
         raise RuntimeError(f"the sandbox did not start: {tail.decode(errors='replace') or 'no reason given'}")
     protections = tuple(json.loads(head)["protections"])
     if written > limits.output_kb << 10:
-        return Result("output", f"wrote more than {limits.output_kb} kB", seconds, protections)
+        return Result("output", f"wrote more than {limits.output_kb} kB", protections)
     if left <= 0:
-        return Result("timeout", f"did not end within {limits.seconds:g} s", seconds, protections)
+        return Result("timeout", f"did not end within {limits.seconds:g} s", protections)
     if verdict == f"token {token}".encode():
-        return Result("passed", "", seconds, protections)
+        return Result("passed", "", protections)
     verdict, _, left_behind = verdict.partition(b"\0")
     kind, _, message = verdict.partition(b" ")
     told = message if kind == b"error" else left_behind
-    return Result("failed", told.decode(errors="replace").strip() or "ended early", seconds, protections)
+    return Result("failed", told.decode(errors="replace").strip() or "ended early", protections)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:

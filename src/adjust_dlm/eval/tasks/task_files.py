@@ -14,7 +14,6 @@ from adjust_dlm.types import InputError, require
 
 Row = dict[str, Any]
 _OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
-_KINDS = (".jsonl", ".json", ".parquet")
 
 
 def read_rows(spec: str, fields: Sequence[str] = (), *, texts: Sequence[str] = ()) -> list[Row]:
@@ -41,6 +40,13 @@ def read_rows(spec: str, fields: Sequence[str] = (), *, texts: Sequence[str] = (
     return rows
 
 
+def first_rows(spec: str, count: int, fields: Sequence[str], texts: Sequence[str]) -> list[Row]:
+    """The first rows of a file of examples, see `read_rows`; raises InputError where it has fewer."""
+    rows = read_rows(spec, fields, texts=texts)[:count] if count else []
+    require(len(rows) == count, f"{spec} has {len(rows)} examples, {count} are asked for; give fewer --shots")
+    return rows
+
+
 def find_files(spec: str) -> list[Path]:
     """The local paths of files: the one given, or those of `owner/name:path` in the Hub library's cache.
 
@@ -58,10 +64,24 @@ def find_files(spec: str) -> list[Path]:
 
 
 def _read(path: Path, spec: str) -> list[Any]:
-    packed = path.suffix in _OPENERS
-    kind = path.with_suffix("").suffix if packed else path.suffix
-    require(kind in _KINDS, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
-    return _parquet(path) if kind == ".parquet" else _json(path, lines=kind == ".jsonl")
+    kind = path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix
+    known = kind in (".jsonl", ".json", ".parquet")
+    require(known, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
+    if kind == ".parquet":
+        import pyarrow
+        import pyarrow.parquet as pq
+
+        try:
+            return list(pq.read_table(path).to_pylist())
+        except pyarrow.ArrowInvalid as error:
+            raise InputError(f"cannot read {path}: {error}") from error
+    text = read_text(path)
+    if kind == ".jsonl":  # cut at line feeds alone: a JSON text may hold what else Python takes for a line end
+        numbered = enumerate(text.split("\n"), start=1)
+        return [json_value(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
+    rows = json_value(text, str(path))
+    require(isinstance(rows, list), f"{path}: a JSON list of objects is wanted")
+    return list(rows)
 
 
 def read_text(path: Path) -> str:
@@ -88,23 +108,3 @@ def json_value(text: str, where: str) -> Any:
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}") from error
     return value
-
-
-def _json(path: Path, *, lines: bool) -> list[Any]:
-    text = read_text(path)
-    if lines:
-        numbered = enumerate(text.split("\n"), start=1)
-        return [json_value(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
-    rows = json_value(text, str(path))
-    require(isinstance(rows, list), f"{path}: a JSON list of objects is wanted")
-    return list(rows)
-
-
-def _parquet(path: Path) -> list[Any]:
-    import pyarrow
-    import pyarrow.parquet as pq
-
-    try:
-        return list(pq.read_table(path).to_pylist())
-    except pyarrow.ArrowInvalid as error:
-        raise InputError(f"cannot read {path}: {error}") from error
