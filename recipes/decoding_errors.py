@@ -11,6 +11,7 @@ Markdown each.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections import defaultdict
 
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.cache import PrefixCache
-from adjust_dlm.decoders.machinery.canvas import Canvas, pick, rows_at_once
+from adjust_dlm.bases.memory import Memory
+from adjust_dlm.decoders.machinery.cache import with_prefix_cache
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import pick, rows_at_once
 from adjust_dlm.sampler import Sampler
 
 TABLES = ["cache", "depth"]
@@ -43,13 +46,15 @@ def divergences(base: Base, exact_BLD: Tensor, other_BLD: Tensor, at_BL: Tensor)
 def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]) -> Sums:
     """By period and pass since a row was last computed whole (0: just now)."""
     canvas = Canvas(base, [[base.spec.bos_id]] * rows, config)
-    caches = {period: PrefixCache(base, period) for period in periods}
+    twins = {period: copy.copy(canvas) for period in periods}  # the same tokens, a memory each
+    for twin in twins.values():
+        twin.memory = Memory(rows, base.device)
     out: Sums = defaultdict(list)
     while canvas.open:
         h_BLD = base.hidden(canvas)
-        for period, cache in caches.items():
-            reused_BLD = cache(canvas)
-            age = int(cache._age_B[0]) - 1
+        for period, twin in twins.items():
+            reused_BLD = with_prefix_cache(base, config.but(cache_period=period)).hidden(twin)
+            age = int(twin.memory.counts_B3[0, 0]) - 1
             kl, same, _ = divergences(base, h_BLD, reused_BLD, canvas.open_BL)
             out[f"{period}", age] += [kl]
             out[f"{period} argmax", age] += [same]

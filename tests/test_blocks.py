@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
-from adjust_dlm.decoders.machinery.cache import PrefixCache
+from adjust_dlm.decoders.machinery.cache import with_prefix_cache
 from adjust_dlm.decoders.machinery.canvas import Picks
 from adjust_dlm.decoders.machinery.columns import best_columns, columns_of
 from adjust_dlm.types import DecodeConfig, InputError, State
@@ -176,7 +177,7 @@ def test_candidates_follow_the_commits_of_a_round(count: int, follows: bool) -> 
     """After each commit, against a list in plain Python; without following, only the committed column leaves them."""
     base = tiny_base("dream")
     canvas = Canvas(base, [[BOS, 5, 6]] * 30, DecodeConfig(max_new_tokens=20, tokens_per_step=5, candidates=count))
-    canvas.follows = follows
+    canvas.candidates.follow = follows
     generator = torch.Generator().manual_seed(count)
     score_BL = torch.randint(0, 9, canvas.tokens_BL.shape, generator=generator).float()
     score_BL[~canvas.masked_BL] = -torch.inf
@@ -261,6 +262,19 @@ def test_a_cached_row_does_not_depend_on_its_batch(
         assert row_of(alone, 0) == row_of(together, b)
 
 
+def spied(base: TransformerBase) -> list[int]:
+    """The first column of each pass that a base makes with a memory, from now on."""
+    again, firsts = base.hidden_again, list[int]()
+
+    def spy(state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        firsts.append(int(column_BN[0, 0]))
+        assert bool(valid_BN.all())
+        return again(state, memory, column_BN, valid_BN)
+
+    base.hidden_again = spy  # type: ignore[method-assign]
+    return firsts
+
+
 class ByHand:
     """Layers run one by one: what enters each of them is remembered, and taken from there before `stop`."""
 
@@ -295,12 +309,13 @@ class ByHand:
 def test_what_is_reused_and_what_is_not(family: str, window: int | None, stops: list[int]) -> None:
     """Period 3, against layers run by hand: columns before the stop as they last entered every layer."""
     base = tiny_base(family, end_ids=NO_END)
-    canvas = Canvas(base, [[BOS, 5, 6, 7]], DecodeConfig(max_new_tokens=6))
-    cache, hand = PrefixCache(base, 3, window), ByHand(base)
+    canvas = Canvas(base, [[BOS, 5, 6, 7]], DecodeConfig(max_new_tokens=6, cache_period=3, cache_window=window))
+    firsts, hand = spied(base), ByHand(base)
+    cached = with_prefix_cache(base, canvas.config)
     for n, (position, stop) in enumerate(zip((4, 6, 5, 8, 7, 9), stops, strict=True)):
         now = State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL.clone(), padded=False)
-        h_BLD = cache(canvas)
-        assert cache._memory[0].first == stop
+        h_BLD = cached.hidden(canvas)
+        assert firsts.pop() == stop
         torch.testing.assert_close(h_BLD, hand(now, stop), atol=1e-5, rtol=1e-4)
         if stop == 0:
             torch.testing.assert_close(h_BLD, base.hidden(now), atol=1e-5, rtol=1e-4)
@@ -308,15 +323,8 @@ def test_what_is_reused_and_what_is_not(family: str, window: int | None, stops: 
 
 
 def test_a_row_that_enters_a_block_is_computed_whole() -> None:
-    base, firsts = tiny_base("llada", end_ids=NO_END), []
-    again = base.hidden_again
-
-    def spy(state: State, stale_BL: Tensor, memory: Any = None) -> Any:
-        out = again(state, stale_BL, memory)
-        firsts.append(out[1][0].first)
-        return out
-
-    base.hidden_again = spy  # type: ignore[method-assign]
+    base = tiny_base("llada", end_ids=NO_END)
+    firsts = spied(base)
     config = DecodeConfig(max_new_tokens=9, tokens_per_step=1, block_length=3, cache_period=100)
     decode(base, [[BOS, 5]], config, decoder="joint")
     assert firsts == [0, 1, 1, 0, 4, 4, 0, 7, 7]

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, smol
 from adjust_dlm.bases.layers import BidirectionalLayer
+from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, State, is_number, require, require_whole
 
 CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
-Keys = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer of g: [B, heads, L, d]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,25 +145,24 @@ class Sampler(nn.Module):
         if column_BN is None:
             return self._out(h_BLD, last(z_BLD, state))
         keys = last.keys(z_BLD, state)
-        z_BND = last.rows(at_columns(z_BLD, column_BN), state, column_BN, keys)
+        z_BND = last.rows(at_columns(z_BLD, column_BN), state, column_BN, lambda *_: keys)
         return self._out(at_columns(h_BLD, column_BN), z_BND)
 
     def on(self, base: Base) -> Base:
         """The base, giving the features that g wants."""
         return base.with_features(self.config.features)
 
-    def keys(self, h_BLD: Tensor, state: State) -> Keys:
+    def keys(self, h_BLD: Tensor, state: State) -> Memory:
         """The keys and values of each layer in one whole step, for `rows`."""
-        *before, last = self.layers
-        z_BLD = self._mixed(h_BLD, self._paired(state, h_BLD.dtype))
-        made = []
-        for layer in before:
-            made.append(layer.keys(z_BLD, state))
-            z_BLD = layer(z_BLD, state)
-        return (*made, last.keys(z_BLD, state))
+        z_BLD, memory = self._mixed(h_BLD, self._paired(state, h_BLD.dtype)), Memory()
+        for n, layer in enumerate(self.layers):
+            if n:
+                z_BLD = self.layers[n - 1](z_BLD, state)
+            memory.kept.append(torch.stack(layer.keys(z_BLD, state), 1))
+        return memory
 
     def rows(
-        self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: Keys, valid_BN: Tensor | None = None
+        self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: Memory, valid_BN: Tensor | None = None
     ) -> Tensor:
         """One step at some columns alone: [B, N, ...], as wide as `forward` has it.
 
@@ -179,8 +178,8 @@ class Sampler(nn.Module):
         """
         h_BND = at_columns(h_BLD, column_BN)
         z_BND = self._mixed(h_BND, at_columns(self._paired(state, h_BLD.dtype), column_BN))
-        for layer, own in zip(self.layers, keys, strict=True):
-            z_BND = layer.rows(z_BND, state, column_BN, own, valid_BN)
+        for n, layer in enumerate(self.layers):
+            z_BND = layer.rows(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
         return self._out(h_BND, z_BND)
 
     def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
@@ -220,11 +219,6 @@ class Sampler(nn.Module):
         facts = {"config": asdict(self.config), "base_fingerprint": self.base_fingerprint, **known, **provenance}
         text = json.dumps(facts, indent=2) + "\n"
         write_whole({folder / WEIGHTS: save(weights), folder / CONFIG: text})
-
-
-def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
-    """States of some columns: [B, N, D]."""
-    return h_BLD.gather(1, column_BN[..., None].expand(-1, -1, h_BLD.shape[-1]))
 
 
 class _NoNorm(nn.Identity):

@@ -129,7 +129,7 @@ def open_counts(config: DecodeConfig, decoder: str, *, follows: bool = True) -> 
     """Rows that each commit of a round scores, on one canvas with no text that ends early, round after round.
 
     Parallel decoding scores once for all commits of its round. Candidates are as many after each commit where they
-    follow it (`Canvas.follows`).
+    follow it (`Candidates.follow`).
     """
     width = config.block_length or config.max_new_tokens
     for first in range(0, config.max_new_tokens, width):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, pick
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
+from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.sampling import negative_entropy
 from adjust_dlm.types import State, is_number, require, require_count
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.canvas import Canvas, pick
+from adjust_dlm.bases.memory import Memory, renew
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.decoders.machinery.columns import columns_of
-from adjust_dlm.sampler import Keys, Sampler, at_columns
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import State, require
 
 
@@ -44,10 +45,10 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
     """
     options.check(sampler, canvas.config.candidates)
     sparse = sampler if options.sparse and isinstance(sampler, Sampler) else None
-    canvas.follows = sparse is None  # what a sparse step leaves out stays out
+    canvas.candidates.follow = sparse is None  # what a sparse step leaves out stays out
     while canvas.open:  # line 2
         h_BLD = base.hidden(canvas)  # line 3
-        keys: Keys | None = None
+        keys: Memory | None = None
         for k in canvas.round():  # line 4
             if k:
                 if sparse is None:
@@ -58,9 +59,9 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
             canvas.commit(pick(base, h_BLD, canvas))  # lines 5-7
 
 
-def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Keys, k: int) -> Tensor:
+def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Memory, k: int) -> Tensor:
     """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
-    column_BN, valid_BN = columns_of(canvas.active(sampler.carriers), canvas.config.candidates + 1 + k)
+    active_BL = canvas.candidates.only_BL | sampler.carriers(canvas.written_BL, canvas)
+    column_BN, valid_BN = columns_of(active_BL, canvas.config.candidates + 1 + k)
     new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
-    new_BND = torch.where(valid_BN[..., None], new_BND, at_columns(h_BLD, column_BN))
-    return h_BLD.scatter(1, column_BN[..., None].expand_as(new_BND), new_BND)
+    return renew(h_BLD.clone(), new_BND, column_BN, valid_BN)
