@@ -98,7 +98,7 @@ def test_the_same_results_whatever_the_settings(
     family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, sparse: bool
 ) -> None:  # fmt: skip
     config = heeded(config, decoder)
-    options = {"sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
+    options = {"sparse": sparse and config.candidates != 0} if decoder == "adjust" else {}
     both(BASES[family], given_, config, decoder, sampler=SAMPLERS[family], slots=slots, **options)
 
 
@@ -111,7 +111,7 @@ def test_the_same_results_whatever_g_sees(
     family: str, form: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, sparse: bool
 ) -> None:  # fmt: skip
     """All forms of g in turn on one base, which keeps buffers and graphs for them."""
-    options = {"sparse": sparse and config.candidates > 0}
+    options = {"sparse": sparse and config.candidates != 0}
     both(DEEP[family], given_, config, "adjust", sampler=ALL[family, form], slots=slots, **options)
 
 
@@ -299,7 +299,7 @@ def test_sparse_steps_with_all_columns_are_whole_steps(form: str, family: str, p
     base = DEEP[family]
     g = tiny_sampler(base, pairing=pairing, **FORMS[form])
     for temperature in (0.0, 0.8):
-        config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=temperature)
+        config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=temperature, candidates=0)
         whole = decode(base, PROMPTS, config, sampler=g)
         sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, sparse=True)
         for b in range(len(PROMPTS)):
@@ -338,8 +338,8 @@ def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing
 def test_sparse_steps_need_candidates_and_a_sampler_that_knows_them() -> None:
     base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=2)
     for eager in (True, False):
-        with pytest.raises(InputError, match="set candidates too"):
-            decode(base, [[BOS]], config, sampler=tiny_sampler(base), sparse=True, eager=eager)
+        with pytest.raises(InputError, match="candidates must not be 0"):
+            decode(base, [[BOS]], config.but(candidates=0), sampler=tiny_sampler(base), sparse=True, eager=eager)
         with pytest.raises(InputError, match="a function knows no sparse steps; they take a Sampler"):
             decode(
                 base,

@@ -115,9 +115,9 @@ class DecodeConfig:
         suppress_eos: never commit an end token (applies to base and sampler alike).
         block_length: new tokens of a block; blocks are filled from left to right, the last may be shorter, masks
             inside the prompt belong to the first. None is one block. A reference schedule counts within each block.
-        candidates: after the first commit of a round only that many positions can still be picked in it, and only they
-            pay for the head: half of them are those that the base is most certain of, half the nearest to what the
-            round has written (under random and left_to_right all go by the order); 0 is all.
+        candidates: positions that a round may go on to behind its first commit: the best by the order rule at that
+            commit, so by the base's own pass. None takes as many as the round has commits left: its positions are those
+            of parallel decoding. 0 is every position, as Algorithm 1 is printed: g then decides where a round goes.
         cache_period: None recomputes everything in every base pass. p computes what stands before the first mask once
             for p passes, and whenever a row enters a block: an approximation, exact for p = 1.
         cache_window: with a cache, None keeps what is reused fixed until the next whole pass; W lets it follow the
@@ -135,13 +135,13 @@ class DecodeConfig:
     schedule: Schedule = "exact"
     suppress_eos: bool = False
     block_length: int | None = None
-    candidates: int = 0
+    candidates: int | None = None
     cache_period: int | None = None
     cache_window: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step", "max_new_tokens", "top_k", "candidates", "seed"):
+        for name in ("tokens_per_step", "max_new_tokens", "top_k", "seed"):
             require_whole(name, getattr(self, name))
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
@@ -155,7 +155,8 @@ class DecodeConfig:
         )
         require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
         require(self.top_k >= 0, f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
-        require(self.candidates >= 0, f"candidates is {self.candidates}; it must be >= 0 (0 is every position)")
+        require_whole("candidates", self.candidates or 0)
+        require((self.candidates or 0) >= 0, f"candidates is {self.candidates}; it must be >= 0 (0 is every position)")
         for name in ("block_length", "cache_period", "cache_window"):
             count: int | None = getattr(self, name)
             require_whole(name, 1 if count is None else count)

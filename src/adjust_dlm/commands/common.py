@@ -60,7 +60,8 @@ class DecodeFlags(LoadFlags):
         schedule: exact (K per pass) or reference (the model family's published step counts).
         suppress_eos: never commit an end token.
         block_length: fill new tokens block by block of this length, from left to right; by default they are one block.
-        candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
+        candidates: positions that a round may go on to behind its first commit, the best of the base's pass; by default as
+            many as the round has commits left, 0 is every position.
         cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
             pass reuses any, and all are exact.
         cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
@@ -82,7 +83,7 @@ class DecodeFlags(LoadFlags):
     schedule: str = "exact"
     suppress_eos: bool = False
     block_length: int | None = None
-    candidates: int = 0
+    candidates: int | None = None
     cache_period: int | None = None
     cache_window: int | None = None
     chat: bool = True

@@ -30,9 +30,9 @@ class AdjustOptions:
     def __post_init__(self) -> None:
         require(isinstance(self.sparse, bool), f"sparse is {self.sparse!r}; it must be true or false")
 
-    def check(self, sampler: object, candidates: int) -> None:
+    def check(self, sampler: object, candidates: int | None) -> None:
         """Raises InputError where a sparse step is asked for that cannot be made."""
-        require(not self.sparse or candidates > 0, "sparse steps run at candidates: set candidates too")
+        require(not self.sparse or candidates != 0, "sparse steps run at candidates: candidates must not be 0, which is all")
         able = not self.sparse or isinstance(sampler, Sampler)
         require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
 
@@ -45,7 +45,6 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
     """
     options.check(sampler, canvas.config.candidates)
     sparse = sampler if options.sparse and isinstance(sampler, Sampler) else None
-    canvas.candidates.follow = sparse is None  # what a sparse step leaves out stays out
     while canvas.open:  # line 2
         h_BLD = base.hidden(canvas)  # line 3
         keys: Memory | None = None
@@ -61,7 +60,7 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
 
 def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Memory, k: int) -> Tensor:
     """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
-    active_BL = canvas.candidates.only_BL | sampler.carriers(canvas.written_BL, canvas)
-    column_BN, valid_BN = columns_of(active_BL, canvas.config.candidates + 1 + k)
+    active_BL = canvas.only_BL | sampler.carriers(canvas.written_BL, canvas)
+    column_BN, valid_BN = columns_of(active_BL, canvas.wide + k)
     new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
     return renew(h_BLD.clone(), new_BND, column_BN, valid_BN)

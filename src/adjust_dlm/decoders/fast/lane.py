@@ -15,7 +15,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import nan_message
-from adjust_dlm.decoders.machinery.columns import Candidates, columns_of
+from adjust_dlm.decoders.machinery.columns import columns_of
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
@@ -59,7 +59,7 @@ class Lane(Canvas):
         self.real_BL = torch.ones(shape, dtype=torch.bool, device=device)
         self.masked_BL = torch.zeros_like(self.real_BL)
         self.order_BL = torch.full_like(self.tokens_BL, GIVEN)
-        self.candidates = Candidates(self.real_BL)
+        self.only_BL, self.wide = torch.ones_like(self.real_BL), 0
         self._column_L, self.slot_B = torch.arange(length, device=device), torch.arange(slots, device=device)
         for name in _COUNTS:
             setattr(self, name, torch.zeros(slots, dtype=torch.long, device=device))
@@ -163,7 +163,7 @@ class Lane(Canvas):
     def buffers(self) -> list[Tensor]:
         """Everything that a function of the lane may write."""
         kept = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return [*kept, self.candidates.only_BL, self.candidates.certain_BL, *self.keys.kept]
+        return [*kept, *self.keys.kept]
 
     def need_keys(self, sampler: Sampler) -> None:
         """Makes the buffers of g's keys and values, once for all g of as many layers."""
@@ -176,14 +176,14 @@ class Lane(Canvas):
             from adjust_dlm.kernels.commit import begin
 
             begin(
-                self._block_BL, self.candidates.only_BL, self.schedule_BL, self._round_B, self.commits_B,
+                self._block_BL, self.only_BL, self.schedule_BL, self._round_B, self.commits_B,
                 self._before_B, self.quota_B, self.base_calls_B, self.rounds_B,
             )  # fmt: skip
             return
         open_B = self.open_B
         self.base_calls_B += open_B
         self.rounds_B += open_B
-        self.candidates.release()
+        self.release()
         self._before_B.copy_(self.commits_B)
         at_B = self._round_B.clamp_max(self.schedule_BL.shape[1] - 1)
         wanted_B = self.schedule_BL.gather(1, at_B[:, None])[:, 0]
@@ -193,7 +193,6 @@ class Lane(Canvas):
     def commit(self, picks: Picks) -> None:
         """As `Canvas.commit`, for picks whose positions are all different in a row, valid or not."""
         self._write(picks)
-        self._follow()
 
     def _write(self, picks: Picks) -> None:
         if self.kernels:
@@ -224,7 +223,7 @@ class Lane(Canvas):
         if self.kernels:
             from adjust_dlm.kernels.commit import open_columns
 
-            return open_columns(self._block_BL, self.candidates.only_BL, self.quota_B, count)
+            return open_columns(self._block_BL, self.only_BL, self.quota_B, count)
         return columns_of(self.open_BL & self.busy_B[:, None], count)
 
     def choose(

@@ -27,7 +27,6 @@ class Work:
         self.decoder, self.options, config = decoder, options, lane.config
         self._blocks = config.block_length, config.candidates  # all that passes and steps heed
         self._settings = heeded(config)
-        lane.candidates.follow = not options.sparse
         if options.sparse and sampler is not None:
             lane.need_keys(sampler)
 
@@ -36,7 +35,7 @@ class Work:
 
     def _pick(self, width: int, count: int, *, first: bool = False) -> None:
         lane = self.lane
-        key = lane.shape, ("pick", width, count, first, lane.noting, lane.candidates.follow, self._settings)
+        key = lane.shape, ("pick", width, count, first, lane.noting, self._settings)
         self.graphs.run(key, lambda: pick(self.base, lane, width, count, first=first), lane.buffers)
 
     def round(self, count: int, most: int) -> None:
@@ -53,12 +52,13 @@ class Work:
             if count:
                 self._pick(width, count)
             return
+        lane.wide = lane.config.candidates + 1 if lane.config.candidates else count
         for k in range(count):
-            if k == 1 and lane.config.candidates:
-                width = min(width, lane.config.candidates)  # the round's first commit was one more
+            if k and lane.config.candidates != 0:
+                width = min(width, lane.wide - k)
             if k:
                 self._step(k, width, last=k == count - 1)
-            self._pick(width, 1, first=k == 0 and lane.config.candidates > 0)
+            self._pick(width, 1, first=k == 0 and count > 1 and lane.config.candidates != 0)
 
     def _base_pass(self) -> None:
         self.lane.begin_round()
@@ -67,7 +67,7 @@ class Work:
     def _step(self, k: int, width: int, *, last: bool) -> None:
         """g after commit k; the last call of a round only where something may still be picked."""
         if self.options.sparse:
-            self._run(("step", "sparse", k), lambda: self._sparse(k))
+            self._run(("step", "sparse", k, self.lane.wide), lambda: self._sparse(k))
         elif last and width < self.lane.tokens_BL.shape[1]:
             self._run(("step", "last", width), lambda: self._last(width))
         else:

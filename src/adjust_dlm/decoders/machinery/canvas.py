@@ -11,9 +11,9 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.memory import Memory
-from adjust_dlm.decoders.machinery.columns import Candidates
+from adjust_dlm.decoders.machinery.columns import best_columns
 from adjust_dlm.sampling import DRAW, NOISE, confidence, gumbel, uniform, wrapped
-from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, OrderRule, State, is_id, require
+from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, OrderRule, State, is_id, require
 
 
 @dataclass
@@ -41,7 +41,8 @@ class Canvas(State):
         rounds_B: rounds of each row; a round waits for one pass, which may be over several canvases (`verified`).
         quota_B: commits left in this round, per row.
         block_B: the block that each row is in, 0-based.
-        candidates: where this round may still go.
+        only_BL: where this round may still go: everywhere until its first pick.
+        wide: columns that it may go to at most, of one row.
         memory: what the rows keep of earlier passes, for the prefix cache.
         watch: called after every commit.
         chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
@@ -92,7 +93,8 @@ class Canvas(State):
         self.commits_B, self.quota_B, self._before_B = zeros  # commits until now, of this round, before this round
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
         self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
-        self.candidates, self.memory = Candidates(real_BL), Memory(count, base.device)
+        self.only_BL, self.memory = torch.ones_like(real_BL), Memory(count, base.device)
+        self.narrowed, self.wide = False, 0
         self._round = 0
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
 
@@ -125,8 +127,8 @@ class Canvas(State):
 
     @property
     def open_BL(self) -> Tensor:
-        """Positions that may be committed now: the masks of each row's block, and of its candidates."""
-        return self._block_BL & self.candidates.only_BL
+        """Positions that may be committed now: the masks of each row's block that are candidates."""
+        return self._block_BL & self.only_BL
 
     @property
     def _block_BL(self) -> Tensor:
@@ -157,11 +159,13 @@ class Canvas(State):
             open_B = self.open_B
             self.base_calls_B += open_B
             self.rounds_B += open_B
-        self.candidates.release()
+        self.release()
         self._before_B = self.commits_B.clone()
         self.quota_B = torch.minimum(self._scheduled() if wanted_B is None else wanted_B, self.open_BL.sum(-1))
         self._round += 1
-        return int(self.quota_B.max())
+        most = int(self.quota_B.max())
+        self.wide = self.config.candidates + 1 if self.config.candidates else most
+        return most
 
     def round(self) -> Iterator[int]:
         """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
@@ -173,10 +177,19 @@ class Canvas(State):
             yield k
 
     def narrow(self, score_BL: Tensor) -> None:
-        """At the first pick of a round, which the best score wins: behind it only candidates stay open in the round."""
-        if count := self.config.candidates:
-            self.candidates.narrow(score_BL, self.real_BL, count, near=self.rule in CERTAINTY)
+        """At a round's first pick, by its scores: of the positions behind it only candidates stay open in the round."""
+        count = self.config.candidates
+        if count:
             self.quota_B.clamp_max_(count + 1)
+        if count != 0 and self.wide > 1:
+            wide_B = self.quota_B if count is None else torch.full_like(self.quota_B, count + 1)
+            self.only_BL.copy_(best_columns(score_BL, self.real_BL, wide_B))
+        self.narrowed = True
+
+    def release(self) -> None:
+        """A round begins: every position may be picked."""
+        self.only_BL.fill_(True)
+        self.narrowed = False
 
     def commit(self, picks: Picks) -> None:
         """Writes tokens, order and quotas; closes rows whose text is finished."""
@@ -190,7 +203,6 @@ class Canvas(State):
         self.commits_B += done_B
         self.quota_B = self.quota_B - done_B
         self._close_finished()
-        self._follow()
         if self.watch is not None:
             self.watch(self)
 
@@ -206,12 +218,6 @@ class Canvas(State):
         end_BL = (tokens_BL[..., None] == self._ends_E).any(-1)
         ended_BL = (end_BL & written_BL).long().cumsum(-1) > 0
         return ended_BL.any(-1) & ~(masked_BL & ~ended_BL).any(-1)
-
-    def _follow(self) -> None:
-        """Candidates follow a commit."""
-        count = self.config.candidates
-        if count and self.candidates.follow and self.rule in CERTAINTY:
-            self.candidates.renew(self._block_BL, self.written_BL, self.real_BL, count)
 
     @property
     def written_BL(self) -> Tensor:

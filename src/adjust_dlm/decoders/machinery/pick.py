@@ -31,7 +31,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     rows = Rows(base, h_BLD, canvas)
     score_BL = torch.full(canvas.tokens_BL.shape, -torch.inf, device=h_BLD.device)
     score_BL[row_R, position_R] = rows.scores(row_R, position_R)
-    if count <= 1 and not canvas.candidates.narrowed:
+    if count <= 1 and not canvas.narrowed:
         canvas.narrow(score_BL)
     position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, : max(count, 1)]
     valid_BN = score_BL.gather(1, position_BN) > -torch.inf

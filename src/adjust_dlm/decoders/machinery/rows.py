@@ -10,7 +10,6 @@ from torch import Tensor
 
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.decoders.machinery.canvas import Canvas
-from adjust_dlm.decoders.machinery.columns import Candidates
 from adjust_dlm.types import require
 
 _WIDE = {"tokens_BL": None, "real_BL": False, "masked_BL": False, "order_BL": -1}  # and what stands on more left pads
@@ -90,6 +89,6 @@ def _padded(part_BL: Tensor, width: int, value: float) -> Tensor:
 def _settled(canvas: RoundCanvas) -> RoundCanvas:
     """What follows from the rows."""
     canvas._column_L = torch.arange(canvas.tokens_BL.shape[1], device=canvas.rows_B.device)
-    canvas.candidates, canvas._before_B = Candidates(canvas.real_BL), canvas.commits_B.clone()
+    canvas.only_BL, canvas._before_B = torch.ones_like(canvas.real_BL), canvas.commits_B.clone()
     canvas.padded = not bool(canvas.real_BL.all())
     return canvas
