@@ -80,7 +80,7 @@ def test_a_round_ends_with_its_block(schedule: Any, rounds: list[int]) -> None:
 def test_with_true_conditionals_blocks_change_the_order_alone(length: int, tokens_per_step: int) -> None:
     """ADJUST with the oracle equals joint decoding in the same blocks, token for token."""
     base = exact_base(3, 5)
-    config = DecodeConfig(max_new_tokens=5, tokens_per_step=tokens_per_step, block_length=length, seed=3)
+    config = DecodeConfig(max_new_tokens=5, tokens_per_step=tokens_per_step, block_length=length, candidates=0, seed=3)
     joint = decode(base, [[]] * 50, config, decoder="joint")
     adjust = decode(base, [[]] * 50, config, decoder="adjust", sampler=oracle(base))
     assert torch.equal(joint.tokens_BL, adjust.tokens_BL)

@@ -210,7 +210,7 @@ def make_plan(
     )
     able = [name for name, known in DECODERS.items() if known.takes_candidates]
     require(
-        config.candidates is None or entry.takes_candidates or decoder == "joint",
+        not config.candidates or entry.takes_candidates or decoder == "joint",
         f"candidates is {config.candidates}; of the decoders only {', '.join(able)} know them, {decoder!r} does not",
     )
     if decoder == "joint":

@@ -55,7 +55,7 @@ class Work:
         lane.wide = lane.config.candidates + 1 if lane.config.candidates else count
         for k in range(count):
             if k and lane.config.candidates != 0:
-                width = min(width, lane.wide - k)
+                width = min(width, max(lane.wide - k, 2))  # of 1 a compiled layer would be made anew
             if k:
                 self._step(k, width, last=k == count - 1)
             self._pick(width, 1, first=k == 0 and count > 1 and lane.config.candidates != 0)
