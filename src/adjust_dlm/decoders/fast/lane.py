@@ -145,12 +145,14 @@ class Lane(Canvas):
 
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
-        index = torch.tensor(slots, device=self.bad.device)
-        for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
-            getattr(self, name)[: len(slots)] = getattr(other, name)[index]
-        self.report_N[: len(slots)] = True
-        self._count_positions()
+        self.load(other, slots, 0)
+        self._round_B[: len(slots)] = other._round_B[slots]
         self.bad.copy_(other.bad)
+
+    @property
+    def schedule(self) -> Tensor:
+        """See `Canvas.schedule`."""
+        return self.schedule_BL
 
     def _count_positions(self) -> None:
         self._positions_BL.copy_(super().positions_BL)
