@@ -143,7 +143,7 @@ class Sampler(nn.Module):
         if column_BN is None:
             return self._out(h_BLD, last(z_BLD, state))
         keys = last.keys(z_BLD, state)
-        z_BND = last.rows(at_columns(z_BLD, column_BN), state, column_BN, lambda *_: keys)
+        z_BND = last(at_columns(z_BLD, column_BN), state, column_BN, lambda *_: keys)
         return self._out(at_columns(h_BLD, column_BN), z_BND)
 
     def on(self, base: Base) -> Base:
@@ -177,7 +177,7 @@ class Sampler(nn.Module):
         h_BND = at_columns(h_BLD, column_BN)
         z_BND = self._mixed(h_BND, at_columns(self._paired(state, h_BLD.dtype), column_BN))
         for n, layer in enumerate(self.layers):
-            z_BND = layer.rows(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
+            z_BND = layer(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
         return self._out(h_BND, z_BND)
 
     def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
