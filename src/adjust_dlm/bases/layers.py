@@ -240,16 +240,10 @@ class Body(_WithRotary):
         self.rotary = Rotary(shape)
 
     def forward(
-        self,
-        tokens_BN: Tensor,
-        real_BL: Tensor | None,
-        positions_BN: Tensor,
-        remember: Callable[[int], KeepKeys] | None = None,
-        *,
-        causal: bool = False,
-        keep: tuple[int, ...] = (),
+        self, tokens_BN: Tensor, real_BL: Tensor | None, positions_BN: Tensor, *,
+        remember: Callable[[int], KeepKeys] | None = None, causal: bool = False, keep: tuple[int, ...] = (),
         compiled: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Post-final-norm states [B, N, D], row i at position i.
 
         Args:
