@@ -213,7 +213,7 @@ def test_kernels_score_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_logits_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without kernels too those of one chunk are kept, and those of several computed again."""
-    monkeypatch.setattr(static_pick, "rows_at_once", lambda _: 5)
+    monkeypatch.setattr("adjust_dlm.decoders.machinery.pick.rows_at_once", lambda _: 5)
     both(tiny_base("dream"), PROMPTS, DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=2), "parallel")
 
 

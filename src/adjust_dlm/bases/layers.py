@@ -240,16 +240,10 @@ class Body(_WithRotary):
         self.rotary = Rotary(shape)
 
     def forward(
-        self,
-        tokens_BN: Tensor,
-        real_BL: Tensor | None,
-        positions_BN: Tensor,
-        remember: Callable[[int], KeepKeys] | None = None,
-        *,
-        causal: bool = False,
-        keep: tuple[int, ...] = (),
+        self, tokens_BN: Tensor, real_BL: Tensor | None, positions_BN: Tensor, *,
+        remember: Callable[[int], KeepKeys] | None = None, causal: bool = False, keep: tuple[int, ...] = (),
         compiled: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Post-final-norm states [B, N, D], row i at position i.
 
         Args:
@@ -326,12 +320,25 @@ class BidirectionalLayer(_WithRotary):
         self.layer, self.rotary, self.compiled = Layer(shape), Rotary(shape), False
         _draw_weights(self.layer, shape.initializer_range)
 
-    def forward(self, z_BLD: Tensor, state: State) -> Tensor:
-        """Same shape out; pads are invisible as keys."""
-        real_BL = state.real_BL if state.padded else None
-        mask_B11L = visible(real_BL, z_BLD, self.layer.self_attn.shape, masks=self.compiled)
-        call = _compiled_layer() if self.compiled else _call_layer
-        return call(self.layer, z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
+    def forward(
+        self, z_BND: Tensor, state: State, column_BN: Tensor | None = None, keep: KeepKeys | None = None
+    ) -> Tensor:
+        """Same shape out; pads are invisible as keys.
+
+        Args:
+            z_BND: what stands at all columns.
+            state: the canvas.
+            column_BN: z stands at these alone.
+            keep: with `column_BN`: knows the keys and values of all columns.
+        """
+        real_BL, positions_BN = state.real_BL if state.padded else None, state.positions_BL
+        mask_BHNL = visible(real_BL, z_BND, self.layer.self_attn.shape, masks=self.compiled or keep is not None)
+        if column_BN is not None:
+            positions_BN = positions_BN.gather(1, column_BN)
+        rotary = self.rotary(positions_BN, z_BND.dtype)
+        if keep is not None:
+            return self.layer(z_BND, mask_BHNL, rotary, keep)
+        return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BND, mask_BHNL, rotary)
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""
@@ -340,13 +347,6 @@ class BidirectionalLayer(_WithRotary):
             normed_BLD, self.rotary(state.positions_BL, z_BLD.dtype)
         )
         return keys
-
-    def rows(self, z_BND: Tensor, state: State, column_BN: Tensor, keep: KeepKeys) -> Tensor:
-        """What `forward` gives at some columns; `keep` knows the keys and values of all."""
-        mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
-        rotary = self.rotary(state.positions_BL.gather(1, column_BN), z_BND.dtype)
-        out: Tensor = self.layer(z_BND, mask_B11L, rotary, keep)
-        return out
 
 
 def shift_right(states_BLD: Tensor, state: State) -> Tensor:

@@ -30,15 +30,9 @@ class TransformerBase(Base):
     model: Any
 
     def __init__(
-        self,
-        model: nn.Module,
-        head_weight: Tensor,
-        spec: BaseSpec,
-        *,
-        next_frame: bool,
-        tokenizer: Any = None,
+        self, model: nn.Module, head_weight: Tensor, spec: BaseSpec, *, next_frame: bool, tokenizer: Any = None,
         fingerprint: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Wraps a body (see `bases.layers`).
 
         Args:

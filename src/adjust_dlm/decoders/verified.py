@@ -60,7 +60,7 @@ def _drafts(
 ) -> list[State]:
     """The present canvas and, one commit by g after another, those that may follow."""
     draft = copy.copy(canvas)
-    for name in ("tokens_BL", "masked_BL", "order_BL", "commits_B", "quota_B", "base_calls_B", "rounds_B"):
+    for name in ("tokens_BL", "masked_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
     states = [_now(draft)]

@@ -20,6 +20,7 @@ from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, OrderRule, State, is_i
 class Picks:
     """Positions and tokens of one commit: [B, N] each; `valid_BN` is False where a row has nothing to do.
 
+    The positions of a row are all different, valid or not.
     `processed_RV` are the logits [B * N, V] that the tokens were drawn from, where the picker has them.
     """
 
@@ -88,9 +89,9 @@ class Canvas(State):
         self.rows_B = torch.tensor(rows, device=base.device, dtype=torch.long)
         self.seeds_B = torch.tensor([wrapped(seed) for seed in seeds], device=base.device)
         self.new_B = torch.tensor(new, device=base.device, dtype=torch.long)
-        zeros_XB = torch.zeros(7, count, device=base.device, dtype=torch.long)
-        self.base_calls_B, self.sampler_calls_B, self.partner_calls_B, self.rounds_B, *zeros = zeros_XB.unbind()
-        self.commits_B, self.quota_B, self._before_B = zeros  # commits until now, of this round, before this round
+        zeros = [torch.zeros_like(self.rows_B) for _ in range(7)]
+        self.base_calls_B, self.sampler_calls_B, self.partner_calls_B, self.rounds_B = zeros[:4]
+        self.commits_B, self.quota_B, self._before_B = zeros[4:]  # until now, left in this round, before this round
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
         self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
         self.only_BL, self.memory = torch.ones_like(real_BL), Memory(count, base.device)
@@ -155,17 +156,19 @@ class Canvas(State):
             wanted_B: commits of each row in this round; by default those of the schedule.
             same_pass: the pass of the round before looked at this canvas too: nothing is booked.
         """
-        if not same_pass:
-            open_B = self.open_B
-            self.base_calls_B += open_B
-            self.rounds_B += open_B
-        self.release()
-        self._before_B = self.commits_B.clone()
-        self.quota_B = torch.minimum(self._scheduled() if wanted_B is None else wanted_B, self.open_BL.sum(-1))
+        self._begin(self._scheduled() if wanted_B is None else wanted_B, booked=not same_pass)
         self._round += 1
         most = int(self.quota_B.max())
         self.wide = self.config.candidates + 1 if self.config.candidates else most
         return most
+
+    def _begin(self, wanted_B: Tensor, *, booked: bool = True) -> None:
+        open_B = self.open_B & booked
+        self.base_calls_B += open_B
+        self.rounds_B += open_B
+        self.release()
+        self._before_B.copy_(self.commits_B)
+        self.quota_B.copy_(torch.minimum(wanted_B, self.open_BL.sum(-1)))
 
     def round(self) -> Iterator[int]:
         """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
@@ -194,14 +197,15 @@ class Canvas(State):
     def commit(self, picks: Picks) -> None:
         """Writes tokens, order and quotas; closes rows whose text is finished."""
         rank_BN = picks.valid_BN.cumsum(-1) - 1
-        row_R, n_R = (picks.valid_BN & (rank_BN < self.quota_B[:, None])).nonzero(as_tuple=True)
-        at = (row_R, picks.position_BN[row_R, n_R])
-        self.tokens_BL[at] = picks.token_BN[row_R, n_R]
-        self.order_BL[at] = self.commits_B[row_R] + rank_BN[row_R, n_R]
-        self.masked_BL[at] = False
-        done_B = picks.valid_BN.sum(-1).minimum(self.quota_B)
+        goes_BN, at_BN = picks.valid_BN & (rank_BN < self.quota_B[:, None]), picks.position_BN
+        number_BN = self.commits_B[:, None] + rank_BN
+        for into_BL, new_BN in (
+            (self.tokens_BL, picks.token_BN), (self.order_BL, number_BN), (self.masked_BL, torch.zeros_like(goes_BN)),
+        ):  # fmt: skip
+            into_BL.scatter_(1, at_BN, torch.where(goes_BN, new_BN, into_BL.gather(1, at_BN)))
+        done_B = goes_BN.sum(-1)
         self.commits_B += done_B
-        self.quota_B = self.quota_B - done_B
+        self.quota_B -= done_B
         self._close_finished()
         if self.watch is not None:
             self.watch(self)
