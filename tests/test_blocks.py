@@ -166,7 +166,9 @@ def test_candidates_are_the_best_of_the_first_pick(count: int | None) -> None:
         for score in score_BL.tolist()
     ]
     for _ in range(4):
-        assert [{c for c, open_ in enumerate(row) if open_} for row in canvas.open_BL.tolist()] == [set(x) for x in left]
+        assert [{c for c, open_ in enumerate(row) if open_} for row in canvas.open_BL.tolist()] == [
+            set(x) for x in left
+        ]
         done_B = canvas.busy_B
         at_B = torch.tensor([row[-1] if row else 0 for row in left])  # of the candidates, whichever g likes
         canvas.commit(Picks(at_B[:, None], torch.full((40, 1), 7), done_B[:, None]))

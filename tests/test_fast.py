@@ -311,7 +311,7 @@ def test_a_sparse_step_is_the_same_in_any_company(form: str) -> None:
     """What fills up a row's columns depends on its neighbours' prompts; what comes out does not."""
     base = DEEP["dream"]
     g = tiny_sampler(base, **FORMS[form])
-    config = DecodeConfig(max_new_tokens=12, tokens_per_step=8, temperature=0.8, candidates=8)
+    config = DecodeConfig(max_new_tokens=12, tokens_per_step=8, temperature=0.8, candidates=5)
     together = both(base, PROMPTS, config, "adjust", sampler=g, sparse=True)
     for b, prompt in enumerate(PROMPTS):
         alone = decode(base, [prompt], config, sampler=g, rows=[b], sparse=True)

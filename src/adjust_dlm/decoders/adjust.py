@@ -32,7 +32,9 @@ class AdjustOptions:
 
     def check(self, sampler: object, candidates: int | None) -> None:
         """Raises InputError where a sparse step is asked for that cannot be made."""
-        require(not self.sparse or candidates != 0, "sparse steps run at candidates: candidates must not be 0, which is all")
+        require(
+            not self.sparse or candidates != 0, "sparse steps run at candidates: candidates must not be 0, which is all"
+        )
         able = not self.sparse or isinstance(sampler, Sampler)
         require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
 
