@@ -11,6 +11,7 @@ Markdown each.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import sys
 from collections import defaultdict
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.cache import PrefixCache
-from adjust_dlm.decoders.machinery.canvas import Canvas, pick, rows_at_once
+from adjust_dlm.bases.memory import Memory
+from adjust_dlm.decoders.machinery.cache import with_prefix_cache
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import pick, rows_at_once
 from adjust_dlm.sampler import Sampler
 
 TABLES = ["cache", "depth"]
@@ -56,12 +59,16 @@ def walk(base: Base, config: DecodeConfig, rows: int) -> Iterator[tuple[int, Can
 @torch.no_grad()
 def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]) -> Sums:
     """By period and pass since a row was last computed whole (0: just now)."""
-    caches = {period: PrefixCache(base, period) for period in periods}
     out: Sums = defaultdict(list)
+    twins: dict[int, Canvas] = {}
     for _, canvas, h_BLD in walk(base, config, rows):
-        for period, cache in caches.items():
-            reused_BLD = cache(canvas)
-            age = int(cache._age_B[0]) - 1
+        for period in periods:
+            if period not in twins:  # the same tokens, a memory each
+                twins[period] = copy.copy(canvas)
+                twins[period].memory = Memory(rows, base.device)
+            twin = twins[period]
+            reused_BLD = with_prefix_cache(base, config.but(cache_period=period)).hidden(twin)
+            age = int(twin.memory.counts_B3[0, 0]) - 1
             kl, same, _ = divergences(base, h_BLD, reused_BLD, canvas.open_BL)
             out[f"{period}", age] += [kl]
             out[f"{period} argmax", age] += [same]

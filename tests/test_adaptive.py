@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from adjust_dlm.decoders import decode
-from adjust_dlm.decoders.machinery.canvas import Canvas, pick
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.sampling import process
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, FAMILIES, exact_base, oracle, tiny_base, tiny_sampler, writer

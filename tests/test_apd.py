@@ -356,7 +356,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=9, seed=2)
     whole, pieces = [], []
     for kept, rows in ((whole, 1000), (pieces, 16)):  # two places at a time, as each takes eight times its logits
-        monkeypatch.setattr("adjust_dlm.decoders.machinery.canvas._CHUNK_BYTES", rows * 4 * VOCAB)
+        monkeypatch.setattr("adjust_dlm.decoders.machinery.pick._CHUNK_BYTES", rows * 4 * VOCAB)
         kept.append(decode(base, PROMPTS, config, decoder="apd", partner=tiny_partner(base)).tokens_BL)
     assert torch.equal(whole[0], pieces[0])
 

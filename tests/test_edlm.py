@@ -359,7 +359,7 @@ def test_logits_in_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, 
     base, config = tiny_base("llada"), DecodeConfig(max_new_tokens=9, tokens_per_step=2)
     settings = {"decoder": "edlm", "partner": tiny_partner(base), **options}
     whole = decode(base, PROMPTS, config, **settings)
-    monkeypatch.setattr("adjust_dlm.decoders.machinery.canvas._CHUNK_BYTES", 4 * VOCAB * 2)
+    monkeypatch.setattr("adjust_dlm.decoders.machinery.pick._CHUNK_BYTES", 4 * VOCAB * 2)
     widest: list[int] = []
     partner = settings["partner"]
     head = partner.head

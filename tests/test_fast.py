@@ -98,7 +98,7 @@ def test_the_same_results_whatever_the_settings(
     family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, sparse: bool
 ) -> None:  # fmt: skip
     config = heeded(config, decoder)
-    options = {"sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
+    options = {"sparse": sparse and config.candidates != 0} if decoder == "adjust" else {}
     both(BASES[family], given_, config, decoder, sampler=SAMPLERS[family], slots=slots, **options)
 
 
@@ -111,7 +111,7 @@ def test_the_same_results_whatever_g_sees(
     family: str, form: str, config: DecodeConfig, given_: list[list[int]], slots: int | None, sparse: bool
 ) -> None:  # fmt: skip
     """All forms of g in turn on one base, which keeps buffers and graphs for them."""
-    options = {"sparse": sparse and config.candidates > 0}
+    options = {"sparse": sparse and config.candidates != 0}
     both(DEEP[family], given_, config, "adjust", sampler=ALL[family, form], slots=slots, **options)
 
 
@@ -213,7 +213,7 @@ def test_kernels_score_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_logits_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without kernels too those of one chunk are kept, and those of several computed again."""
-    monkeypatch.setattr(static_pick, "rows_at_once", lambda _: 5)
+    monkeypatch.setattr("adjust_dlm.decoders.machinery.pick.rows_at_once", lambda _: 5)
     both(tiny_base("dream"), PROMPTS, DecodeConfig(max_new_tokens=6, tokens_per_step=2, seed=2), "parallel")
 
 
@@ -299,7 +299,7 @@ def test_sparse_steps_with_all_columns_are_whole_steps(form: str, family: str, p
     base = DEEP[family]
     g = tiny_sampler(base, pairing=pairing, **FORMS[form])
     for temperature in (0.0, 0.8):
-        config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=temperature)
+        config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=temperature, candidates=0)
         whole = decode(base, PROMPTS, config, sampler=g)
         sparse = both(base, PROMPTS, config.but(candidates=16), "adjust", sampler=g, sparse=True)
         for b in range(len(PROMPTS)):
@@ -311,7 +311,7 @@ def test_a_sparse_step_is_the_same_in_any_company(form: str) -> None:
     """What fills up a row's columns depends on its neighbours' prompts; what comes out does not."""
     base = DEEP["dream"]
     g = tiny_sampler(base, **FORMS[form])
-    config = DecodeConfig(max_new_tokens=12, tokens_per_step=8, temperature=0.8, candidates=8)
+    config = DecodeConfig(max_new_tokens=12, tokens_per_step=8, temperature=0.8, candidates=5)
     together = both(base, PROMPTS, config, "adjust", sampler=g, sparse=True)
     for b, prompt in enumerate(PROMPTS):
         alone = decode(base, [prompt], config, sampler=g, rows=[b], sparse=True)
@@ -338,8 +338,8 @@ def test_a_sparse_step_computes_candidates_and_where_new_tokens_are_seen(pairing
 def test_sparse_steps_need_candidates_and_a_sampler_that_knows_them() -> None:
     base, config = tiny_base("dream"), DecodeConfig(max_new_tokens=2)
     for eager in (True, False):
-        with pytest.raises(InputError, match="set candidates too"):
-            decode(base, [[BOS]], config, sampler=tiny_sampler(base), sparse=True, eager=eager)
+        with pytest.raises(InputError, match="candidates must not be 0"):
+            decode(base, [[BOS]], config.but(candidates=0), sampler=tiny_sampler(base), sparse=True, eager=eager)
         with pytest.raises(InputError, match="a function knows no sparse steps; they take a Sampler"):
             decode(
                 base,

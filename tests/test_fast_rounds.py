@@ -88,7 +88,7 @@ def test_every_round_is_the_references_whatever_the_settings(
 ) -> None:
     """Buffers and graphs of all settings stay with the base, so one that is missing from a key shows."""
     config = heeded(config, decoder).but(schedule="exact", cache_period=None, cache_window=None)
-    options = {"sparse": sparse and config.candidates > 0} if decoder == "adjust" else {}
+    options = {"sparse": sparse and config.candidates != 0} if decoder == "adjust" else {}
     lockstep(BASES[family], SAMPLERS[family], config, decoder, together=together, chance=chance, **options)
 
 
@@ -211,7 +211,7 @@ def test_whole_decodes_in_between_do_not_disturb() -> None:
 def test_sparse_steps_without_candidates_are_refused() -> None:
     base = tiny_base("dream")
     (canvas,) = rows_of(base, DecodeConfig(), ROWS[:1])
-    with pytest.raises(InputError, match="set candidates too"):
+    with pytest.raises(InputError, match="candidates must not be 0"):
         Rounds(base, tiny_sampler(base), tokens=TOKENS).play(
             canvas, decoder="adjust", options=AdjustOptions(sparse=True)
         )

@@ -207,7 +207,7 @@ def test_captured_steps_write_the_same_tokens(decoder: str, changes: dict[str, o
     base, g = wide("cuda")
     if decoder == "parallel":
         changes = {**changes, "candidates": 0}
-    own = [{"sparse": True}, {}] if decoder == "adjust" and changes.get("candidates") else [{}]
+    own = [{"sparse": True}, {}] if decoder == "adjust" and changes.get("candidates") != 0 else [{}]
     for seed in (0, 1):  # the second decode replays what the first captured
         config = DecodeConfig(**{"tokens_per_step": 4, "max_new_tokens": 13, "seed": seed, **changes})
         for options in own:

@@ -33,7 +33,7 @@ def two_lanes(length: int, seed: int, block: int | None = None) -> tuple[Lane, L
         lane.masked_BL.copy_(drawn(2, SLOTS, length))
         lane.masked_BL[0] = False
         lane.masked_BL[2:, -1] = True
-        lane._candidate_BL.copy_(drawn(3, SLOTS, length) > 0)  # type: ignore[union-attr]
+        lane.only_BL.copy_(drawn(3, SLOTS, length) > 0)
         lane.schedule_BL.copy_(drawn(4, SLOTS, length))
         highs = {"quota_B": 3, "commits_B": 40, "rows_B": 2**33, "_first_B": 3, "_round_B": 2 * length}
         for name, high in highs.items():

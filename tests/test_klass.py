@@ -172,7 +172,7 @@ def test_logits_in_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     base, config = tiny_base("llada"), DecodeConfig(max_new_tokens=14, suppress_eos=True)
     settings = {"decoder": "klass", "tau": 0.2, "epsilon_kl": 0.3}
     whole = decode(base, PROMPTS, config, **settings)
-    monkeypatch.setattr("adjust_dlm.decoders.machinery.canvas._CHUNK_BYTES", 4 * VOCAB * 12)
+    monkeypatch.setattr("adjust_dlm.decoders.machinery.pick._CHUNK_BYTES", 4 * VOCAB * 12)
     widest: list[int] = []
     head = base.head
     monkeypatch.setattr(base, "head", lambda h_RD: widest.append(len(h_RD)) or head(h_RD))

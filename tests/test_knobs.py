@@ -74,9 +74,8 @@ def test_a_g_with_knobs_comes_back_and_an_older_file_loads(tmp_path: Path) -> No
     facts = json.loads((tmp_path / "old" / CONFIG).read_text())
     for name in ("layers", "mlp", "features"):
         del facts["config"][name]
-    for config in ({}, {"anchor": False}):  # the latter was a choice once
-        (tmp_path / "old" / CONFIG).write_text(json.dumps({**facts, "config": {**facts["config"], **config}}))
-        assert load_sampler(tmp_path / "old", base).config == SamplerConfig(output_norm_init=1.0)
+    (tmp_path / "old" / CONFIG).write_text(json.dumps(facts))
+    assert load_sampler(tmp_path / "old", base).config == SamplerConfig(output_norm_init=1.0)
     (tmp_path / "old" / CONFIG).write_text(json.dumps({**facts, "config": {**facts["config"], "anchor": True}}))
     with pytest.raises(InputError, match=r"unknown settings \['anchor'\]"):
         load_sampler(tmp_path / "old", base)

@@ -26,7 +26,7 @@ configs = st.builds(
     schedule=st.sampled_from(["exact", "reference"]),
     suppress_eos=st.booleans(),
     block_length=st.sampled_from([None, 1, 3, 5]),
-    candidates=st.sampled_from([0, 1, 3]),
+    candidates=st.sampled_from([None, 0, 1, 3]),
     seed=st.integers(0, 2**63 - 1),
 )
 
@@ -65,7 +65,7 @@ def check(result: DecodeResult, given_: list[list[int]], mask: int, ends: tuple[
             assert base_calls + sampler_calls == len(committed)  # a pass of f or of g before each commit
         else:
             assert base_calls + sampler_calls >= len(committed)  # published rounds may commit nothing
-        if config.schedule == "exact" and config.block_length is None and config.candidates == 0:
+        if config.schedule == "exact" and config.block_length is None and not config.candidates:
             rounds = -(-len(masked) // config.tokens_per_step)
             assert base_calls == rounds if len(committed) == len(masked) else base_calls <= rounds
 
@@ -78,7 +78,7 @@ def split(rows: list[list[int]], cuts: list[int]) -> list[list[int]]:
 
 def heeded(config: DecodeConfig, decoder: str) -> DecodeConfig:
     """Without candidates where the decoder refuses them."""
-    return config.but(candidates=0) if decoder == "parallel" else config
+    return config.but(candidates=None) if decoder == "parallel" else config
 
 
 def check_company(base, given_, config, decoder, sampler, cuts) -> DecodeResult:

@@ -30,6 +30,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"decoder": "adaptive", "options": {"gamma": 3.0}},
     {"decoder": "threshold", "options": {"tau": 0.1}, "block_length": 3},
     {"decoder": "edlm", "tokens_per_step": 3},
+    {"decoder": "adjust", "tokens_per_step": 2, "block_length": 4, "cache_period": 3},
 ]
 
 
@@ -47,14 +48,14 @@ def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_rows_come_out_as_if_alone_whoever_comes_and_goes(*, rows: int, eager: bool) -> None:
-    """30 requests of five kinds, a new one every other turn: texts, ids, orders and costs are those of `decode`."""
+    """30 requests of six kinds, a new one every other turn: texts, ids, orders and costs are those of `decode`."""
     base = chat_base(context=128)
     helpers = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
     engine = Engine(base, **helpers, limits=Limits(rows=rows), eager=eager)
     asked: list[tuple[Work, Log]] = []
     for n in range(30):
         ids = [BOS, *range(10, 11 + n % 7)]
-        work = work_of(ids, ids[::-1] if n % 3 else ids, new=1 + n % 11, seed=n * 2**60, **SETTINGS[n % 5])
+        work = work_of(ids, ids[::-1] if n % 3 else ids, new=1 + n % 11, seed=n * 2**60, **SETTINGS[n % len(SETTINGS)])
         asked.append((work, submit(engine, work)[1]))
         play(engine, 2)
     play(engine)
@@ -317,7 +318,7 @@ def test_what_is_not_served_is_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"decoder": "klass"}, "'klass' is not served here; served are joint, parallel, adjust"),
         ({"decoder": "edlm"}, "'edlm' needs an autoregressive partner"), ({"decoder": "none"}, "'none' is not served"),
-        ({"cache_period": 2}, "leave cache_period out"), ({"schedule": "reference"}, "leave schedule at exact"),
+        ({"schedule": "reference"}, "leave schedule at exact"),
         ({"options": {"tau": 1}}, "no option tau"),
     ]  # fmt: skip
     for settings, message in cases:

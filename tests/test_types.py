@@ -20,7 +20,7 @@ COUNTS = "tokens_per_step", "max_new_tokens", "top_k", "candidates", "block_leng
         ("top_p", 0, r"top_p is 0; it must lie in \(0, 1\]"),
         ("top_p", 1.5, "top_p is 1.5"),
         ("top_p", float("nan"), "top_p is nan"),
-        ("top_k", -1, "top_k is -1; it must be >= 0"),
+        ("top_k", -1, "top_k is -1; it must be at least 0"),
         ("order", "best", "order is 'best'; it must be one of entropy, confidence, margin, random, left_to_right"),
         ("order_on", "cooked", "order_on is 'cooked'; it must be one of processed, raw"),
         *((name, 2**31, f"{name} is 2147483648; it must be at most 2147483647") for name in COUNTS),

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, adapted
 from adjust_dlm.bases.layers import BidirectionalLayer
+from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, State, is_number, require, require_whole
 
 CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
-Keys = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each layer of g: [B, heads, L, d]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +56,14 @@ class SamplerConfig:
         require(self.pairing in ("state", "token"), f"pairing is {self.pairing!r}; it must be state or token")
         require_whole("layers", self.layers)
         require(self.layers >= 1, f"layers is {self.layers}; it must be at least 1")
-        wide = is_number(self.mlp) and 0 < self.mlp < math.inf
-        require(wide, f"mlp is {self.mlp!r}; it is a multiple of the base's MLP width, above 0")
+        mlp, start, layers = self.mlp, self.output_norm_init, self.features
+        require(is_number(mlp) and 0 < mlp < math.inf, f"mlp is {mlp!r}; it is a multiple of the base's, above 0")
         for name in ("norms", "residual"):
             value = getattr(self, name)
             require(isinstance(value, bool), f"{name} is {value!r}; it must be true or false")
-        start = self.output_norm_init
         finite = is_number(start) and abs(start) < math.inf
         require(finite, f"output_norm_init is {start!r}; it must be a finite number")
-        listed = isinstance(self.features, list | tuple)
-        require(listed, f"features is {self.features!r}; it must be a list of layers")
+        require(isinstance(layers, list | tuple), f"features is {layers!r}; it must be a list of layers")
         object.__setattr__(self, "features", tuple(self.features))  # a list in a file
         for layer in self.features:
             require_whole("a layer of features", layer)
@@ -113,7 +111,7 @@ class Sampler(nn.Module):
         shape = self.config.shape(Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)
         self.more = nn.ModuleList(BidirectionalLayer(shape) for _ in range(self.config.layers - 1))
-        norm = nn.RMSNorm if self.config.norms else _NoNorm
+        norm = nn.RMSNorm if self.config.norms else nn.Identity
         eps = shape.rms_norm_eps
         self.norm_embed, self.norm_hidden = norm(width, eps=eps), norm(width, eps=eps)
         self.norm_features = nn.ModuleList(norm(width, eps=eps) for _ in self.config.features)
@@ -145,25 +143,24 @@ class Sampler(nn.Module):
         if column_BN is None:
             return self._out(h_BLD, last(z_BLD, state))
         keys = last.keys(z_BLD, state)
-        z_BND = last.rows(at_columns(z_BLD, column_BN), state, column_BN, keys)
+        z_BND = last(at_columns(z_BLD, column_BN), state, column_BN, lambda *_: keys)
         return self._out(at_columns(h_BLD, column_BN), z_BND)
 
     def on(self, base: Base) -> Base:
         """The base, giving the features that g wants."""
         return base.with_features(self.config.features)
 
-    def keys(self, h_BLD: Tensor, state: State) -> Keys:
+    def keys(self, h_BLD: Tensor, state: State) -> Memory:
         """The keys and values of each layer in one whole step, for `rows`."""
-        *before, last = self.layers
-        z_BLD = self._mixed(h_BLD, self._paired(state, h_BLD.dtype))
-        made = []
-        for layer in before:
-            made.append(layer.keys(z_BLD, state))
-            z_BLD = layer(z_BLD, state)
-        return (*made, last.keys(z_BLD, state))
+        z_BLD, memory = self._mixed(h_BLD, self._paired(state, h_BLD.dtype)), Memory()
+        for n, layer in enumerate(self.layers):
+            if n:
+                z_BLD = self.layers[n - 1](z_BLD, state)
+            memory.kept.append(torch.stack(layer.keys(z_BLD, state), 1))
+        return memory
 
     def rows(
-        self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: Keys, valid_BN: Tensor | None = None
+        self, h_BLD: Tensor, state: State, column_BN: Tensor, keys: Memory, valid_BN: Tensor | None = None
     ) -> Tensor:
         """One step at some columns alone: [B, N, ...], as wide as `forward` has it.
 
@@ -179,8 +176,8 @@ class Sampler(nn.Module):
         """
         h_BND = at_columns(h_BLD, column_BN)
         z_BND = self._mixed(h_BND, at_columns(self._paired(state, h_BLD.dtype), column_BN))
-        for layer, own in zip(self.layers, keys, strict=True):
-            z_BND = layer.rows(z_BND, state, column_BN, own, valid_BN)
+        for n, layer in enumerate(self.layers):
+            z_BND = layer(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
         return self._out(h_BND, z_BND)
 
     def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
@@ -222,18 +219,6 @@ class Sampler(nn.Module):
         write_whole({folder / WEIGHTS: save(weights), folder / CONFIG: text})
 
 
-def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
-    """States of some columns: [B, N, D]."""
-    return h_BLD.gather(1, column_BN[..., None].expand(-1, -1, h_BLD.shape[-1]))
-
-
-class _NoNorm(nn.Identity):
-    """Stands in for a norm in the paper's printed form."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-
-
 def default_sampler(base_name: str) -> Path | None:
     """Folder of the sampler that ships with the package for a base, if there is one."""
     folder = adapted.MODELS / f"{base_name}-sampler"
@@ -255,6 +240,9 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     Raises:
         InputError: no sampler there, unreadable or incomplete weights, or trained for another base.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     folder = folder or default_sampler(base.spec.name)
     require(folder is not None, f"no sampler ships for base {base.spec.name!r}; name one")
     folder = Path(str(folder))
@@ -262,7 +250,11 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     require_same_base(f"sampler {folder}", facts["base_fingerprint"], base)
     sampler = Sampler(base, SamplerConfig(**facts["config"]))
     sampler.trained_on = facts.get("trained_on")
-    _load_weights(sampler, folder / WEIGHTS)
+    try:
+        sampler.load_state_dict(load_file(folder / WEIGHTS))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"cannot read the sampler weights {folder / WEIGHTS}: {said}") from error
     return sampler.to(base.device, base.dtype).eval().requires_grad_(False)
 
 
@@ -298,31 +290,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(path.read_text())
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}
-        if "anchor" in unknown and facts["config"]["anchor"] is False:  # a choice that is no more; older files name it
-            unknown.remove("anchor")
-            del facts["config"]["anchor"]
         facts["base_fingerprint"][:16]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a sampler config: {error!r}") from error
     require(not unknown, f"{path} has unknown settings {sorted(unknown)}")
     return facts
-
-
-def _load_weights(sampler: Sampler, path: Path) -> None:
-    """Strict load: a missing, extra or misshapen tensor, or a truncated file, is refused by name."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        weights = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read the sampler weights {path}: {error}") from error
-    wanted = {k: v.shape for k, v in sampler.state_dict().items()}
-    found = {k: v.shape for k, v in weights.items()}
-    wrong = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
-    require(
-        not wrong,
-        f"sampler weights {path} do not fit: "
-        + "; ".join(f"{k} is {tuple(found.get(k, ()))}, wanted {tuple(wanted.get(k, ()))}" for k in wrong[:3]),
-    )
-    sampler.load_state_dict(weights)

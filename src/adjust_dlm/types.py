@@ -76,17 +76,11 @@ def require_kinds(settings: object) -> None:
     """
     for name, kind in get_type_hints(type(settings)).items():
         value, items = getattr(settings, name), get_origin(kind) is tuple
-        if items and isinstance(value, tuple | list):
-            for item in value:
-                _require_kind(name, item, get_args(kind)[0])
-        else:
-            _require_kind(name, value, kind)
-
-
-def _require_kind(name: str, value: object, kind: Any) -> None:
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
-    wanted = ", ".join(choices) or getattr(kind, "__name__", kind)
-    require(_is_kind(value, kind), f"{name} is {value!r}; it must be {wanted}")
+        several = items and isinstance(value, tuple | list)
+        for one in value if several else [value]:
+            own = get_args(kind)[0] if several else kind
+            wanted = ", ".join(get_args(own)) if get_origin(own) is Literal else getattr(own, "__name__", own)
+            require(_is_kind(one, own), f"{name} is {one!r}; it must be {wanted}")
 
 
 def _is_kind(value: object, kind: Any) -> bool:
@@ -97,6 +91,12 @@ def _is_kind(value: object, kind: Any) -> bool:
         return any(_is_kind(value, one) for one in args)
     wider = {float: int | float, str: str | PathLike}
     return isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
+
+
+_LEAST = {
+    "tokens_per_step": 1, "max_new_tokens": 1, "top_k": 0, "candidates": 0, "block_length": 1, "cache_period": 1,
+    "cache_window": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,9 @@ class DecodeConfig:
         suppress_eos: never commit an end token (applies to base and sampler alike).
         block_length: new tokens of a block; blocks are filled from left to right, the last may be shorter, masks
             inside the prompt belong to the first. None is one block. A reference schedule counts within each block.
-        candidates: after the first commit of a round only that many positions can still be picked in it, and only they
-            pay for the head: half of them are those that the base is most certain of, half the nearest to what the
-            round has written (under random and left_to_right all go by the order); 0 is all.
+        candidates: positions that a round may go on to behind its first commit: the best by the order rule at that
+            commit, so by the base's own pass. None takes as many as the round has commits left: its positions are those
+            of parallel decoding. 0 is every position, as Algorithm 1 is printed: g then decides where a round goes.
         cache_period: None recomputes everything in every base pass. p computes what stands before the first mask once
             for p passes, and whenever a row enters a block: an approximation, exact for p = 1.
         cache_window: with a cache, None keeps what is reused fixed until the next whole pass; W lets it follow the
@@ -135,48 +135,31 @@ class DecodeConfig:
     schedule: Schedule = "exact"
     suppress_eos: bool = False
     block_length: int | None = None
-    candidates: int = 0
+    candidates: int | None = None
     cache_period: int | None = None
     cache_window: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step", "max_new_tokens", "top_k", "candidates", "seed"):
-            require_whole(name, getattr(self, name))
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            require(is_number(value) or value != value, f"{name} is {value!r}; it must be a number")  # NaN: see below
-        require(isinstance(self.suppress_eos, bool), f"suppress_eos is {self.suppress_eos!r}; it must be true or false")
-        require(self.tokens_per_step >= 1, f"tokens_per_step is {self.tokens_per_step}; it must be at least 1")
-        require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature is {self.temperature}; it must be a finite number >= 0",
-        )
-        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
-        require(self.top_k >= 0, f"top_k is {self.top_k}; it must be >= 0 (0 keeps every token)")
-        require(self.candidates >= 0, f"candidates is {self.candidates}; it must be >= 0 (0 is every position)")
-        for name in ("block_length", "cache_period", "cache_window"):
+        require_whole("seed", self.seed)
+        for name, least in _LEAST.items():
             count: int | None = getattr(self, name)
-            require_whole(name, 1 if count is None else count)
-            require(count is None or count >= 1, f"{name} is {count}; it must be at least 1, or none")
-        require(
-            self.cache_window is None or self.cache_period is not None,
-            f"cache_window is {self.cache_window} without a cache; set cache_period too",
-        )
-        for field in fields(self):
-            if field.name != "seed":
-                require_most(field.name, getattr(self, field.name))
-        for name, value, kind in (
-            ("order", self.order, OrderRule),
-            ("order_on", self.order_on, OrderOn),
-            ("schedule", self.schedule, Schedule),
-        ):
-            allowed = get_args(kind)
-            require(
-                value in allowed or (value is None and name != "schedule"),
-                f"{name} is {value!r}; it must be one of {', '.join(allowed)}",
-            )
+            if count is None and getattr(DecodeConfig, name) is None:
+                continue
+            require_whole(name, count)
+            require(count is not None and count >= least, f"{name} is {count}; it must be at least {least}")
+            require_most(name, count)
+        heat, mass = self.temperature, self.top_p
+        finite = is_number(heat) and 0 <= heat < math.inf
+        require(finite, f"temperature is {heat!r}; it must be a finite number >= 0")
+        require(is_number(mass) and 0 < mass <= 1, f"top_p is {mass!r}; it must lie in (0, 1]")
+        require(isinstance(self.suppress_eos, bool), f"suppress_eos is {self.suppress_eos!r}; it must be true or false")
+        without = self.cache_window is not None and self.cache_period is None
+        require(not without, f"cache_window is {self.cache_window} without a cache; set cache_period too")
+        for name, kind in (("order", OrderRule), ("order_on", OrderOn), ("schedule", Schedule)):
+            value, allowed = getattr(self, name), get_args(kind)
+            known = value in allowed or (value is None and name != "schedule")
+            require(known, f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
     def but(self, **changes: object) -> DecodeConfig:
         """A copy with some fields changed (and checked again)."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases.layers import shift_right
+from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require
 
@@ -46,6 +47,11 @@ class BaseSpec:
     context: int
     order: OrderRule
     order_on: OrderOn
+
+    @property
+    def filler_id(self) -> int:
+        """What stands behind the end of a text."""
+        return self.end_ids[0] if self.end_ids else self.pad_id
 
 
 class Partner(ABC):
@@ -140,16 +146,17 @@ class Base(ABC):
     def hidden(self, state: State) -> Tensor:
         """f: post-final-norm states h_BLD in the scoring frame. Pads are invisible."""
 
-    def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
-        """As `hidden`, but columns in `stale_BL` and their keys and values stay as the last pass left them.
+    def hidden_again(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        """As `hidden`, but only some columns are computed; the others stay as the last pass left them.
 
         Args:
             state: what to look at.
-            stale_BL: bool; ignored in the first pass.
-            memory: what the last pass returned; None at the start. A memory is used once.
+            memory: of earlier passes, renewed in place; one that holds nothing yet takes a pass over all columns.
+            column_BN: which columns, all different in a row.
+            valid_BN: False on those that only fill up their row: they stay as they are.
 
         Returns:
-            States [B, L, D] and the memory of this pass.
+            States [B, L, D] of all columns.
         """
         raise InputError(f"base {self.spec.name!r} keeps no keys and values; leave cache_period out")
 

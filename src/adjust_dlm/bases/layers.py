@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
-from adjust_dlm.bases.memory import KeepKeys, Memory
+from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, State
 
@@ -239,44 +240,36 @@ class Body(_WithRotary):
         self.rotary = Rotary(shape)
 
     def forward(
-        self,
-        tokens_BL: Tensor,
-        real_BL: Tensor | None,
-        positions_BL: Tensor,
-        memory: Memory | None = None,
-        *,
-        causal: bool = False,
-        keep: tuple[int, ...] = (),
+        self, tokens_BN: Tensor, real_BL: Tensor | None, positions_BN: Tensor, *,
+        remember: Callable[[int], KeepKeys] | None = None, causal: bool = False, keep: tuple[int, ...] = (),
         compiled: bool = False,
-    ) -> Tensor:
-        """Post-final-norm states [B, L, D], row i at position i.
+    ) -> Tensor:  # fmt: skip
+        """Post-final-norm states [B, N, D], row i at position i.
 
         Args:
-            tokens_BL: ids.
-            real_BL: False on pads; None promises that there are none.
-            positions_BL: 0 on the first real token.
-            memory: keys and values of columns that stay as they were; only those from `memory.first` on are computed
-                and returned.
-            causal: row i sees positions up to i; not with a memory.
-            compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with a memory.
-            keep: numbers of layers, from 1, whose states follow behind the D columns: [B, L, (1 + len(keep)) D].
+            tokens_BN: ids of the columns to compute: all, unless others are remembered.
+            real_BL: False on pads, of all columns; None promises that there are none.
+            positions_BN: 0 on the first real token.
+            remember: what each layer does with its keys and values, to see those of other columns.
+            causal: row i sees positions up to i; not with `remember`.
+            compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with `remember`.
+            keep: numbers of layers, from 1, whose states follow behind the D columns: [B, N, (1 + len(keep)) D].
         """
-        first = 0 if memory is None else memory.first
-        h_BLD = self.embed_tokens(tokens_BL[:, first:])
-        mask_BHLL = visible(real_BL, h_BLD, self.config, masks=compiled or causal or memory is not None)
+        h_BND = self.embed_tokens(tokens_BN)
+        mask_BHNL = visible(real_BL, h_BND, self.config, masks=compiled or causal or remember is not None)
         if causal:
-            mask_BHLL = causal_mask(tokens_BL, mask_BHLL)
-        rotary = self.rotary(positions_BL[:, first:], h_BLD.dtype)
+            mask_BHNL = causal_mask(tokens_BN, mask_BHNL)
+        rotary = self.rotary(positions_BN, h_BND.dtype)
         kept: list[Tensor] = []
         call = _compiled_layer() if compiled else _call_layer
         for n, layer in enumerate(self.layers):
-            if memory is not None:
-                h_BLD = layer(h_BLD, mask_BHLL, rotary, functools.partial(memory.update, n))
+            if remember is not None:
+                h_BND = layer(h_BND, mask_BHNL, rotary, remember(n))
             else:
-                h_BLD = call(layer, h_BLD, mask_BHLL, rotary)
+                h_BND = call(layer, h_BND, mask_BHNL, rotary)
             if n + 1 in keep:
-                kept.append(h_BLD)
-        out: Tensor = self.norm(h_BLD)
+                kept.append(h_BND)
+        out: Tensor = self.norm(h_BND)
         return torch.cat([out, *kept], -1) if kept else out
 
 
@@ -327,12 +320,25 @@ class BidirectionalLayer(_WithRotary):
         self.layer, self.rotary, self.compiled = Layer(shape), Rotary(shape), False
         _draw_weights(self.layer, shape.initializer_range)
 
-    def forward(self, z_BLD: Tensor, state: State) -> Tensor:
-        """Same shape out; pads are invisible as keys."""
-        real_BL = state.real_BL if state.padded else None
-        mask_B11L = visible(real_BL, z_BLD, self.layer.self_attn.shape, masks=self.compiled)
-        call = _compiled_layer() if self.compiled else _call_layer
-        return call(self.layer, z_BLD, mask_B11L, self.rotary(state.positions_BL, z_BLD.dtype))
+    def forward(
+        self, z_BND: Tensor, state: State, column_BN: Tensor | None = None, keep: KeepKeys | None = None
+    ) -> Tensor:
+        """Same shape out; pads are invisible as keys.
+
+        Args:
+            z_BND: what stands at all columns.
+            state: the canvas.
+            column_BN: z stands at these alone.
+            keep: with `column_BN`: knows the keys and values of all columns.
+        """
+        real_BL, positions_BN = state.real_BL if state.padded else None, state.positions_BL
+        mask_BHNL = visible(real_BL, z_BND, self.layer.self_attn.shape, masks=self.compiled or keep is not None)
+        if column_BN is not None:
+            positions_BN = positions_BN.gather(1, column_BN)
+        rotary = self.rotary(positions_BN, z_BND.dtype)
+        if keep is not None:
+            return self.layer(z_BND, mask_BHNL, rotary, keep)
+        return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BND, mask_BHNL, rotary)
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""
@@ -341,33 +347,6 @@ class BidirectionalLayer(_WithRotary):
             normed_BLD, self.rotary(state.positions_BL, z_BLD.dtype)
         )
         return keys
-
-    def rows(
-        self, z_BND: Tensor, state: State, column_BN: Tensor, keys: tuple[Tensor, Tensor],
-        valid_BN: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """What `forward` gives at some columns, the others having left their keys and values.
-
-        Args:
-            z_BND: what stands at these columns.
-            state: the canvas.
-            column_BN: which columns, all different in a row.
-            keys: of all columns; those of `column_BN` are written into them.
-            valid_BN: False on columns whose keys and values stay.
-        """
-
-        def keep(*fresh: Tensor) -> tuple[Tensor, Tensor]:
-            for old, new in zip(keys, fresh, strict=True):
-                at = column_BN[:, None, :, None].expand_as(new)
-                if valid_BN is not None:
-                    new = torch.where(valid_BN[:, None, :, None], new, old.gather(2, at))
-                old.scatter_(2, at, new)
-            return keys
-
-        mask_B11L = state.real_BL[:, None, None, :] if state.padded else None
-        rotary = self.rotary(state.positions_BL.gather(1, column_BN), z_BND.dtype)
-        out: Tensor = self.layer(z_BND, mask_B11L, rotary, keep)
-        return out
 
 
 def shift_right(states_BLD: Tensor, state: State) -> Tensor:

@@ -1,46 +1,83 @@
-"""Keys and values that outlive a pass."""
+"""What columns leave behind in a pass, for later passes that compute some columns and see all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 KeepKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values of a pass -> those of all columns
 
 
 class Memory:
-    """Keys and values of the last pass, layer by layer, and which columns the next pass takes from it.
+    """Keys and values of every layer, row by row: it is taken apart and joined with the rows that it belongs to.
 
     Attributes:
-        stale_BL: columns whose keys and values stay as they are.
-        first: the first column that the pass computes; all before it are stale in every row.
+        kept: of each layer its keys and values [B, 2, heads, L, d]; behind them, where they are kept, the final states
+            [B, L, D]. Empty before the first pass, which is over all columns.
+        counts_B3: of each row, for the prefix cache: passes since it was computed whole (0: never was), the block it
+            was in, and how many of its last columns the next pass computes.
     """
 
-    def __init__(self) -> None:
-        self.stale_BL: Tensor | None = None
-        self.first = 0
-        self._kept: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, rows: int = 0, device: torch.device | None = None) -> None:
+        """Holds nothing; g's needs no counts."""
+        self.kept: list[Tensor] = []
+        self.counts_B3 = torch.zeros(rows, 3, dtype=torch.long, device=device)
 
-    def plan(self, stale_BL: Tensor) -> None:
-        """Says what the next pass may take; a first pass has nothing to take."""
-        fresh_L = torch.ones_like(stale_BL[0]) if not self._kept else ~stale_BL.all(0)
-        self.stale_BL, self.first = stale_BL & bool(self._kept), int(fresh_L.long().argmax())
+    def write(self, n: int, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Puts [B, ..., N, D] of a pass into entry n, see `renew`, and returns the entry."""
+        if n == len(self.kept):
+            self.kept.append(new)
+            return new
+        return renew(self.kept[n], new, column_BN, valid_BN)
 
-    def merge(self, old: Tensor, new: Tensor) -> Tensor:
-        """Old columns [B, L, ...] with those of the pass [B, N, ...] where they are not stale."""
-        assert self.stale_BL is not None
-        stale = self.stale_BL[:, self.first :].to(new.device)
-        stale = stale.view(*stale.shape, *[1] * (new.ndim - 2))
-        return torch.cat([old[:, : self.first], torch.where(stale, old[:, self.first :], new)], 1)
+    def keep(self, n: int, column_BN: Tensor, valid_BN: Tensor | None = None) -> KeepKeys:
+        """What layer n of a pass over some columns does with their keys and values [B, heads, N, d]."""
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, heads, L, d] of a layer, given those of the computed columns; they are kept."""
-        if layer == len(self._kept):
-            self._kept.append((k, v))
-        else:
-            pairs = zip(self._kept[layer], (k, v), strict=True)
-            k, v = (self.merge(old.transpose(1, 2), new.transpose(1, 2)).transpose(1, 2) for old, new in pairs)
-            self._kept[layer] = k, v
-        return k, v
+        def written(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            k, v = self.write(n, torch.stack([k, v], 1), column_BN, valid_BN).unbind(1)
+            return k, v
+
+        return written
+
+    def take(self, index_B: Tensor, first: int) -> Memory:
+        """A copy of some rows, without the columns left of `first`."""
+        out = Memory()
+        out.counts_B3 = self.counts_B3[index_B]
+        out.kept = [part[..., first:, :][index_B] for part in self.kept]
+        return out
+
+    @staticmethod
+    def join(parts: Sequence[Memory], width: int) -> Memory:
+        """The rows of all, with columns added on the left; rows that were in no pass yet get zeros."""
+        out = Memory()
+        out.counts_B3 = torch.cat([part.counts_B3 for part in parts])
+        known = next((part.kept for part in parts if part.kept), [])
+        for n, like in enumerate(known):
+            own = [part.kept[n] if part.kept else like.new_zeros(len(part.counts_B3), *like.shape[1:])
+                   for part in parts]  # fmt: skip
+            out.kept.append(torch.cat([F.pad(part, (0, 0, width - part.shape[-2], 0)) for part in own]))
+        return out
+
+
+def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
+    """States of some columns: [B, N, D]."""
+    return h_BLD.gather(1, column_BN[..., None].expand(-1, -1, h_BLD.shape[-1]))
+
+
+def renew(old: Tensor, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+    """Writes [B, ..., N, D] over the columns of [B, ..., L, D] that they stand for, in place, and returns these.
+
+    Args:
+        old: what is written to.
+        new: what is written.
+        column_BN: which columns, all different in a row.
+        valid_BN: False on columns that stay as they are.
+    """
+    shape = (len(new), *[1] * (new.ndim - 3), new.shape[-2], 1)
+    index = column_BN.to(new.device).view(shape).expand_as(new)
+    if valid_BN is not None:
+        new = torch.where(valid_BN.to(new.device).view(shape), new, old.gather(-2, index))
+    return old.scatter_(-2, index, new)

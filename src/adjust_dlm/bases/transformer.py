@@ -30,15 +30,9 @@ class TransformerBase(Base):
     model: Any
 
     def __init__(
-        self,
-        model: nn.Module,
-        head_weight: Tensor,
-        spec: BaseSpec,
-        *,
-        next_frame: bool,
-        tokenizer: Any = None,
+        self, model: nn.Module, head_weight: Tensor, spec: BaseSpec, *, next_frame: bool, tokenizer: Any = None,
         fingerprint: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Wraps a body (see `bases.layers`).
 
         Args:
@@ -82,32 +76,27 @@ class TransformerBase(Base):
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
         """See `Base.hidden`."""
-        return self._states(state)
+        return self.to_frame(self._states(state, state.tokens_BL, state.positions_BL, compiled=self.compiled), state)
 
     @torch.no_grad()
     def hidden_causal(self, state: State) -> Tensor:
         """See `Base.hidden_causal`: one pass under a causal attention mask, which the model was not trained with."""
-        return self._states(state, causal=True)
-
-    def _states(self, state: State, **causal: bool) -> Tensor:
-        self.check_length(state)
-        real_BL = state.real_BL if state.padded else None
-        more: dict[str, Any] = {"keep": self.keep} if self.keep else {}
-        if self.compiled:
-            more["compiled"] = True
-        return self.to_frame(self.model(state.tokens_BL, real_BL, state.positions_BL, **causal, **more), state)
+        how = {"causal": True, "compiled": self.compiled}
+        return self.to_frame(self._states(state, state.tokens_BL, state.positions_BL, **how), state)
 
     @torch.no_grad()
-    def hidden_again(self, state: State, stale_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
-        """See `Base.hidden_again`; the memory is (keys and values, states before the frame)."""
+    def hidden_again(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        """See `Base.hidden_again`; the states that are remembered are those before the frame."""
+        parts = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
+        h_BND = self._states(state, *parts, remember=lambda n: memory.keep(n, column_BN, valid_BN))
+        states_BLD = memory.write(len(self.model.layers), h_BND, column_BN, valid_BN)
+        return self.to_frame(states_BLD, state) if self.next_frame else states_BLD.clone()
+
+    def _states(self, state: State, tokens_BN: Tensor, positions_BN: Tensor, **how: Any) -> Tensor:
+        """Of some columns, each at its own position."""
         self.check_length(state)
-        keys, old_BLD = (Memory(), None) if memory is None else memory
-        keys.plan(stale_BL)
-        real_BL = state.real_BL if state.padded else None
-        kept = {"keep": self.keep} if self.keep else {}
-        new_BND = self.model(state.tokens_BL, real_BL, state.positions_BL, keys, **kept)
-        states_BLD = new_BND if old_BLD is None else keys.merge(old_BLD, new_BND)
-        return self.to_frame(states_BLD, state), (keys, states_BLD)
+        how = {name: value for name, value in {"keep": self.keep, **how}.items() if value}
+        return self.model(tokens_BN, state.real_BL if state.padded else None, positions_BN, **how)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
         """See `Base.to_frame`."""

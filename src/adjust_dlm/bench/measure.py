@@ -22,7 +22,7 @@ from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.pick import pick
 from adjust_dlm.decoders.fast.work import length_bucket, slot_bucket, width_bucket
-from adjust_dlm.decoders.machinery.canvas import pick as pick_open
+from adjust_dlm.decoders.machinery.pick import pick as pick_open
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import GIVEN, DecodeConfig
 

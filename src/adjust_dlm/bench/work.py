@@ -18,7 +18,7 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
 from adjust_dlm.decoders import Variant
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import CERTAINTY, DecodeConfig
+from adjust_dlm.types import DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,10 @@ def head_work(base: Base, rows: int) -> Work:
     return Work(2.0 * rows * width * vocabulary, float(traffic * base.dtype.itemsize))
 
 
-def open_counts(config: DecodeConfig, decoder: str, *, follows: bool = True) -> Iterator[list[int]]:
+def open_counts(config: DecodeConfig, decoder: str) -> Iterator[list[int]]:
     """Rows that each commit of a round scores, on one canvas with no text that ends early, round after round.
 
-    Parallel decoding scores once for all commits of its round. Candidates are as many after each commit where they
-    follow it (`Canvas.follows`).
+    Parallel decoding scores once for all commits of its round.
     """
     width = config.block_length or config.max_new_tokens
     for first in range(0, config.max_new_tokens, width):
@@ -126,8 +125,8 @@ def open_counts(config: DecodeConfig, decoder: str, *, follows: bool = True) -> 
         while left:
             most = 1 if decoder == "joint" else config.tokens_per_step
             most = min(most, left, config.candidates + 1 if config.candidates else left)
-            limit = config.candidates or left
-            later = [min(left - k, limit if follows else limit + 1 - k) for k in range(1, most)]
+            wide = most if config.candidates is None else config.candidates + 1 if config.candidates else left
+            later = [min(left, wide) - k for k in range(1, most)]
             yield [left] if decoder == "parallel" else [left, *later]
             left -= most
 
@@ -150,12 +149,12 @@ def decode_work(
     length, sparse, parts = prompt + config.max_new_tokens, bool(variant.options.get("sparse")), list[Work]()
     if variant.name == "adjust" and sampler is not None:
         base = sampler.on(base)
-    follows = not sparse and (config.order or base.spec.order) in CERTAINTY
-    for scored in open_counts(config, variant.name, follows=follows):
+    for scored in open_counts(config, variant.name):
         parts.append(base_work(base, rows, length))
         for k, count in enumerate(scored):
             if k and sampler is not None:
-                columns = min(config.candidates + 1 + k, length) if sparse else None
+                wide = config.candidates + 1 if config.candidates else len(scored)
+                columns = min(wide + k, length) if sparse else None
                 if sparse and k == 1:
                     parts.append(keys_work(base, sampler, rows, length))
                 parts.append(sampler_work(base, sampler, rows, length, columns))

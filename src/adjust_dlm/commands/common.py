@@ -79,7 +79,8 @@ class DecodeFlags(DrawFlags):
     Attributes:
         order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
         schedule: exact (K per pass) or reference (the model family's published step counts).
-        candidates: after a round's first commit look at that many of the base's most certain positions only; 0 is all.
+        candidates: positions that a round may go on to behind its first commit, the best of the base's pass; by default
+            as many as the round has commits left, 0 is every position.
         cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
             pass reuses any, and all are exact.
         cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
@@ -92,7 +93,7 @@ class DecodeFlags(DrawFlags):
 
     order_on: str | None = None
     schedule: str = "exact"
-    candidates: int = 0
+    candidates: int | None = None
     cache_period: int | None = None
     cache_window: int | None = None
     chat: bool = True

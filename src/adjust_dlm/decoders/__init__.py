@@ -25,7 +25,7 @@ from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.klass import KlassOptions, klass
 from adjust_dlm.decoders.machinery.cache import with_prefix_cache
-from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
@@ -33,22 +33,6 @@ from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_whole
-
-__all__ = [
-    "DECODERS",
-    "Canvas",
-    "Decoder",
-    "Plan",
-    "Variant",
-    "build_options",
-    "decode",
-    "decode_many",
-    "generate",
-    "make_plan",
-    "read_options",
-    "read_variant",
-    "takes_fast",
-]
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
 _NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
@@ -83,6 +67,7 @@ class Decoder:
     lawless: str | None = None
 
 
+_JOINT = "it writes joint decoding's own text; measure joint"
 _MIXED = "its tokens are kept or dropped by what a second model makes of them"
 DECODERS: dict[str, Decoder] = {
     "joint": Decoder(joint, resumable=True),
@@ -91,12 +76,7 @@ DECODERS: dict[str, Decoder] = {
         adjust, resumable=True, needs_sampler=True, takes_k=True, takes_candidates=True, options=AdjustOptions
     ),
     "adaptive": Decoder(adaptive, resumable=True, needs_sampler=True, takes_candidates=True, options=AdaptiveOptions),
-    "verified": Decoder(
-        verified,
-        needs_sampler=True,
-        options=VerifiedOptions,
-        lawless="it writes joint decoding's own text; measure joint",
-    ),
+    "verified": Decoder(verified, needs_sampler=True, options=VerifiedOptions, lawless=_JOINT),
     "cascade": Decoder(cascade, resumable=True, needs_sampler=True, options=CascadeOptions, by_drawn=True),
     "threshold": Decoder(threshold, resumable=True, options=ThresholdOptions, by_order=False),
     "factor": Decoder(factor, resumable=True, options=FactorOptions, by_drawn=True),
@@ -164,13 +144,17 @@ def read_variant(text: str) -> Variant:
         InputError: an unknown decoder, a setting that neither it nor `DecodeConfig` has, or a bad value.
     """
     name, _, pairs = text.partition(":")
-    given = read_options(re.split(r",(?![^\[]*\])", pairs) if pairs else [])
-    shared = {field.name for field in fields(DecodeConfig)}
-    settings = {key: value for key, value in given.items() if key in shared}
-    options = {key: value for key, value in given.items() if key not in shared}
+    settings, options = _split(read_options(re.split(r",(?![^\[]*\])", pairs) if pairs else []))
     build_options(name, options)
     DecodeConfig(**settings)
     return Variant(name, settings, options)
+
+
+def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of `DecodeConfig`, and a decoder's own options."""
+    shared = {field.name for field in fields(DecodeConfig)}
+    own = {key: value for key, value in given.items() if key not in shared}
+    return {key: value for key, value in given.items() if key in shared}, own
 
 
 class Plan(NamedTuple):
@@ -210,7 +194,7 @@ def make_plan(
     )
     able = [name for name, known in DECODERS.items() if known.takes_candidates]
     require(
-        config.candidates == 0 or entry.takes_candidates or decoder == "joint",
+        not config.candidates or entry.takes_candidates or decoder == "joint",
         f"candidates is {config.candidates}; of the decoders only {', '.join(able)} know them, {decoder!r} does not",
     )
     if decoder == "joint":
@@ -231,19 +215,10 @@ def make_plan(
 
 @torch.no_grad()
 def decode(
-    base: Base,
-    prompts: list[list[int]],
-    config: DecodeConfig,
-    *,
-    decoder: str = "adjust",
-    sampler: Any = None,
-    partner: Partner | None = None,
-    rows: list[int] | None = None,
-    watch: Callable[[Canvas], None] | None = None,
-    eager: bool | None = None,
-    slots: int | None = None,
-    **options: Any,
-) -> DecodeResult:
+    base: Base, prompts: list[list[int]], config: DecodeConfig, *, decoder: str = "adjust", sampler: Any = None,
+    partner: Partner | None = None, rows: list[int] | None = None, watch: Callable[[Canvas], None] | None = None,
+    eager: bool | None = None, slots: int | None = None, **options: Any,
+) -> DecodeResult:  # fmt: skip
     """Decodes a batch of token prompts; each row's result is what it would be alone.
 
     Args:
@@ -272,31 +247,19 @@ def decode(
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
     canvas.watch = watch
-    reason = (
-        fast.why_not(plan.base, decoder, plan.config, sampler, watch) if fast.wanted(base, eager) else "not asked for"
-    )
-    if reason is None:
+    wanted = fast.wanted(base, eager)
+    reason = fast.why_not(plan.base, decoder, plan.config, sampler, watch) if wanted else None
+    if wanted and reason is None:
         own = plan.own[0] if plan.own else None
         fast.run_fast(base, sampler, canvas, decoder=decoder, options=own, slots=slots)
     else:
-        if fast.wanted(base, eager):
+        if reason is not None:
             fast.log_fallback(reason)
         plan.run(canvas)
     if canvas.open:
         raise RuntimeError(f"decoder {decoder!r} left {int(canvas.masked_BL.sum())} masks on the canvas")
-    return DecodeResult(
-        tokens_BL=canvas.tokens_BL,
-        order_BL=canvas.order_BL,
-        real_BL=canvas.real_BL,
-        base_calls_B=canvas.base_calls_B,
-        sampler_calls_B=canvas.sampler_calls_B,
-        partner_calls_B=canvas.partner_calls_B,
-        rounds_B=canvas.rounds_B,
-        rows_B=canvas.rows_B,
-        config=plan.config,
-        decoder=decoder,
-        seconds=time.perf_counter() - started,
-    )
+    of_canvas = {field.name: getattr(canvas, field.name) for field in fields(DecodeResult)[:-2]}  # rows and config
+    return DecodeResult(**of_canvas, decoder=decoder, seconds=time.perf_counter() - started)
 
 
 def takes_fast(
@@ -307,17 +270,10 @@ def takes_fast(
 
 
 def decode_many(
-    base: Base,
-    prompts: Sequence[list[int]],
-    config: DecodeConfig,
-    *,
-    batch_size: int,
-    rows: Sequence[int] | None = None,
-    decoder: str = "adjust",
-    sampler: Any = None,
-    eager: bool | None = None,
+    base: Base, prompts: Sequence[list[int]], config: DecodeConfig, *, batch_size: int,
+    rows: Sequence[int] | None = None, decoder: str = "adjust", sampler: Any = None, eager: bool | None = None,
     **more: Any,
-) -> Iterator[tuple[list[int], DecodeResult]]:
+) -> Iterator[tuple[list[int], DecodeResult]]:  # fmt: skip
     """Decodes any number of prompts; each row is as it would be alone.
 
     In the fast form prompts of similar length go together, up to eight batches of them, longest first, and a row's
@@ -346,8 +302,7 @@ def decode_many(
     rows = range(len(prompts)) if rows is None else rows
     require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}
-    refill = takes_fast(base, config, decoder=decoder, sampler=sampler, eager=eager)
-    if refill:
+    if takes_fast(base, config, decoder=decoder, sampler=sampler, eager=eager):
         groups = _groups([len(prompt) + config.max_new_tokens for prompt in prompts], batch_size)
     else:
         groups = [list(range(len(prompts))[at : at + batch_size]) for at in range(0, len(prompts), batch_size)]
@@ -385,8 +340,7 @@ def generate(
     Settings are fields of `DecodeConfig` and the decoder's own options.
     """
     ids = base.encode(prompt, chat=chat)
-    shared = {field.name for field in fields(DecodeConfig)}
-    config = DecodeConfig(**{key: value for key, value in settings.items() if key in shared})
-    own = {key: value for key, value in settings.items() if key not in shared}
-    result = decode(base, [ids] * num_samples, config, decoder=decoder, sampler=sampler, partner=partner, **own)
-    return [base.decode(row[-result.config.max_new_tokens :].tolist()) for row in result.tokens_BL]
+    shared, own = _split(settings)
+    config, helpers = DecodeConfig(**shared), {"sampler": sampler, "partner": partner}
+    result = decode(base, [ids] * num_samples, config, decoder=decoder, **helpers, **own)
+    return [base.decode(row[-config.max_new_tokens :].tolist()) for row in result.tokens_BL]

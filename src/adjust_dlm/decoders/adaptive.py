@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, pick
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.sampling import negative_entropy
 from adjust_dlm.types import State, is_number, require, require_count
 
@@ -49,16 +50,11 @@ def adaptive(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
                 h_BLD = sampler(h_BLD, canvas)
             picks = pick(base, h_BLD, canvas)
             if k:
-                spent_B += _entropy(picks)
+                assert picks.processed_RV is not None
+                spent_B += torch.where(picks.valid_BN[:, 0], -negative_entropy(picks.processed_RV), 0)
                 over_B = spent_B > options.gamma
                 canvas.quota_B = canvas.quota_B.masked_fill(over_B, 0)
                 picks = replace(picks, valid_BN=picks.valid_BN & ~over_B[:, None])
             canvas.commit(picks)
             if not canvas.busy_B.any():
                 break
-
-
-def _entropy(picks: Picks) -> Tensor:
-    """Of the distributions that the tokens were drawn from: [B], 0 for rows with nothing to do."""
-    assert picks.processed_RV is not None
-    return torch.where(picks.valid_BN[:, 0], -negative_entropy(picks.processed_RV), 0)

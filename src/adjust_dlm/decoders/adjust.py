@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.canvas import Canvas, pick
+from adjust_dlm.bases.memory import Memory, renew
+from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.columns import columns_of
-from adjust_dlm.sampler import Keys, Sampler, at_columns
+from adjust_dlm.decoders.machinery.pick import pick
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import State, require
 
 
@@ -29,9 +30,11 @@ class AdjustOptions:
     def __post_init__(self) -> None:
         require(isinstance(self.sparse, bool), f"sparse is {self.sparse!r}; it must be true or false")
 
-    def check(self, sampler: object, candidates: int) -> None:
+    def check(self, sampler: object, candidates: int | None) -> None:
         """Raises InputError where a sparse step is asked for that cannot be made."""
-        require(not self.sparse or candidates > 0, "sparse steps run at candidates: set candidates too")
+        require(
+            not self.sparse or candidates != 0, "sparse steps run at candidates: candidates must not be 0, which is all"
+        )
         able = not self.sparse or isinstance(sampler, Sampler)
         require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
 
@@ -44,10 +47,9 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
     """
     options.check(sampler, canvas.config.candidates)
     sparse = sampler if options.sparse and isinstance(sampler, Sampler) else None
-    canvas.follows = sparse is None  # what a sparse step leaves out stays out
     while canvas.open:  # line 2
         h_BLD = base.hidden(canvas)  # line 3
-        keys: Keys | None = None
+        keys: Memory | None = None
         for k in canvas.round():  # line 4
             if k:
                 if sparse is None:
@@ -58,9 +60,9 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
             canvas.commit(pick(base, h_BLD, canvas))  # lines 5-7
 
 
-def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Keys, k: int) -> Tensor:
+def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Memory, k: int) -> Tensor:
     """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
-    column_BN, valid_BN = columns_of(canvas.active(sampler.carriers), canvas.config.candidates + 1 + k)
+    active_BL = canvas.only_BL | sampler.carriers(canvas.written_BL, canvas)
+    column_BN, valid_BN = columns_of(active_BL, canvas.wide + k)
     new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
-    new_BND = torch.where(valid_BN[..., None], new_BND, at_columns(h_BLD, column_BN))
-    return h_BLD.scatter(1, column_BN[..., None].expand_as(new_BND), new_BND)
+    return renew(h_BLD.clone(), new_BND, column_BN, valid_BN)

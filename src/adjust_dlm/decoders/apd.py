@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, rows_at_once
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
+from adjust_dlm.decoders.machinery.pick import rows_at_once
 from adjust_dlm.decoders.machinery.proposals import Logits, plain_logits
 from adjust_dlm.sampling import process
 from adjust_dlm.types import State, is_number, require, require_count

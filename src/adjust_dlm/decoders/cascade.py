@@ -58,7 +58,7 @@ def cascade(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canv
             logits, stream = plain_logits(base, h_BLD, canvas), DRAW if call == 0 else _CALLS + call
             score_BL, token_BL = propose(base, canvas, going_BL, logits, probability, stream=stream)
             count_B = (score_BL >= tau).sum(-1).maximum(least_B)
-            canvas.quota_B = count_B
+            canvas.quota_B = count_B.clone()
             commit_best(canvas, score_BL, token_BL)
             going_B = (count_B > 0) & canvas.open_BL.any(-1) & (canvas.block_B == block_B)
             if call >= most or not bool(going_B.any()):

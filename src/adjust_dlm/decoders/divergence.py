@@ -163,7 +163,7 @@ class _Observed(Canvas):
         now = State(self.tokens_BL.clone(), self.real_BL, self.masked_BL.clone(), self.padded)
         for rank in range(int(goes_BN.sum(-1).max())):
             written_BL = (self.order_BL >= 0) | (self.masked_BL & ~now.masked_BL)
-            over_B = self._finished(now.tokens_BL, now.masked_BL, written_BL)
+            over_B = self.finished(now.tokens_BL, now.masked_BL, written_BL)
             row_R, n_R = (goes_BN & (rank_BN == rank) & ~over_B[:, None]).nonzero(as_tuple=True)
             at = row_R, picks.position_BN[row_R, n_R]
             require(bool((number_BL[at] >= 0).all()), _SILENT.format(self.decoder))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.machinery.canvas import Canvas, refuse_nan, rows_at_once
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import refuse_nan, rows_at_once
 from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits
 from adjust_dlm.sampling import DRAW, ORDER, SCORES, confidence, draw, process
 from adjust_dlm.types import GIVEN, OrderRule, State, is_number, require, require_count
@@ -95,8 +96,8 @@ def _complete(base: Base, h_BLD: Tensor, canvas: Canvas, count: int) -> Completi
         FloatingPointError: the states gave NaN or infinite logits.
     """
     config, logits = canvas.config, plain_logits(base, h_BLD, canvas)
-    rule = config.order or base.spec.order
-    on_processed = (config.order_on or base.spec.order_on) == "processed"
+    rule = canvas.rule
+    on_processed = canvas.on_processed
     token_CBL = canvas.tokens_BL.repeat(count, 1, 1)
     log_q_CBL = torch.zeros_like(token_CBL, dtype=torch.float64)
     score_CBL = torch.full_like(log_q_CBL, -torch.inf)

@@ -33,7 +33,7 @@ def entropy_bound(base: Base, canvas: Canvas, options: EntropyBoundOptions) -> N
     The left side bounds the KL between the joint law of the set and the product of its marginals. Ranked by entropy,
     the largest of a prefix is its last.
     """
-    on_processed = (canvas.config.order_on or base.spec.order_on) == "processed"
+    on_processed = canvas.on_processed
 
     def certainty(logits_RV: Tensor, _token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
         return negative_entropy(process(logits_RV, canvas.config) if on_processed else logits_RV)

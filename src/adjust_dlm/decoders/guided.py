@@ -57,7 +57,7 @@ def guided(base: Base, canvas: Canvas, options: GuidedOptions) -> None:
     Raises:
         InputError: another order rule; a switch for a base without end tokens.
     """
-    rule = canvas.config.order or base.spec.order
+    rule = canvas.rule
     require(rule in ("confidence", "random"), f"order is {rule!r}; guided knows confidence and random")
     score = _score(base, canvas, options)
     while canvas.open:
@@ -72,7 +72,7 @@ def _score(base: Base, canvas: Canvas, options: GuidedOptions) -> Score:
     The release blanks EOS on the logits that the noise was added to, and EOT on the plain ones. Only the plain ones
     are read afterwards; at T=0 both are one tensor. Under the random order it does nothing.
     """
-    switch, is_random = options.confidence_eos_eot_inf, (canvas.config.order or base.spec.order) == "random"
+    switch, is_random = options.confidence_eos_eot_inf, canvas.rule == "random"
     held = [] if switch == "off" else list(_ends(base, options))
     if switch == "faithful" and canvas.config.temperature > 0:
         held = held[1:]

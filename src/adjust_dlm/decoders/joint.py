@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.canvas import Canvas, pick
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import pick
 
 
 def joint(base: Base, canvas: Canvas) -> None:

@@ -37,9 +37,9 @@ def soft_order(base: Base, canvas: Canvas, options: SoftOrderOptions) -> None:
     Raises:
         InputError: the order rule does not look at logits.
     """
-    rule = canvas.config.order or base.spec.order
+    rule = canvas.rule
     require(rule in ("entropy", "confidence", "margin"), f"order is {rule!r}; alg_temp needs a certainty to soften")
-    on_processed = (canvas.config.order_on or base.spec.order_on) == "processed"
+    on_processed = canvas.on_processed
 
     def certainty(logits_RV: Tensor, _token_R: Tensor, row_R: Tensor, position_R: Tensor) -> Tensor:
         u_R = canvas.uniforms(position_R, row_R)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.canvas import Canvas, pick
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.types import State, require_count
 
 
@@ -59,7 +60,7 @@ def _drafts(
 ) -> list[State]:
     """The present canvas and, one commit by g after another, those that may follow."""
     draft = copy.copy(canvas)
-    for name in ("tokens_BL", "masked_BL", "order_BL", "commits_B", "quota_B", "base_calls_B", "rounds_B"):
+    for name in ("tokens_BL", "masked_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
     states = [_now(draft)]

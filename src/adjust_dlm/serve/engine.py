@@ -106,7 +106,6 @@ class Engine:
         """
         able = work.decoder in DECODERS and DECODERS[work.decoder].resumable
         require(able, f"decoder {work.decoder!r} is not served here; served are {', '.join(self.decoders)}")
-        require(work.config.cache_period is None, "a prefix cache lasts between rounds; leave cache_period out")
         require(work.config.schedule == "exact", "reference schedules march in step; leave schedule at exact")
         most = self.limits.queue
         require(len(work.rows) <= most, f"{len(work.rows)} rows in one request; this server takes at most {most}")

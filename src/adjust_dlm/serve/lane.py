@@ -164,12 +164,9 @@ def _fresh(tokens: Ints, order: Ints, before: int, chance: Floats | None) -> tup
     """Commits of the round, in order; `before` were there already."""
     at = np.flatnonzero(order >= before)
     at = at[order[at].argsort()]
-    chances = [None] * len(at) if chance is None else map(_number, chance[at].tolist())
+    known = [math.nan] * len(at) if chance is None else chance[at].tolist()
+    chances = [None if math.isnan(value) else value for value in known]
     return tuple(map(Commit, at.tolist(), tokens[at].tolist(), order[at].tolist(), chances))
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _tell(row: Row, tokens: Ints, masked: Ints, commits: tuple[Commit, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.divergence import observe, why_not
-from adjust_dlm.decoders.machinery.canvas import rows_at_once
+from adjust_dlm.decoders.machinery.pick import rows_at_once
 from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS, SCORES

@@ -25,7 +25,7 @@ from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig, manifest_of
 from adjust_dlm.decoders import Canvas
-from adjust_dlm.decoders.machinery.canvas import pick
+from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
 from adjust_dlm.train.rows import open_checked
 from adjust_dlm.train.unroll import NEVER, Frames

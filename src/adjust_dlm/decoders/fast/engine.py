@@ -15,6 +15,7 @@ import logging
 import math
 import weakref
 from collections import OrderedDict, deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,11 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch:
     return None
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a card the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @functools.cache
 def log_fallback(reason: str) -> None:
     """Says once that the reference decoders run."""
@@ -87,7 +93,7 @@ def run_fast(
     options = options or AdjustOptions()
     options.check(sampler, canvas.config.candidates)
     sampler = sampler if decoder == "adjust" else None
-    with torch.cuda.device(base.device) if base.device.type == "cuda" else contextlib.nullcontext():
+    with on_device(base.device):
         engine, seen = engine_of(base, sampler), base if sampler is None else sampler.on(base)
         engine.fill(seen, sampler, canvas, _Plan(decoder, canvas, options), slots)
 
@@ -231,7 +237,7 @@ class Engine:
             if len(self._lanes) <= self.most_lanes and cells <= self.most_cells:
                 return
             old, _ = self._lanes.popitem(last=False)
-            self.graphs.drop(functools.partial(_belongs_to, old))
+            self.graphs.drop(lambda key: key[0] == old)  # noqa: B023 - called at once
             bounds = f"{self.most_lanes} shapes"
             if self.most_cells < math.inf:
                 bounds += f" of {self.most_cells} positions"
@@ -283,10 +289,6 @@ class Engine:
         smaller = self.lane(base, size, columns, padded=padded or size > len(slots), config=lane.config)
         smaller.take(lane, slots)
         return smaller, [living[b] for b in slots]
-
-
-def _belongs_to(shape: tuple[Any, ...], key: tuple[Any, ...]) -> bool:
-    return bool(key[0] == shape)
 
 
 def _worth_moving(living: list[_Row | None], lane: Lane) -> bool:

@@ -6,17 +6,18 @@ on a count that only the device knows. Rows are loaded into slots and stored bac
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, nan_message
-from adjust_dlm.decoders.machinery.columns import certain_columns, columns_of
+from adjust_dlm.bases.memory import Memory
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
+from adjust_dlm.decoders.machinery.columns import columns_of
+from adjust_dlm.decoders.machinery.pick import nan_message
 from adjust_dlm.kernels import HAS_TRITON
-from adjust_dlm.sampler import Keys, Sampler
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig, State
 
@@ -50,35 +51,25 @@ class Lane(Canvas):
 
     def __init__(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> None:
         """All slots idle. `padded=False` promises rows of exactly this length in all of them."""
-        self.base, self.config, self.padded, self.watch = base, config, padded, None
-        self.shape = (slots, length, padded, base.keep)
+        super().__init__(base, [[]] * slots, config.but(schedule="exact"), new=[length] * slots)
+        self.padded, self.shape = padded, (slots, length, padded, base.keep)
+        self.order_BL.fill_(GIVEN)
         self.kernels = has_kernels(base.device)
         shape, device = (slots, length), base.device
-        self.tokens_BL = torch.full(shape, base.spec.pad_id, device=device)
-        self.real_BL = torch.ones(shape, dtype=torch.bool, device=device)
-        self.masked_BL = torch.zeros_like(self.real_BL)
-        self.order_BL = torch.full_like(self.tokens_BL, GIVEN)
-        self._candidate_BL = torch.ones_like(self.real_BL)
-        self._certain_BL = torch.zeros_like(self.real_BL)
-        self.follows = True
-        self._column_L, self.slot_B = torch.arange(length, device=device), torch.arange(slots, device=device)
-        for name in _COUNTS:
-            setattr(self, name, torch.zeros(slots, dtype=torch.long, device=device))
-        self._before_B, self._round_B = torch.zeros_like(self.rows_B), torch.zeros_like(self.rows_B)
-        self._ends_E = torch.tensor(base.spec.end_ids, device=device, dtype=torch.long)
+        self.slot_B, self._round_B = torch.arange(slots, device=device), torch.zeros_like(self.rows_B)
         self.schedule_BL = torch.zeros_like(self.tokens_BL)
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         self._first_B = torch.zeros_like(self.rows_B)  # first real column
-        self._positions_BL = super().positions_BL
+        self._positions_BL = torch.zeros_like(self.tokens_BL)
         self._offsets = torch.tensor(
             [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
         )
         self.chance_BL: Tensor = torch.full(shape, torch.nan, device=device)
-        self.noting = False
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         wide = base.width * (1 + len(base.keep))
         self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
-        self.keys: Keys = ()
+        self.keys = Memory()
+        self.start(config)
 
     def start(self, config: DecodeConfig) -> None:
         """Takes the settings of a decode; every slot is idle and holds nothing of earlier rows, or their faults.
@@ -146,12 +137,14 @@ class Lane(Canvas):
 
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
-        index = torch.tensor(slots, device=self.bad.device)
-        for name in (*_COLUMNS, *_COUNTS, "_round_B", "_first_B", "schedule_BL"):
-            getattr(self, name)[: len(slots)] = getattr(other, name)[index]
-        self.report_N[: len(slots)] = True
-        self._count_positions()
+        self.load(other, slots, 0)
+        self._round_B[: len(slots)] = other._round_B[slots]
         self.bad.copy_(other.bad)
+
+    @property
+    def schedule(self) -> Tensor:
+        """See `Canvas.schedule`."""
+        return self.schedule_BL
 
     def _count_positions(self) -> None:
         self._positions_BL.copy_(super().positions_BL)
@@ -164,79 +157,46 @@ class Lane(Canvas):
     def buffers(self) -> list[Tensor]:
         """Everything that a function of the lane may write."""
         kept = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return [*kept, *itertools.chain(*self.keys)]
+        return [*kept, *self.keys.kept]
 
     def need_keys(self, sampler: Sampler) -> None:
         """Makes the buffers of g's keys and values, once for all g of as many layers."""
-        if len(self.keys) != len(sampler.layers):
-            made = sampler.keys(self.h_BLD, self)
-            self.keys = tuple((torch.zeros_like(k), torch.zeros_like(v)) for k, v in made)
+        if len(self.keys.kept) != len(sampler.layers):
+            self.keys.kept = [torch.zeros_like(part) for part in sampler.keys(self.h_BLD, self).kept]
 
     def begin_round(self) -> None:
         """As `Canvas.start_round`, from the schedule in the buffers."""
-        assert self._candidate_BL is not None
         if self.kernels:
             from adjust_dlm.kernels.commit import begin
 
             begin(
-                self._block_BL, self._candidate_BL, self.schedule_BL, self._round_B, self.commits_B,
+                self._block_BL, self.only_BL, self.schedule_BL, self._round_B, self.commits_B,
                 self._before_B, self.quota_B, self.base_calls_B, self.rounds_B,
             )  # fmt: skip
             return
-        open_B = self.open_B
-        self.base_calls_B += open_B
-        self.rounds_B += open_B
-        self._candidate_BL.fill_(True)
-        self._before_B.copy_(self.commits_B)
         at_B = self._round_B.clamp_max(self.schedule_BL.shape[1] - 1)
-        wanted_B = self.schedule_BL.gather(1, at_B[:, None])[:, 0]
-        self.quota_B.copy_(torch.minimum(wanted_B, self.open_BL.sum(-1)))
+        self._begin(self.schedule_BL.gather(1, at_B[:, None])[:, 0])
         self._round_B += 1
 
-    def narrow(self, score_BL: Tensor) -> None:
-        """As `Canvas.narrow`; the caller knows that this is the first pick of a round."""
-        assert self._candidate_BL is not None
-        self._certain_BL.copy_(certain_columns(score_BL, self.config.candidates, near=self._near))
-        self._candidate_BL.copy_(self._first_candidates(score_BL))
-        self.quota_B.clamp_max_(self.config.candidates + 1)
-
     def commit(self, picks: Picks) -> None:
-        """As `Canvas.commit`, for picks whose positions are all different in a row, valid or not."""
-        self._write(picks)
-        if self.config.candidates and self.follows and self._near:
-            assert self._candidate_BL is not None
-            self._candidate_BL.copy_(self._next_candidates())
-
-    def _write(self, picks: Picks) -> None:
+        """See `Canvas.commit`."""
         if self.kernels:
             from adjust_dlm.kernels.commit import commit
 
             commit(
                 self.tokens_BL, self.order_BL, self.masked_BL, self.commits_B, self.quota_B, self._ends_E,
-                picks.position_BN, picks.token_BN, picks.valid_BN, self.report_N, self.bad, self._filler,
+                picks.position_BN, picks.token_BN, picks.valid_BN, self.report_N, self.bad, self.base.spec.filler_id,
             )  # fmt: skip
-            return
-        rank_BN = picks.valid_BN.cumsum(-1) - 1
-        take_BN = picks.valid_BN & (rank_BN < self.quota_B[:, None])
-        at_BN = picks.position_BN
-        number_BN = self.commits_B[:, None] + rank_BN
-        for into_BL, new_BN in (
-            (self.tokens_BL, picks.token_BN), (self.order_BL, number_BN), (self.masked_BL, torch.zeros_like(take_BN)),
-        ):  # fmt: skip
-            into_BL.scatter_(1, at_BN, torch.where(take_BN, new_BN, into_BL.gather(1, at_BN)))
-        done_B = take_BN.sum(-1)
-        self.commits_B += done_B
-        self.quota_B -= done_B
-        self._close_finished()
-        self.report_N.copy_(torch.cat([self.open_B, self.bad[None]]))
+        else:
+            super().commit(picks)
+            self.report_N.copy_(torch.cat([self.open_B, self.bad[None]]))
 
     def open_columns(self, count: int) -> tuple[Tensor, Tensor]:
         """`columns_of` what may be committed now, in rows with commits left."""
         if self.kernels:
             from adjust_dlm.kernels.commit import open_columns
 
-            assert self._candidate_BL is not None
-            return open_columns(self._block_BL, self._candidate_BL, self.quota_B, count)
+            return open_columns(self._block_BL, self.only_BL, self.quota_B, count)
         return columns_of(self.open_BL & self.busy_B[:, None], count)
 
     def choose(
@@ -271,5 +231,5 @@ class Lane(Canvas):
 
         return Draws(self.seeds_B, self._offsets[stream], self.rows_B, self.commits_B, self._first_B)
 
-    def _keys(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _counters(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - self._first_B[row]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.fast.lane import Lane
-from adjust_dlm.decoders.machinery.canvas import Picks, rows_at_once
-from adjust_dlm.sampling import ORDER, confidence, draw, no_softmax, process, row_scorer
-from adjust_dlm.types import OrderRule
+from adjust_dlm.decoders.machinery.canvas import Picks
+from adjust_dlm.decoders.machinery.pick import Rows
+from adjust_dlm.sampling import confidence, draw, no_softmax
 
 _FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
 
@@ -28,14 +28,8 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
     """
     column_BN, open_BN = lane.open_columns(width)
     row_BN = lane.slot_B[:, None].expand_as(column_BN)
-    rule = lane.config.order or base.spec.order
-    rows = Fused(base, lane, rule) if fused(base, lane) else Plain(base, lane, rule)
-    if rule == "left_to_right":
-        score_BN = -column_BN.float()
-    elif rule == "random":
-        score_BN = lane.uniforms(column_BN, row_BN, ORDER).float()
-    else:
-        score_BN = rows.scores(row_BN.flatten(), column_BN.flatten()).view_as(column_BN)
+    rows = (Fused if fused(lane) else Plain)(base, lane)
+    score_BN = rows.scores(row_BN.flatten(), column_BN.flatten()).view_as(column_BN)
     if first:
         nothing_BL = torch.full(lane.tokens_BL.shape, -torch.inf, device=score_BN.device)
         lane.narrow(nothing_BL.scatter(1, column_BN, torch.where(open_BN, score_BN, -torch.inf)))
@@ -48,55 +42,34 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
     lane.commit(Picks(position_BC, token_R.view_as(position_BC), valid_BC))
 
 
-def fused(base: Base, lane: Lane) -> bool:
+def fused(lane: Lane) -> bool:
     """Whether the kernels do what these settings ask for: they draw for chosen rows only, and tell no chances."""
-    draws_all = (lane.config.order or base.spec.order) == "confidence" and lane.config.temperature > 0
+    draws_all = lane.rule == "confidence" and lane.config.temperature > 0
     return lane.kernels and not draws_all and not lane.noting
 
 
-class Plain:
-    """Rows of fp32 logits, scored and drawn as the reference does (`sampling`)."""
+class Plain(Rows):
+    """Scored and drawn as the reference does; faults are noted, not raised."""
 
-    def __init__(self, base: Base, lane: Lane, rule: OrderRule) -> None:
-        self.base, self.lane, self.config, self.rule = base, lane, lane.config, rule
-        self.on_processed = (lane.config.order_on or base.spec.order_on) == "processed"
-        self._kept_RV: Tensor | None = None  # all logits, where they fit
+    def __init__(self, base: Base, lane: Lane) -> None:
+        super().__init__(base, lane.h_BLD, lane)
+        self.lane = lane
         self.chance_R = torch.empty(0)  # of the tokens drawn, if anyone wants to know
-
-    def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
-        """Certainty of each row: fp32 [R]."""
-        chunk, parts, logits_RV = rows_at_once(self.base), [], torch.empty(0)
-        score = row_scorer(compiled=self.base.compiled)
-        for row, column in zip(row_R.split(chunk), column_R.split(chunk), strict=True):
-            logits_RV = torch.empty(0)  # one chunk at a time
-            logits_RV = self._logits(row, column)
-            u_R = self.lane.uniforms(column, row)
-            parts.append(score(logits_RV, u_R, self.rule, on_processed=self.on_processed, config=self.config))
-        self._kept_RV = logits_RV if len(parts) == 1 else None
-        return torch.cat(parts)
 
     def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> Tensor:
         """Tokens of chosen rows, `index_R` among those that were scored; notes a row without a softmax."""
-        logits_RV = self._logits(row_R, column_R) if self._kept_RV is None else self._kept_RV[index_R]
-        processed_RV = process(logits_RV, self.config)
+        processed_RV = self.processed(row_R, column_R, index_R)
         token_R = draw(processed_RV, u_R, self.config.temperature)
         if self.lane.noting:
             self.chance_R = confidence(processed_RV, token_R)
         self.lane.bad |= no_softmax(processed_RV)
         return token_R
 
-    def _logits(self, row_R: Tensor, column_R: Tensor) -> Tensor:
-        return self.base.logits(self._states(row_R, column_R), suppress_eos=self.config.suppress_eos)
-
-    def _states(self, row_R: Tensor, column_R: Tensor) -> Tensor:
-        return self.lane.h_BLD[row_R, column_R, : self.base.width]  # copies nothing that the head does not read
-
 
 class Fused(Plain):
     """The same from the head's own logits, with the kernels of `kernels.draw`."""
 
-    def scores(self, row_R: Tensor, column_R: Tensor) -> Tensor:
-        """See `Plain.scores`."""
+    def _certainty(self, row_R: Tensor, column_R: Tensor) -> Tensor:
         from adjust_dlm.kernels.draw import Stats, row_stats
 
         chunk = max(1, _FUSED_BYTES // (self.base.spec.vocab_size * self.base.dtype.itemsize))
@@ -108,7 +81,7 @@ class Fused(Plain):
         stats = parts[0] if len(parts) == 1 else Stats(*map(torch.cat, zip(*parts, strict=True)))
         self._kept_RV = logits_RV if len(parts) == 1 else None
         self._stats = stats
-        return {"entropy": stats.entropy, "margin": stats.margin, "confidence": stats.confidence}[self.rule]
+        return {"entropy": stats.entropy, "margin": stats.margin, "confidence": stats.confidence}[self.lane.rule]
 
     def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> Tensor:
         """See `Plain.draw`."""
@@ -132,6 +105,6 @@ class Fused(Plain):
     def _processing(self, *, scored: bool) -> dict[str, Any]:
         """For raw scores logits count as they are; T = 0 leaves their scale alone."""
         config = self.config
-        if scored and not self.on_processed:
+        if scored and not self.canvas.on_processed:
             return {"temperature": 1.0}
         return {"temperature": config.temperature or 1.0, "top_p": config.top_p, "top_k": config.top_k}

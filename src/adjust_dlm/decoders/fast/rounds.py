@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.adjust import AdjustOptions
-from adjust_dlm.decoders.fast.engine import engine_of
+from adjust_dlm.decoders.fast.engine import engine_of, on_device
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import Work, slot_bucket
 from adjust_dlm.decoders.machinery.canvas import Canvas
@@ -90,7 +88,7 @@ class Rounds:
         most = int(canvas.open_BL.sum(-1).max())  # waits for the device
         if most == 0:
             return
-        with self._on_device():
+        with on_device(self._device):
             self._play(canvas, most, decoder, options)
         self._look()
 
@@ -107,9 +105,6 @@ class Rounds:
         twin.hidden = functools.partial(self._hidden, base)  # type: ignore[method-assign]
         return twin, functools.partial(self._step, base) if self.sampler is not None else None
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
-
     def _lane(self, base: Base, state: State, config: DecodeConfig) -> Lane:
         rows, length = state.tokens_BL.shape
         slots, columns = slot_bucket(rows), column_bucket(length, base.spec.context)
@@ -120,7 +115,7 @@ class Rounds:
         """`base.hidden`."""
         if self._large(state):
             return base.hidden(state)
-        with self._on_device():
+        with on_device(self._device):
             lane = self._lane(base, state, _ANY)
             lane.look(state)
             return self._run(lane, state, "base", base.hidden)
@@ -132,7 +127,7 @@ class Rounds:
         assert sampler is not None
         if self._large(state):
             return sampler(h_BLD, state)
-        with self._on_device():
+        with on_device(self._device):
             self._engine.meet(sampler, compiled=self._compiled)
             lane = self._lane(base, state, _ANY)
             lane.look(state)

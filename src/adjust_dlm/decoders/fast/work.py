@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.memory import renew
 from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
@@ -27,7 +27,6 @@ class Work:
         self.decoder, self.options, config = decoder, options, lane.config
         self._blocks = config.block_length, config.candidates  # all that passes and steps heed
         self._settings = heeded(config)
-        lane.follows = not options.sparse
         if options.sparse and sampler is not None:
             lane.need_keys(sampler)
 
@@ -36,7 +35,7 @@ class Work:
 
     def _pick(self, width: int, count: int, *, first: bool = False) -> None:
         lane = self.lane
-        key = lane.shape, ("pick", width, count, first, lane.noting, lane.follows, self._settings)
+        key = lane.shape, ("pick", width, count, first, lane.noting, self._settings)
         self.graphs.run(key, lambda: pick(self.base, lane, width, count, first=first), lane.buffers)
 
     def round(self, count: int, most: int) -> None:
@@ -53,12 +52,13 @@ class Work:
             if count:
                 self._pick(width, count)
             return
+        lane.wide = lane.config.candidates + 1 if lane.config.candidates else count
         for k in range(count):
-            if k == 1 and lane.config.candidates:
-                width = min(width, lane.config.candidates)  # the round's first commit was one more
+            if k and lane.config.candidates != 0:
+                width = min(width, max(lane.wide - k, 2))  # of 1 a compiled layer would be made anew
             if k:
                 self._step(k, width, last=k == count - 1)
-            self._pick(width, 1, first=k == 0 and lane.config.candidates > 0)
+            self._pick(width, 1, first=k == 0 and count > 1 and lane.config.candidates != 0)
 
     def _base_pass(self) -> None:
         self.lane.begin_round()
@@ -67,7 +67,7 @@ class Work:
     def _step(self, k: int, width: int, *, last: bool) -> None:
         """g after commit k; the last call of a round only where something may still be picked."""
         if self.options.sparse:
-            self._run(("step", "sparse", k), lambda: self._sparse(k))
+            self._run(("step", "sparse", k, self.lane.wide), lambda: self._sparse(k))
         elif last and width < self.lane.tokens_BL.shape[1]:
             self._run(("step", "last", width), lambda: self._last(width))
         else:
@@ -85,14 +85,12 @@ class Work:
     def _last(self, width: int) -> None:
         sampler, lane = self._begin_step(), self.lane
         column_BN, _ = lane.open_columns(width)
-        new_BND = sampler(lane.h_BLD, lane, column_BN)
-        lane.h_BLD.scatter_(1, column_BN[..., None].expand_as(new_BND), new_BND)
+        renew(lane.h_BLD, sampler(lane.h_BLD, lane, column_BN), column_BN)
 
     def _sparse(self, k: int) -> None:
         sampler, lane = self._begin_step(), self.lane
         if k == 1:
-            made = sampler.keys(lane.h_BLD, lane)
-            for kept, new in zip(itertools.chain(*lane.keys), itertools.chain(*made), strict=True):
+            for kept, new in zip(lane.keys.kept, sampler.keys(lane.h_BLD, lane).kept, strict=True):
                 kept.copy_(new)
         lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
 

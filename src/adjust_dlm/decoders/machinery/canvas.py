@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.columns import candidate_columns, certain_columns
-from adjust_dlm.decoders.machinery.padding import left_padded
-from adjust_dlm.sampling import (
-    NOISE,
-    ORDER,
-    confidence,
-    draw,
-    gumbel,
-    no_softmax,
-    process,
-    row_scorer,
-    uniform,
-    wrapped,
-)  # fmt: skip
-from adjust_dlm.types import CERTAINTY, GIVEN, MASKED, DecodeConfig, State, is_id, require
-
-_CHUNK_BYTES = 1 << 30  # fp32 logits held at once while scoring rows
-
-
-_Kept = tuple[Tensor, Tensor]  # [B, L] row numbers, [R, V] logits
+from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.bases.memory import Memory
+from adjust_dlm.decoders.machinery.columns import best_columns
+from adjust_dlm.sampling import DRAW, NOISE, confidence, gumbel, uniform, wrapped
+from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, OrderRule, State, is_id, require
 
 
 @dataclass
 class Picks:
     """Positions and tokens of one commit: [B, N] each; `valid_BN` is False where a row has nothing to do.
 
+    The positions of a row are all different, valid or not.
     `processed_RV` are the logits [B * N, V] that the tokens were drawn from, where the picker has them.
     """
 
@@ -56,10 +42,15 @@ class Canvas(State):
         rounds_B: rounds of each row; a round waits for one pass, which may be over several canvases (`verified`).
         quota_B: commits left in this round, per row.
         block_B: the block that each row is in, 0-based.
+        only_BL: where this round may still go: everywhere until its first pick.
+        wide: columns that it may go to at most, of one row.
+        memory: what the rows keep of earlier passes, for the prefix cache.
+        watch: called after every commit.
         chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
             temperature and filters), for every position that they propose a token for.
     """
 
+    watch: Callable[[Canvas], None] | None = None
     chance_BL: Tensor | None = None
 
     def __init__(
@@ -81,14 +72,15 @@ class Canvas(State):
         """
         self.base, self.config = base, config
         spec, count = base.spec, len(prompts)
+        require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
         rows = list(range(count)) if rows is None else rows
+        seeds = [config.seed] * count if seeds is None else seeds
+        new = [config.max_new_tokens] * count if new is None else new
         odd = [row for row in rows if not is_id(row, -(2**63), 2**63)]
         require(not odd, f"row id {odd[:1]}: row ids are whole numbers of 64 bits")
-        seeds = [config.seed] * count if seeds is None else seeds
-        require(len(rows) == count, f"{len(rows)} row ids for {count} prompts; give one each")
-        require(len(seeds) == count, f"{len(seeds)} seeds for {count} prompts; give one each")
-        require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
-        tokens_BL, real_BL = left_padded(spec, prompts, [config.max_new_tokens] * count if new is None else new)
+        for name, given in (("row ids", rows), ("seeds", seeds), ("lengths", new)):
+            require(len(given) == count, f"{len(given)} {name} for {count} prompts; give one each")
+        tokens_BL, real_BL = _left_padded(spec, prompts, new)
         padded = not bool(real_BL.all())
         tokens_BL, real_BL = tokens_BL.to(base.device), real_BL.to(base.device)
         masked_BL = (tokens_BL == spec.mask_id) & real_BL
@@ -96,22 +88,194 @@ class Canvas(State):
         self.order_BL = torch.where(masked_BL, MASKED, GIVEN)
         self.rows_B = torch.tensor(rows, device=base.device, dtype=torch.long)
         self.seeds_B = torch.tensor([wrapped(seed) for seed in seeds], device=base.device)
-        self.new_B = torch.full_like(self.rows_B, config.max_new_tokens)
-        if new is not None:
-            self.new_B = torch.tensor(new, device=base.device)
-        self.commits_B = torch.zeros_like(self.rows_B)
-        self.base_calls_B, self.sampler_calls_B = self.commits_B.clone(), self.commits_B.clone()
-        self.partner_calls_B, self.rounds_B = self.commits_B.clone(), self.commits_B.clone()
-        self.quota_B = self.commits_B.clone()
-        self._round = 0
-        self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
-        self._candidate_BL: Tensor | None = None
-        self._certain_BL = self.masked_BL
-        self.follows = True  # candidates follow every commit of the round
-        self._before_B = self.commits_B.clone()  # commits before this round
+        self.new_B = torch.tensor(new, device=base.device, dtype=torch.long)
+        zeros = [torch.zeros_like(self.rows_B) for _ in range(7)]
+        self.base_calls_B, self.sampler_calls_B, self.partner_calls_B, self.rounds_B = zeros[:4]
+        self.commits_B, self.quota_B, self._before_B = zeros[4:]  # until now, left in this round, before this round
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
-        self.watch: Callable[[Canvas], None] | None = None
+        self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
+        self.only_BL, self.memory = torch.ones_like(real_BL), Memory(count, base.device)
+        self.narrowed, self.wide = False, 0
+        self._round = 0
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
+
+    # What may be committed now ---------------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> OrderRule:
+        """The rule for the next position."""
+        return self.config.order or self.base.spec.order
+
+    @property
+    def on_processed(self) -> bool:
+        """Whether that rule sees logits after temperature and filters."""
+        return (self.config.order_on or self.base.spec.order_on) == "processed"
+
+    @property
+    def open_B(self) -> Tensor:
+        """Rows that still have something to commit."""
+        return self.masked_BL.any(-1)
+
+    @property
+    def open(self) -> bool:
+        """Whether any row is open (waits for the device)."""
+        return bool(self.open_B.any())
+
+    @property
+    def busy_B(self) -> Tensor:
+        """Rows with commits left in this round."""
+        return (self.quota_B > 0) & self.open_B
+
+    @property
+    def open_BL(self) -> Tensor:
+        """Positions that may be committed now: the masks of each row's block that are candidates."""
+        return self._block_BL & self.only_BL
+
+    @property
+    def _block_BL(self) -> Tensor:
+        """The masks of each row's block."""
+        if self.config.block_length is None:
+            return self.masked_BL
+        end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
+        return self.masked_BL & (self._column_L < end_B[:, None])
+
+    @property
+    def block_B(self) -> Tensor:
+        """The block of each row's first mask; one block unless told."""
+        if self.config.block_length is None:
+            return torch.zeros_like(self.rows_B)
+        first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.new_B)
+        return first_B.clamp_min(0) // self.config.block_length
+
+    # Rounds and commits ----------------------------------------------------------------------------------------
+
+    def start_round(self, wanted_B: Tensor | None = None, *, same_pass: bool = False) -> int:
+        """Books one base pass for every open row, sets each row's quota, returns the largest.
+
+        Args:
+            wanted_B: commits of each row in this round; by default those of the schedule.
+            same_pass: the pass of the round before looked at this canvas too: nothing is booked.
+        """
+        self._begin(self._scheduled() if wanted_B is None else wanted_B, booked=not same_pass)
+        self._round += 1
+        most = int(self.quota_B.max())
+        self.wide = self.config.candidates + 1 if self.config.candidates else most
+        return most
+
+    def _begin(self, wanted_B: Tensor, *, booked: bool = True) -> None:
+        open_B = self.open_B & booked
+        self.base_calls_B += open_B
+        self.rounds_B += open_B
+        self.release()
+        self._before_B.copy_(self.commits_B)
+        self.quota_B.copy_(torch.minimum(wanted_B, self.open_BL.sum(-1)))
+
+    def round(self) -> Iterator[int]:
+        """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
+        for k in range(self.start_round()):
+            busy_B = self.busy_B
+            if k and not busy_B.any():
+                return
+            self.sampler_calls_B += busy_B & (k > 0)
+            yield k
+
+    def narrow(self, score_BL: Tensor) -> None:
+        """At a round's first pick, by its scores: of the positions behind it only candidates stay open in the round."""
+        count = self.config.candidates
+        if count:
+            self.quota_B.clamp_max_(count + 1)
+        if count != 0 and self.wide > 1:
+            wide_B = self.quota_B if count is None else torch.full_like(self.quota_B, count + 1)
+            self.only_BL.copy_(best_columns(score_BL, self.real_BL, wide_B))
+        self.narrowed = True
+
+    def release(self) -> None:
+        """A round begins: every position may be picked."""
+        self.only_BL.fill_(True)
+        self.narrowed = False
+
+    def commit(self, picks: Picks) -> None:
+        """Writes tokens, order and quotas; closes rows whose text is finished."""
+        rank_BN = picks.valid_BN.cumsum(-1) - 1
+        goes_BN, at_BN = picks.valid_BN & (rank_BN < self.quota_B[:, None]), picks.position_BN
+        number_BN = self.commits_B[:, None] + rank_BN
+        for into_BL, new_BN in (
+            (self.tokens_BL, picks.token_BN), (self.order_BL, number_BN), (self.masked_BL, torch.zeros_like(goes_BN)),
+        ):  # fmt: skip
+            into_BL.scatter_(1, at_BN, torch.where(goes_BN, new_BN, into_BL.gather(1, at_BN)))
+        done_B = goes_BN.sum(-1)
+        self.commits_B += done_B
+        self.quota_B -= done_B
+        self._close_finished()
+        if self.watch is not None:
+            self.watch(self)
+
+    def _close_finished(self) -> None:
+        """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
+        finished_B = self.finished(self.tokens_BL, self.masked_BL, self.order_BL >= 0)
+        filler_BL = finished_B[:, None] & self.masked_BL
+        self.tokens_BL.masked_fill_(filler_BL, self.base.spec.filler_id)
+        self.masked_BL &= ~filler_BL
+
+    def finished(self, tokens_BL: Tensor, masked_BL: Tensor, written_BL: Tensor) -> Tensor:
+        """Rows whose text is whole: nothing is masked left of the first end token among those written."""
+        end_BL = (tokens_BL[..., None] == self._ends_E).any(-1)
+        ended_BL = (end_BL & written_BL).long().cumsum(-1) > 0
+        return ended_BL.any(-1) & ~(masked_BL & ~ended_BL).any(-1)
+
+    @property
+    def written_BL(self) -> Tensor:
+        """What this round has committed."""
+        return self.order_BL >= self._before_B[:, None]
+
+    # Schedules -------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> int | Tensor:
+        """Commits of every round, or of each row's rounds [B, rounds], the last of which goes on."""
+        return self.config.tokens_per_step if self._schedules is None else self._schedules
+
+    def _scheduled(self) -> Tensor:
+        if self._schedules is None:
+            return torch.full_like(self.commits_B, self.config.tokens_per_step)
+        return self._schedules[:, min(self._round, self._schedules.shape[1] - 1)]
+
+    def _reference_schedules(self) -> Tensor:
+        """[B, steps] commits per round of the family's published loop, block after block."""
+        new, width = self.config.max_new_tokens, self.config.tokens_per_step
+        length = self.config.block_length or new
+        parts, before, at = [], 0, len(self._column_L) - new
+        for first in range(0, new, length):
+            end = at + min(first + length, new)
+            steps = -(-min(length, new - first) // width)
+            masked = self.masked_BL[:, before:end].sum(-1).tolist()
+            parts.append(torch.tensor([self.base.reference_schedule(m, steps) for m in masked]))
+            before = end
+        return torch.cat(parts, 1).to(self.base.device)
+
+    # Randomness, and what it made ------------------------------------------------------------------------------
+
+    def uniforms(self, position: Tensor, row: Tensor, stream: int = DRAW) -> Tensor:
+        """The uniforms of the next commit at (row index, position index): float64, shape of `position`."""
+        return uniform(*self._counters(position, row), stream)
+
+    def gumbels(self, position_R: Tensor, row_R: Tensor, token_V: Tensor) -> Tensor:
+        """Gumbel noise of the next commit for every token: fp32 [R, V]; fresh after each commit of the row."""
+        return gumbel(uniform(*self._counters(position_R[:, None], row_R[:, None]), NOISE, token_V))
+
+    def _counters(self, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        start_B = self.real_BL.long().argmax(-1)
+        return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - start_B[row]
+
+    def note_chance(self, row: Tensor, position: Tensor, processed_RV: Tensor, token_R: Tensor) -> None:
+        """Keeps the probability of drawn tokens, if anyone wants to know: (row index, position index) of each.
+
+        A row with fewer masks than others has picks that are none; those of its tokens that stand keep their chance.
+        """
+        if self.chance_BL is not None:
+            at = row.flatten(), position.flatten()
+            chance_R = confidence(processed_RV, token_R)
+            self.chance_BL[at] = torch.where(self.masked_BL[at], chance_R, self.chance_BL[at])
 
     def restart(self, b: int, prompt: list[int], row: int) -> None:
         """Row b becomes a fresh canvas of the same width: another prompt, another row id; what it cost stays booked.
@@ -130,265 +294,24 @@ class Canvas(State):
         self.rows_B[b], self.commits_B[b], self.quota_B[b] = row, 0, 0
         self.padded |= pads > 0
 
-    @property
-    def open_BL(self) -> Tensor:
-        """Positions that may be committed now: the masks of each row's block, and of its candidates."""
-        return self._block_BL if self._candidate_BL is None else self._block_BL & self._candidate_BL
 
-    @property
-    def _block_BL(self) -> Tensor:
-        """The masks of each row's block."""
-        if self.config.block_length is None:
-            return self.masked_BL
-        end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
-        return self.masked_BL & (self._column_L < end_B[:, None])
-
-    @property
-    def block_B(self) -> Tensor:
-        """The block of each row's first mask; one block unless told."""
-        if self.config.block_length is None:
-            return torch.zeros_like(self.rows_B)
-        first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.new_B)
-        return first_B.clamp_min(0) // self.config.block_length
-
-    def narrow(self, score_BL: Tensor) -> None:
-        """After the first pick of a round: of the positions behind it only its `candidates` stay open in it."""
-        count = self.config.candidates
-        if count == 0 or self._candidate_BL is not None:
-            return
-        self._certain_BL = certain_columns(score_BL, count, near=self._near)
-        self._candidate_BL = self._first_candidates(score_BL)
-        self.quota_B = self.quota_B.clamp_max(count + 1)
-
-    @property
-    def _near(self) -> bool:
-        return (self.config.order or self.base.spec.order) in CERTAINTY
-
-    def _first_candidates(self, score_BL: Tensor) -> Tensor:
-        """Before the first commit of a round, which is to be the column of the best score."""
-        best_BL = self._column_L == score_BL.argmax(-1, keepdim=True)
-        open_BL, count = score_BL > -torch.inf, self.config.candidates + 1
-        return candidate_columns(self._certain_BL, open_BL, best_BL, self.real_BL, count)
-
-    def _next_candidates(self) -> Tensor:
-        """After a commit: neighbours of everything that the round has written."""
-        written_BL = self.order_BL >= self._before_B[:, None]
-        count = self.config.candidates
-        return candidate_columns(self._certain_BL, self._block_BL, written_BL, self.real_BL, count)
-
-    def active(self, carriers: Callable[[Tensor, State], Tensor]) -> Tensor:
-        """Columns [B, L] that a sparse step computes: the candidates, and where this round's tokens are seen."""
-        assert self._candidate_BL is not None
-        return self._candidate_BL | carriers(self.order_BL >= self._before_B[:, None], self)
-
-    @property
-    def open_B(self) -> Tensor:
-        """Rows that still have something to commit."""
-        return self.masked_BL.any(-1)
-
-    @property
-    def open(self) -> bool:
-        """Whether any row is open (waits for the device)."""
-        return bool(self.open_B.any())
-
-    def start_round(self, wanted_B: Tensor | None = None, *, same_pass: bool = False) -> int:
-        """Books one base pass for every open row, sets each row's quota, returns the largest.
-
-        Args:
-            wanted_B: commits of each row in this round; by default those of the schedule.
-            same_pass: the pass of the round before looked at this canvas too: nothing is booked.
-        """
-        if not same_pass:
-            open_B = self.open_B
-            self.base_calls_B += open_B
-            self.rounds_B += open_B
-        self._candidate_BL = None
-        self._before_B = self.commits_B.clone()
-        left_B = self.open_BL.sum(-1)
-        self.quota_B = torch.minimum(self._scheduled() if wanted_B is None else wanted_B, left_B)
-        self._round += 1
-        return int(self.quota_B.max())
-
-    @property
-    def schedule(self) -> int | Tensor:
-        """Commits of every round, or of each row's rounds [B, rounds], the last of which goes on."""
-        return self.config.tokens_per_step if self._schedules is None else self._schedules
-
-    def _scheduled(self) -> Tensor:
-        if self._schedules is None:
-            return torch.full_like(self.commits_B, self.config.tokens_per_step)
-        return self._schedules[:, min(self._round, self._schedules.shape[1] - 1)]
-
-    def round(self) -> Iterator[int]:
-        """k = 0, 1, ... for the commits of one round; ends early when every row has met its quota."""
-        for k in range(self.start_round()):
-            busy_B = self.busy_B
-            if k and not busy_B.any():
-                return
-            self.sampler_calls_B += busy_B & (k > 0)
-            yield k
-
-    @property
-    def busy_B(self) -> Tensor:
-        """Rows with commits left in this round."""
-        return (self.quota_B > 0) & self.open_B
-
-    def commit(self, picks: Picks) -> None:
-        """Writes tokens, order and quotas; closes rows whose text is finished."""
-        rank_BN = picks.valid_BN.cumsum(-1) - 1
-        row_R, n_R = (picks.valid_BN & (rank_BN < self.quota_B[:, None])).nonzero(as_tuple=True)
-        at = (row_R, picks.position_BN[row_R, n_R])
-        self.tokens_BL[at] = picks.token_BN[row_R, n_R]
-        self.order_BL[at] = self.commits_B[row_R] + rank_BN[row_R, n_R]
-        self.masked_BL[at] = False
-        done_B = picks.valid_BN.sum(-1).minimum(self.quota_B)
-        self.commits_B += done_B
-        self.quota_B = self.quota_B - done_B
-        self._close_finished()
-        if self._candidate_BL is not None and self.follows and self._near:
-            self._candidate_BL = self._next_candidates()
-        if self.watch is not None:
-            self.watch(self)
-
-    def _close_finished(self) -> None:
-        """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
-        finished_B = self._finished(self.tokens_BL, self.masked_BL, self.order_BL >= 0)
-        filler_BL = finished_B[:, None] & self.masked_BL
-        self.tokens_BL.masked_fill_(filler_BL, self._filler)
-        self.masked_BL &= ~filler_BL
-
-    def _finished(self, tokens_BL: Tensor, masked_BL: Tensor, written_BL: Tensor) -> Tensor:
-        """Rows whose text is whole: nothing is masked left of the first end token among those written."""
-        end_BL = (tokens_BL[..., None] == self._ends_E).any(-1)
-        ended_BL = (end_BL & written_BL).long().cumsum(-1) > 0
-        return ended_BL.any(-1) & ~(masked_BL & ~ended_BL).any(-1)
-
-    @property
-    def _filler(self) -> int:
-        spec = self.base.spec
-        return spec.end_ids[0] if spec.end_ids else spec.pad_id
-
-    def _reference_schedules(self) -> Tensor:
-        """[B, steps] commits per round of the family's published loop, block after block."""
-        new, width = self.config.max_new_tokens, self.config.tokens_per_step
-        length = self.config.block_length or new
-        parts, before, at = [], 0, len(self._column_L) - new
-        for first in range(0, new, length):
-            end = at + min(first + length, new)
-            steps = -(-min(length, new - first) // width)
-            masked = self.masked_BL[:, before:end].sum(-1).tolist()
-            parts.append(torch.tensor([self.base.reference_schedule(m, steps) for m in masked]))
-            before = end
-        return torch.cat(parts, 1).to(self.base.device)
-
-    def uniforms(self, position: Tensor, row: Tensor, stream: int = 1) -> Tensor:
-        """The uniforms of the next commit at (row index, position index): float64, shape of `position`."""
-        return uniform(*self._keys(position, row), stream)
-
-    def gumbels(self, position_R: Tensor, row_R: Tensor, token_V: Tensor) -> Tensor:
-        """Gumbel noise of the next commit for every token: fp32 [R, V]; fresh after each commit of the row."""
-        return gumbel(uniform(*self._keys(position_R[:, None], row_R[:, None]), NOISE, token_V))
-
-    def _keys(self, position: Tensor, row: Tensor) -> tuple[int | Tensor, Tensor, Tensor, Tensor]:
-        start_B = self.real_BL.long().argmax(-1)
-        return self.seeds_B[row], self.rows_B[row], self.commits_B[row], position - start_B[row]
-
-    def note_chance(self, row: Tensor, position: Tensor, processed_RV: Tensor, token_R: Tensor) -> None:
-        """Keeps the probability of drawn tokens, if anyone wants to know: (row index, position index) of each.
-
-        A row with fewer masks than others has picks that are none; those of its tokens that stand keep their chance.
-        """
-        if self.chance_BL is not None:
-            at = row.flatten(), position.flatten()
-            chance_R = confidence(processed_RV, token_R)
-            self.chance_BL[at] = torch.where(self.masked_BL[at], chance_R, self.chance_BL[at])
-
-
-def rows_at_once(base: Base) -> int:
-    """How many rows of fp32 logits are held at a time."""
-    return max(1, _CHUNK_BYTES // (4 * base.spec.vocab_size))
-
-
-def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
-    """TOP and the draw (Algorithm 1, lines 5-6): the `count` best open positions of each row, and their tokens.
-
-    The head runs on open positions only. Their logits are kept for the draw if they fit into one chunk; else it runs
-    once more on the chosen ones.
-
-    Raises:
-        FloatingPointError: the states gave NaN or infinite logits; such a row could never be finished.
-    """
-    refuse_nan(base, h_BLD[canvas.masked_BL])
-    score_BL, kept_RV = _scores(base, h_BLD, canvas)
-    count = max(count, 1)
-    if count == 1:
-        canvas.narrow(score_BL)
-    position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    valid_BN = score_BL.gather(1, position_BN) > -torch.inf
-    row_BN = torch.arange(len(score_BL), device=h_BLD.device)[:, None].expand_as(position_BN)
-    logits_RV = _logits_of(base, h_BLD, canvas, row_BN, position_BN, kept_RV)
-    u_R = canvas.uniforms(position_BN, row_BN).flatten()
-    processed_RV = process(logits_RV, canvas.config)
-    refuse_nan(base, score_BL, logits_RV=processed_RV)
-    token_R = draw(processed_RV, u_R, canvas.config.temperature)
-    canvas.note_chance(row_BN, position_BN, processed_RV, token_R)
-    return Picks(position_BN, token_R.view_as(position_BN), valid_BN, processed_RV)
-
-
-def refuse_nan(base: Base, *parts: Tensor, logits_RV: Tensor | None = None) -> None:
-    """Raises FloatingPointError for states or scores that are NaN, or logits that have no softmax."""
-    bad = [] if logits_RV is None else [no_softmax(logits_RV)]
-    if bool(torch.stack([*bad, *(part.isnan().any() for part in parts)]).any()):
-        raise FloatingPointError(nan_message(base))
-
-
-def nan_message(base: Base) -> str:
-    """What a FloatingPointError says."""
-    return f"base {base.spec.name!r} or its sampler gave NaN or infinite logits ({base.dtype} on {base.device})"
-
-
-def _logits_of(
-    base: Base, h_BLD: Tensor, canvas: Canvas, row_BN: Tensor, position_BN: Tensor, kept: _Kept | None
-) -> Tensor:
-    """Logits [B * N, V] of chosen positions; of ones that are not open (invalid picks) any will do."""
-    if kept is None:
-        return base.logits(h_BLD[row_BN, position_BN].flatten(0, 1), suppress_eos=canvas.config.suppress_eos)
-    index_BL, logits_RV = kept
-    return logits_RV[index_BL[row_BN, position_BN].flatten()]
-
-
-def _scores(base: Base, h_BLD: Tensor, canvas: Canvas) -> tuple[Tensor, _Kept | None]:
-    """Certainty of every open position, -inf elsewhere: [B, L]; and the logits behind it, if all are at hand."""
-    rule = canvas.config.order or base.spec.order
-    row_R, position_R = (canvas.open_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
-    score_BL = torch.full(canvas.tokens_BL.shape, -torch.inf, device=h_BLD.device)
-    kept = None
-    if rule == "left_to_right":
-        score_R = -position_R.float()
-    elif rule == "random":
-        score_R = canvas.uniforms(position_R, row_R, ORDER).float()
-    else:
-        score_R, logits_RV = _logit_scores(base, h_BLD, canvas, row_R, position_R)
-        if logits_RV is not None:
-            index_BL = torch.zeros_like(canvas.tokens_BL)
-            index_BL[row_R, position_R] = torch.arange(len(row_R), device=h_BLD.device)
-            kept = index_BL, logits_RV
-    score_BL[row_R, position_R] = score_R
-    return score_BL, kept
-
-
-def _logit_scores(
-    base: Base, h_BLD: Tensor, canvas: Canvas, row_R: Tensor, position_R: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    config = canvas.config
-    on_processed = (config.order_on or base.spec.order_on) == "processed"
-    chunk = rows_at_once(base)
-    score = row_scorer(compiled=base.compiled)
-    parts, logits_RV = [h_BLD.new_empty(0, dtype=torch.float32)], None
-    for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
-        logits_RV = None  # one chunk at a time
-        logits_RV = base.logits(h_BLD[row, position], suppress_eos=config.suppress_eos)
-        u_R = canvas.uniforms(position, row)
-        rule = config.order or base.spec.order
-        parts.append(score(logits_RV, u_R, rule, on_processed=on_processed, config=config))
-    return torch.cat(parts), logits_RV if 0 < len(row_R) <= chunk else None
+def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
+    """Ids with masks behind them, and which of them are real: [B, L] on the CPU."""
+    given: list[Any] = prompts
+    flat = [prompt for prompt in given if not isinstance(prompt, Sized)]
+    require(not flat, f"{flat[:1]} among the prompts; each is a list of token ids")
+    long, masks = max(zip(map(len, prompts), new, strict=True), key=sum)
+    width = long + masks
+    require(
+        width <= spec.context,
+        f"prompt of {long} tokens plus {masks} new ones make {width}; base {spec.name!r} takes at most {spec.context}",
+    )
+    tokens_BL = torch.full((len(prompts), width), spec.pad_id, dtype=torch.long)
+    real_BL = torch.zeros(tokens_BL.shape, dtype=torch.bool)
+    for b, (prompt, masks) in enumerate(zip(prompts, new, strict=True)):
+        wrong = [t for t in prompt if not is_id(t, 0, spec.vocab_size)]
+        require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
+        first = width - len(prompt) - masks
+        tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
+        real_BL[b, first:] = True
+    return tokens_BL, real_BL

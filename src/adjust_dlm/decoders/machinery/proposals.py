@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, refuse_nan, rows_at_once
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
+from adjust_dlm.decoders.machinery.pick import refuse_nan, rows_at_once
 from adjust_dlm.sampling import DRAW, confidence, draw, process
 
 Logits = Callable[[Tensor, Tensor], Tensor]  # (row [R], position [R]) -> fp32 logits [R, V]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.memory import Memory
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.types import require
 
@@ -58,6 +59,7 @@ def take(canvas: RoundCanvas, rows: Sequence[int]) -> RoundCanvas:
         setattr(out, name, getattr(canvas, name)[index_B][:, first:])
     for name in _LONG:
         setattr(out, name, getattr(canvas, name)[index_B])
+    out.memory = canvas.memory.take(index_B, first)
     return _settled(out)
 
 
@@ -72,6 +74,7 @@ def join(parts: Sequence[RoundCanvas]) -> RoundCanvas:
         setattr(out, name, torch.cat(wide))
     for name in _LONG:
         setattr(out, name, torch.cat([getattr(part, name) for part in parts]))
+    out.memory = Memory.join([part.memory for part in parts], width)
     return _settled(out)
 
 
@@ -86,6 +89,6 @@ def _padded(part_BL: Tensor, width: int, value: float) -> Tensor:
 def _settled(canvas: RoundCanvas) -> RoundCanvas:
     """What follows from the rows."""
     canvas._column_L = torch.arange(canvas.tokens_BL.shape[1], device=canvas.rows_B.device)
-    canvas._candidate_BL, canvas._before_B = None, canvas.commits_B.clone()
+    canvas.only_BL, canvas._before_B = torch.ones_like(canvas.real_BL), canvas.commits_B.clone()
     canvas.padded = not bool(canvas.real_BL.all())
     return canvas
