@@ -55,7 +55,7 @@ class Work:
         lane.wide = lane.config.candidates + 1 if lane.config.candidates else count
         for k in range(count):
             if k and lane.config.candidates != 0:
-                width = min(width, max(lane.wide - k, 2))  # of 1 a compiled layer would be made anew
+                width = min(width, width_bucket(lane.wide - 1, lane.tokens_BL.shape[1]))
             if k:
                 self._step(k, width, last=k == count - 1)
             self._pick(width, 1, first=k == 0 and count > 1 and lane.config.candidates != 0)
