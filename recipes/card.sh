@@ -28,7 +28,7 @@ many() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" 
 bench() { run bench runtime "$@"; }
 task() { many eval "$1" --chat --shots 0 --max-new-tokens 128 --temperature 0 --batch-size 256 --decoders parallel adjust \
     --tokens-per-step 1 2 4 8 --output "$out/$1" "${@:2}"; }
-sparse=adjust:candidates=16,sparse=true
+sparse=adjust:sparse=true
 
 for stage in "$@"; do
     echo "== $stage, $(date +%T)"
@@ -67,9 +67,9 @@ for stage in "$@"; do
             --only ${ONLY:-shipped seed-1 seed-2 text-alone no-ends all-rows slices-8} & done
         wait ;;
     rivals) many eval table --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
-        apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,candidates=16,sparse=true" --output "$out/rivals" ;;
+        apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,sparse=true" --output "$out/rivals" ;;
     law)
-        run eval divergence --n 256 --output "$out/law-bf16"
+        run eval divergence --n 256 --decoders joint parallel adjust adjust:candidates=0 --output "$out/law-bf16"
         run eval divergence --n 256 --dtype float32 --output "$out/law-fp32"
         run eval divergence --n 256 --temperatures 0.6 --output "$out/law-t06"
         rules=()
@@ -88,7 +88,7 @@ for stage in "$@"; do
         for g in printed released forward; do run eval table --n 1024 --divergence 128 --temperatures 1.0 --sampler "$out/form-$g/sampler" \
             --output "$out/forms" && cp "$out/forms/result.json" "$out/forms/$g.json"; done ;;
     samesize) bench --base dream-7b-shape --sampler src/adjust_dlm/models/smol-sampler --forms fast \
-        --decoders parallel adjust adjust:candidates=16 --batch-sizes 8 32 1 --seconds 90 --output "$out/samesize" ;;
+        --decoders parallel adjust adjust:candidates=0 "$sparse" --batch-sizes 8 32 1 --seconds 105 --output "$out/samesize" ;;
     *) echo "$stage is no stage; see the head of $0" >&2 && exit 2 ;;
     esac
 done

@@ -39,7 +39,7 @@ class RuntimeConfig:
             random, too, in the form of the sampler in that folder.
         partner: autoregressive model for decoders that ask one; the base's own by default.
         output: folder of runtime.csv and runtime.md, which grow cell by cell.
-        decoders: decoders with settings, such as "adjust:candidates=16,sparse=true", and "components".
+        decoders: decoders with settings, such as "adjust:sparse=true", and "components".
         tokens_per_step: K.
         batch_sizes: B; by default 8, 32 and 1 on a card, 1 on a CPU.
         new_tokens: L; by default 128 on a card, 64 on a CPU.

@@ -43,7 +43,7 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
     """Fills the canvas; each commit of a round sees the ones before it through the sampler g.
 
     Line 8 is moved to the front of the inner loop: the last call of a round as printed is never used,
-    so g runs K-1 times for K commits.
+    so g runs K-1 times for K commits. TOP (line 5) looks at the round's `candidates`; 0 of them is the printed form.
     """
     options.check(sampler, canvas.config.candidates)
     sparse = sampler if options.sparse and isinstance(sampler, Sampler) else None

@@ -36,7 +36,7 @@ class DivergenceConfig(EvalConfig):
     law is that of the quantized base.
 
     Attributes:
-        decoders: names or variants ("adjust:candidates=16", "threshold:tau=0.3,score=likeliest"). Those that take K and
+        decoders: names or variants ("adjust:candidates=0", "threshold:tau=0.3,score=likeliest"). Those that take K and
             name none come once for each of `tokens_per_step`.
         n: texts of each row and source of tokens.
         temperatures: of the law. A decoder has the same unless its variant says another: "parallel:temperature=0.8".

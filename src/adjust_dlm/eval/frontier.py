@@ -38,10 +38,10 @@ TEXT = _spread("""
     parallel:tokens_per_step={2|4|8}
     parallel:order=margin,tokens_per_step=4
     adjust:tokens_per_step={2|4|8|16}
-    adjust:candidates=4,tokens_per_step={2|4|8}
+    adjust:candidates=0,tokens_per_step={2|4|8}
     adjust:block_length=32,tokens_per_step={4|8}
     adjust:block_length=32,cache_period=8,tokens_per_step=4
-    adaptive:candidates=16,gamma={6|12|24}
+    adaptive:gamma={6|12|24}
     threshold:{|score=likeliest,}tau={0.9|0.3|0.1}
     factor:f={0.5|2|4}
     entropy_bound:gamma={1|4|16}
