@@ -7,7 +7,10 @@ of the base's pass and with those that g chooses (`candidates=0`); 24 new tokens
 """
 
 import argparse
+import calendar
+import itertools
 import re
+import sys
 
 from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.decoders import decode_many
@@ -16,14 +19,14 @@ CAPITALS = """France:Paris Germany:Berlin Italy:Rome Spain:Madrid Portugal:Lisbo
 China:Beijing Russia:Moscow Poland:Warsaw Austria:Vienna Hungary:Budapest Sweden:Stockholm Norway:Oslo Finland:Helsinki
 Denmark:Copenhagen Ireland:Dublin England:London Canada:Ottawa India:Delhi Thailand:Bangkok Cuba:Havana Peru:Lima
 Turkey:Ankara Iran:Tehran Iraq:Baghdad Kenya:Nairobi Belgium:Brussels"""
-OPPOSITES = """hot:cold big:small up:down fast:slow old:young rich:poor happy:sad light:dark wet:dry hard:soft strong:weak
-early:late open:closed full:empty black:white good:bad day:night north:south high:low love:hate"""
+OPPOSITES = """hot:cold big:small up:down fast:slow old:young rich:poor happy:sad light:dark wet:dry hard:soft
+strong:weak early:late open:closed full:empty black:white good:bad day:night north:south high:low love:hate"""
 COLORS = {
     "the sky on a clear day": "blue", "grass": "green", "a banana": "yellow", "blood": "red", "snow": "white",
     "coal": "black", "an orange": "orange", "a lemon": "yellow", "a tomato": "red", "the sea": "blue",
 }  # fmt: skip
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday Monday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Monday")
+MONTHS = tuple(calendar.month_name)[1:]
 
 
 def questions() -> list[tuple[str, str]]:
@@ -32,8 +35,8 @@ def questions() -> list[tuple[str, str]]:
     out += [(f"What is the opposite of {a}?", b) for a, b in (pair.split(":") for pair in OPPOSITES.split())]
     out += [(f"What is {a} plus {b}?", str(a + b)) for a in (2, 3, 5, 7, 10) for b in (1, 2, 4, 6, 8, 9)]
     out += [(f"What color is {a}?", b) for a, b in COLORS.items()]
-    out += [(f"Which day comes after {a}?", b) for a, b in zip(DAYS, DAYS[1:], strict=False)]
-    return out + [(f"Which month comes after {a}?", b) for a, b in zip(MONTHS, MONTHS[1:], strict=False)]
+    out += [(f"Which day comes after {a}?", b) for a, b in itertools.pairwise(DAYS)]
+    return out + [(f"Which month comes after {a}?", b) for a, b in itertools.pairwise(MONTHS)]
 
 
 def main() -> None:
@@ -59,7 +62,7 @@ def main() -> None:
                 for number, tokens in zip(numbers, result.tokens_BL.tolist(), strict=True):
                     text = base.tokenizer.decode(tokens[-24:], skip_special_tokens=True)
                     right += re.search(rf"\b{asked[number][1]}\b", text, re.IGNORECASE) is not None
-            print(f"T {temperature} {decoder} K {k} {more or ''}: {right} of {len(asked)} right", flush=True)
+            sys.stdout.write(f"T {temperature} {decoder} K {k} {more or ''}: {right} of {len(asked)} right\n")
 
 
 if __name__ == "__main__":

@@ -44,18 +44,18 @@ TEXT: dict[str, Any] = {
 APD = tuple(f"apd:mixture={share}" for share in (0.3, 0.5, 0.7, 0.9))
 
 
-PRINTED_ADJUST = "adjust:candidates=0"  # Algorithm 1: g chooses the positions
+ADJUST = "adjust:candidates=0"  # Algorithm 1: g chooses the positions
 
 
 def edlm(*ks: int, adjust: tuple[int, ...] = ()) -> dict[str, Any]:
-    own = tuple(f"{PRINTED_ADJUST},tokens_per_step={k}" for k in adjust)
+    own = tuple(f"{ADJUST},tokens_per_step={k}" for k in adjust)
     return {"variants": own + tuple(f"edlm:tokens_per_step={k}" for k in ks)}
 
 
 def task(temperature: float, top_p: float, length: int, shots: int, limit: int, *, chat: bool) -> dict[str, Any]:
     """Of the appendix: temperature, top-p, length, examples; problems, 0 for all of them."""
     return {
-        "decoders": ("parallel", PRINTED_ADJUST), "tokens_per_step": (1, 2, 4, 8), "temperature": temperature, "top_p": top_p,
+        "decoders": ("parallel", ADJUST), "tokens_per_step": (1, 2, 4, 8), "temperature": temperature, "top_p": top_p,
         "max_new_tokens": length, "shots": shots, "limit": limit, "chat": chat,
     }  # fmt: skip
 
@@ -102,7 +102,7 @@ WANTED: dict[str, dict[str, Any]] = {
     "dream-instruct/math": task(0.1, 0.9, 512, 4, 0, chat=True)
     | {"per_subject": 50, "data": "data/math_test_5000.jsonl", "shots_data": "data/minerva-shots.jsonl"},
     "dream-instruct/apd": task(1.0, 0.9, 256, 0, 250, chat=True)
-    | {"tokens_per_step": (1, 2, 3, 4), "decoders": ("parallel", PRINTED_ADJUST, *APD), "partner": "Qwen/Qwen2.5-0.5B"},
+    | {"tokens_per_step": (1, 2, 3, 4), "decoders": ("parallel", ADJUST, *APD), "partner": "Qwen/Qwen2.5-0.5B"},
     "dream-coder/humaneval": task(0.2, 0.9, 512, 4, 0, chat=True) | {"examples": "data/humaneval-shots.jsonl"},
     "dream-coder/mbpp": task(0.2, 0.9, 512, 4, 0, chat=True),
 }
