@@ -210,7 +210,7 @@ def test_whole_decodes_in_between_do_not_disturb() -> None:
 
 def test_sparse_steps_without_candidates_are_refused() -> None:
     base = tiny_base("dream")
-    (canvas,) = rows_of(base, DecodeConfig(), ROWS[:1])
+    (canvas,) = rows_of(base, DecodeConfig(candidates=0), ROWS[:1])
     with pytest.raises(InputError, match="candidates must not be 0"):
         Rounds(base, tiny_sampler(base), tokens=TOKENS).play(
             canvas, decoder="adjust", options=AdjustOptions(sparse=True)

@@ -142,7 +142,7 @@ def test_an_oracle_makes_adjust_equal_to_joint(tokens_per_step, rule, seed, prom
         tokens_per_step=tokens_per_step, max_new_tokens=5 - len(prompt), order=rule, seed=seed, temperature=temperature
     )
     joint = decode(base, [prompt] * 8, config, decoder="joint")
-    adjust = decode(base, [prompt] * 8, config, decoder="adjust", sampler=oracle(base))
+    adjust = decode(base, [prompt] * 8, config.but(candidates=0), decoder="adjust", sampler=oracle(base))
     assert torch.equal(joint.tokens_BL, adjust.tokens_BL)
     assert torch.equal(joint.order_BL, adjust.order_BL)
 
