@@ -197,8 +197,7 @@ class Sampler(nn.Module):
         """What enters the first layer."""
         norms = [self.norm_hidden, *self.norm_features]
         parts = [norm(part) for norm, part in zip(norms, h_BLD.split(self.width, -1), strict=True)]
-        z_BLD: Tensor = self.mix(torch.cat([self.norm_embed(e_BLD), *parts], -1))
-        return z_BLD
+        return self.mix(torch.cat([self.norm_embed(e_BLD), *parts], -1))
 
     def _out(self, h_BLD: Tensor, z_BLD: Tensor) -> Tensor:
         """The next states, from these and what leaves the last layer."""

@@ -195,10 +195,6 @@ class Base(ABC):
         require(not layers, f"base {self.spec.name!r} gives no states of earlier layers; leave features empty")
         return self
 
-    def eager(self) -> Base:
-        """Itself, or a twin on the same weights that is not compiled: for shapes too rare to compile for."""
-        return self
-
     def partner(self) -> Partner | None:
         """An autoregressive partner that is part of the base itself; None where it is a model of its own."""
         return None
@@ -265,14 +261,12 @@ class Base(ABC):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of its own
             raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids up to the first end token, special tokens dropped."""
         require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; read token ids")
-        text: str = self.tokenizer.decode(cut_at_end(ids, self.spec.end_ids), skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(cut_at_end(ids, self.spec.end_ids), skip_special_tokens=True)
 
 
 def cut_at_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:

@@ -110,9 +110,8 @@ def engine_of(base: Base, sampler: Sampler | None) -> Engine:
         if base.device.type == "cuda":
             join_projections(base.model)
         base.workspace = Engine(base.device, _weights(base))
-    engine: Engine = base.workspace
-    engine.meet(sampler, compiled=base.compiled)
-    return engine
+    base.workspace.meet(sampler, compiled=base.compiled)
+    return base.workspace
 
 
 def _weights(base: Base) -> tuple[Any, ...]:
