@@ -12,10 +12,9 @@ from torch import nn
 from transformers import LlamaModel, Qwen2Model
 
 from adjust_dlm.bases import cut_at_end, known_bases, load_base
-from adjust_dlm.bases.dream import DreamBase, dream_config
 from adjust_dlm.bases.exact import ExactBase
+from adjust_dlm.bases.family import DreamBase, dream_config, llada_config
 from adjust_dlm.bases.layers import BidirectionalLayer, new_model, shift_right
-from adjust_dlm.bases.llada import llada_config
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode

@@ -101,8 +101,7 @@ def same_states(a: Any, b: Any, atol: float = 1e-6) -> None:
 
 def reference(family: str, *, tied: bool = False) -> TransformerBase:
     """The same weights put together by hand."""
-    from adjust_dlm.bases.dream import dream_base
-    from adjust_dlm.bases.llada import llada_base
+    from adjust_dlm.bases.family import dream_base, llada_base
 
     weights = weights_of(family)
     head = weights.pop("lm_head.weight")

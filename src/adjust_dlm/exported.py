@@ -18,10 +18,9 @@ from torch import Tensor
 
 from adjust_dlm.artifacts import plain, public_name, save_pretrained
 from adjust_dlm.bases import Base, BaseSpec
-from adjust_dlm.bases.dream import DreamBase
+from adjust_dlm.bases.family import DreamBase, LladaBase
 from adjust_dlm.bases.hub import local, read_json
 from adjust_dlm.bases.layers import Body
-from adjust_dlm.bases.llada import LladaBase
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode

@@ -1,7 +1,7 @@
 """Published checkpoints: a folder, a GGUF file or a Hub id becomes a base, exactly and without remote code.
 
 The family is recognised by `config.json` (`model_type`) or by the GGUF's architecture. A new transformers family is one
-`Family` here; anything else is a base of its own (docs/adding-a-base.md).
+`Family` (bases/family.py); anything else is a base of its own (docs/adding-a-base.md).
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec, register_base
-from adjust_dlm.bases.dream import DREAM
-from adjust_dlm.bases.family import Family
+from adjust_dlm.bases.family import FAMILIES, Family
 from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body
-from adjust_dlm.bases.llada import LLADA
 from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantize_body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import (
@@ -37,7 +35,6 @@ from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows
 from adjust_dlm.types import InputError, require
 
-FAMILIES = {family.name: family for family in (DREAM, LLADA)}
 CONFIG = "config.json"
 
 
