@@ -10,8 +10,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import Memory, renew
-from adjust_dlm.decoders.machinery.canvas import Canvas
-from adjust_dlm.decoders.machinery.columns import columns_of
+from adjust_dlm.decoders.machinery.canvas import Canvas, columns_of
 from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import negative_entropy
