@@ -472,7 +472,7 @@ def test_an_exact_base_names_what_is_wrong_with_it() -> None:
         ({"length": 10**9}, "strings are too many"), ({"length": -1}, "length is -1; it must be at least 1"),
         ({"words": "3"}, "words is '3'; it must be a whole number"), ({"seed": 0.5}, "seed is 0.5"),
         ({"width": "wide"}, "width is 'wide'"), ({"order": "best"}, "order is 'best'; it must be one of entropy"),
-        ({"end_ids": (9,)}, r"end_ids holds \[9\]; ids run from 0 to 3"), ({"size": 3}, "do not take size"),
+        ({"end_ids": (9,)}, r"'end_ids\[0\]': 9.*; ids run from 0 to 4"), ({"size": 3}, "do not take size"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=said):
             load_base("exact", **options)  # type: ignore[arg-type]

@@ -617,7 +617,7 @@ def test_a_tracker_that_is_not_there_is_named_before_any_work(
     monkeypatch.syspath_prepend(tmp_path)
     code, _, err = run(*flags(folder, tmp_path / "run"), "--track", "wandb")
     assert code == 2 and "track wandb needs a package that is not installed: pip install wandb" in err
-    with pytest.raises(InputError, match="track is 'mlflow'; it must be tensorboard, wandb, trackio"):
+    with pytest.raises(InputError, match="track is 'mlflow'; it must be one of tensorboard, wandb, trackio"):
         TrainConfig(track=("mlflow",))  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 

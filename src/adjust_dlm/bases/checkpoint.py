@@ -206,11 +206,6 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
     # Configs of Dream-v0 name the end token as the start: without a tokenizer it is not believed.
     starts = [*said["bos"], *([family.bos_id] if family.bos_id < vocab else [])]
     bos = next((i for i in starts if i not in ends), None) if tokenizer is None else tokenizer.bos_token_id
-    ids = {"mask": masks[0], "pad": pad, "start": bos, "last": limit - 1}
-    ids |= {f"end {n}": token for n, token in enumerate(ends)}
-    wrong = {what: token for what, token in ids.items() if token is not None and not 0 <= token < vocab}
-    require(not wrong, f"{name}: token ids {wrong} lie outside the model's {vocab} rows; another model's tokenizer?")
-    require(masks[0] not in ends, f"{name}: id {masks[0]} is both MASK and an end of texts")
     return BaseSpec(
         name=name, mask_id=masks[0], end_ids=tuple(ends), pad_id=pad, bos_id=bos, vocab_size=vocab, token_limit=limit,
         context=opened.shape.max_position_embeddings, order=family.order, order_on=family.order_on,
@@ -220,7 +215,4 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
 def _ids(config: Mapping[str, Any], key: str) -> list[int]:
     """The ids under a key: one, several or none."""
     value = config.get(key)
-    found: list[Any] = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
-    odd = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
-    require(not odd, f"{key} is {value!r}; a token id is wanted")
-    return found
+    return [i for i in (value if isinstance(value, list) else [value]) if i is not None]

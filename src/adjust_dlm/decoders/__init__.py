@@ -34,7 +34,7 @@ from adjust_dlm.decoders.threshold import (
 )
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler, require_same_base
-from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_whole
+from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_count
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
 _NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
@@ -243,8 +243,7 @@ def decode(
         FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
-    require_whole("slots", 1 if slots is None else slots)
-    require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")
+    require_count("slots", slots, 1, optional=True)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
@@ -299,8 +298,7 @@ def decode_many(
     Raises:
         InputError: as `decode`.
     """
-    require_whole("batch_size", batch_size)
-    require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
+    require_count("batch_size", batch_size, 1)
     rows = range(len(prompts)) if rows is None else rows
     require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}

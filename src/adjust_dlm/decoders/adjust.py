@@ -93,7 +93,7 @@ def adaptive(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
     A token's entropy is that of the distribution it is drawn from, so at a low temperature rounds are longer. A row's
     last g call of a round finds out that the round is over; it is booked.
     """
-    most = int(options.most or 0) or canvas.tokens_BL.shape[1]
+    most = options.most or canvas.tokens_BL.shape[1]
     while canvas.open:
         h_BLD = base.hidden(canvas)
         left = canvas.start_round(torch.full_like(canvas.commits_B, most))
