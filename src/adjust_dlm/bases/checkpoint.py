@@ -25,6 +25,7 @@ from adjust_dlm.bases.tensor_files import (
     Meta,
     TensorFiles,
     body_names,
+    check_shapes,
     gguf_config,
     gguf_names,
     open_gguf,
@@ -165,12 +166,11 @@ def _read(
     wanted = {name: tuple(tensor.shape) for name, tensor in body.state_dict().items()}
     if not opened.tied:
         wanted[HEAD] = (shape.vocab_size, shape.hidden_size)
-
-    def harmless(name: str) -> bool:
-        """Buffers that old releases saved, and the head of a tied model (the embedding again)."""
-        return name.endswith("rotary_emb.inv_freq") or (opened.tied and name == published[HEAD])
-
-    files.check({published[name]: size for name, size in wanted.items()}, ignored=harmless)
+    # Beside them buffers that old releases saved, and the head of a tied model (the embedding again).
+    harmless = [name for name in files.shapes if name.endswith("rotary_emb.inv_freq")]
+    harmless += [published[HEAD]] if opened.tied else []
+    found = {name: size for name, size in files.shapes.items() if name not in harmless}
+    check_shapes(files.where, found, {published[name]: size for name, size in wanted.items()})
     first = torch.device("cpu") if spread is not None else device
     weights, rows = {}, {}
     for name in wanted:
