@@ -193,8 +193,8 @@ def test_the_laws_that_are_told_apart_are_far_apart() -> None:
 
 def test_noise_that_comes_back_after_a_rejection_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's rule with one noise per position for good: selection bias."""
-    keys = Canvas._keys
-    monkeypatch.setattr(Canvas, "_keys", lambda *a: (*keys(*a)[:2], torch.zeros_like(keys(*a)[2]), keys(*a)[3]))
+    keys = Canvas._counters
+    monkeypatch.setattr(Canvas, "_counters", lambda *a: (*keys(*a)[:2], torch.zeros_like(keys(*a)[2]), keys(*a)[3]))
     rule: dict[str, Any] = {"mixture": 0.0, "lookahead": None, "correct": False}
     law = of_tokens(law_of(**rule))
     assert chi_square(law, empirical(run(**rule).tokens_BL), N) < 1e-9

@@ -380,5 +380,5 @@ def test_features_that_a_base_does_not_have_are_refused(exact: ExactBase) -> Non
             Sampler(base, SamplerConfig(features=layers))
     with pytest.raises(InputError, match="gives no states of earlier layers"):
         Sampler(exact, SamplerConfig(features=(1,)))
-    with pytest.raises(InputError, match=r"a layer of features is 1\.5"):
+    with pytest.raises(InputError, match=r"features is 1\.5; it must be int"):
         SamplerConfig(features=(1.5,))  # type: ignore[arg-type]

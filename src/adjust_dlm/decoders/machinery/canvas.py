@@ -165,7 +165,8 @@ class Canvas(State):
         open_B = self.open_B & booked
         self.base_calls_B += open_B
         self.rounds_B += open_B
-        self.release()
+        self.only_BL.fill_(True)
+        self.narrowed = False
         self._before_B.copy_(self.commits_B)
         self.quota_B.copy_(torch.minimum(wanted_B, self.open_BL.sum(-1)))
 
@@ -188,11 +189,6 @@ class Canvas(State):
             self.only_BL.copy_(best_columns(score_BL, self.real_BL, wide_B))
         self.narrowed = True
 
-    def release(self) -> None:
-        """A round begins: every position may be picked."""
-        self.only_BL.fill_(True)
-        self.narrowed = False
-
     def commit(self, picks: Picks) -> None:
         """Writes tokens, order and quotas; closes rows whose text is finished."""
         rank_BN = picks.valid_BN.cumsum(-1) - 1
@@ -205,16 +201,13 @@ class Canvas(State):
         done_B = goes_BN.sum(-1)
         self.commits_B += done_B
         self.quota_B -= done_B
-        self._close_finished()
-        if self.watch is not None:
-            self.watch(self)
-
-    def _close_finished(self) -> None:
-        """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
+        # A row ends once nothing is masked left of its first committed end token; the rest is filler.
         finished_B = self.finished(self.tokens_BL, self.masked_BL, self.order_BL >= 0)
         filler_BL = finished_B[:, None] & self.masked_BL
         self.tokens_BL.masked_fill_(filler_BL, self.base.spec.filler_id)
         self.masked_BL &= ~filler_BL
+        if self.watch is not None:
+            self.watch(self)
 
     def finished(self, tokens_BL: Tensor, masked_BL: Tensor, written_BL: Tensor) -> Tensor:
         """Rows whose text is whole: nothing is masked left of the first end token among those written."""
