@@ -462,7 +462,7 @@ def test_an_exact_base_names_what_is_wrong_with_it() -> None:
     for bad in (torch.zeros(2, 2), torch.tensor([[1.0, -1.0], [1.0, 1.0]])):
         with pytest.raises(InputError, match="joint must be non-negative with a positive sum"):
             ExactBase(bad)
-    with pytest.raises(InputError, match="width is 3; it must exceed the vocabulary of 3"):
+    with pytest.raises(InputError, match="width is 3; it must be at least 4"):
         ExactBase(torch.ones(3, 3), width=3)
     with pytest.raises(InputError, match=r"100\*\*9 strings are too many"):
         load_base("exact", words=100, length=9)

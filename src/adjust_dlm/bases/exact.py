@@ -37,8 +37,7 @@ class ExactBase(Base):
         words, length = joint.shape[0], joint.ndim
         require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
         require(bool((joint >= 0).all() and joint.sum() > 0), "joint must be non-negative with a positive sum")
-        require_whole("width", width)
-        require(width > words, f"width is {width}; it must exceed the vocabulary of {words}")
+        require_count("width", width, words + 1)
         self.joint = joint.double() / joint.double().sum()
         self.words, self.length, self.width = words, length, width
         self.strings_NL = self.joint.nonzero()
