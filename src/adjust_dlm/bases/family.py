@@ -83,7 +83,8 @@ class Family:
         if head_weight is None:
             head_weight = torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
         vocab = config.vocab_size
-        ids = {"mask_id": self.mask_id, "end_ids": self.end_ids, "bos_id": self.bos_id, "token_limit": vocab} | ids
+        bos = self.bos_id if self.bos_id < vocab else None
+        ids = {"mask_id": self.mask_id, "end_ids": self.end_ids, "bos_id": bos, "token_limit": vocab} | ids
         spec = BaseSpec(
             name=self.name, pad_id=ids["end_ids"][0], vocab_size=vocab, context=config.max_position_embeddings,
             order=self.order, order_on=self.order_on, **ids,
