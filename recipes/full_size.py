@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from adjust_dlm import DecodeConfig, decode, load_base
-from adjust_dlm.bases.checkpoint import FAMILIES
+from adjust_dlm.bases.family import FAMILIES
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.sampler import Sampler
 

@@ -19,10 +19,9 @@ from scipy import stats
 from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, BaseSpec, load_base
-from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase
+from adjust_dlm.bases.family import DreamBase, dream_base, dream_config, llada_base, llada_config
 from adjust_dlm.bases.layers import new_model
-from adjust_dlm.bases.llada import llada_base, llada_config
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeResult, OrderOn, OrderRule, State

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adjust_dlm.bases.dream import DreamBase
+from adjust_dlm.bases.family import DreamBase
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode

@@ -12,10 +12,9 @@ from torch import nn
 from transformers import LlamaModel, Qwen2Model
 
 from adjust_dlm.bases import cut_at_end, known_bases, load_base
-from adjust_dlm.bases.dream import DreamBase, dream_config
 from adjust_dlm.bases.exact import ExactBase
+from adjust_dlm.bases.family import DreamBase, dream_config, llada_config
 from adjust_dlm.bases.layers import BidirectionalLayer, new_model, shift_right
-from adjust_dlm.bases.llada import llada_config
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
@@ -463,7 +462,7 @@ def test_an_exact_base_names_what_is_wrong_with_it() -> None:
     for bad in (torch.zeros(2, 2), torch.tensor([[1.0, -1.0], [1.0, 1.0]])):
         with pytest.raises(InputError, match="joint must be non-negative with a positive sum"):
             ExactBase(bad)
-    with pytest.raises(InputError, match="width is 3; it must exceed the vocabulary of 3"):
+    with pytest.raises(InputError, match="width is 3; it must be at least 4"):
         ExactBase(torch.ones(3, 3), width=3)
     with pytest.raises(InputError, match=r"100\*\*9 strings are too many"):
         load_base("exact", words=100, length=9)
@@ -473,7 +472,7 @@ def test_an_exact_base_names_what_is_wrong_with_it() -> None:
         ({"length": 10**9}, "strings are too many"), ({"length": -1}, "length is -1; it must be at least 1"),
         ({"words": "3"}, "words is '3'; it must be a whole number"), ({"seed": 0.5}, "seed is 0.5"),
         ({"width": "wide"}, "width is 'wide'"), ({"order": "best"}, "order is 'best'; it must be one of entropy"),
-        ({"end_ids": (9,)}, r"end_ids holds \[9\]; ids run from 0 to 3"), ({"size": 3}, "do not take size"),
+        ({"end_ids": (9,)}, r"'end_ids\[0\]': 9.*; ids run from 0 to 4"), ({"size": 3}, "do not take size"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=said):
             load_base("exact", **options)  # type: ignore[arg-type]

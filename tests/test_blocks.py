@@ -14,8 +14,7 @@ from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
 from adjust_dlm.decoders.machinery.cache import with_prefix_cache
-from adjust_dlm.decoders.machinery.canvas import Picks
-from adjust_dlm.decoders.machinery.columns import best_columns, columns_of
+from adjust_dlm.decoders.machinery.canvas import Picks, best_columns, columns_of
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
     BOS,

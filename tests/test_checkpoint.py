@@ -101,8 +101,7 @@ def same_states(a: Any, b: Any, atol: float = 1e-6) -> None:
 
 def reference(family: str, *, tied: bool = False) -> TransformerBase:
     """The same weights put together by hand."""
-    from adjust_dlm.bases.dream import dream_base
-    from adjust_dlm.bases.llada import llada_base
+    from adjust_dlm.bases.family import dream_base, llada_base
 
     weights = weights_of(family)
     head = weights.pop("lm_head.weight")
@@ -286,13 +285,13 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     ("family", "changes", "said"),
     [
         ("dream", {"mask_token_id": None}, r"no mask_token_id in config\.json"),
-        ("dream", {"mask_token_id": 99}, r"'mask': 99.* lie outside the model's 40 rows"),
+        ("dream", {"mask_token_id": 99}, r"'mask_id': 99.*; ids run from 0 to 39"),
         ("dream", {"eos_token_id": None}, "names a token that ends a text"),
-        ("dream", {"pad_token_id": 99}, r"'pad': 99.* lie outside"),
-        ("dream", {"eos_token_id": [END, -1]}, r"'end 1': -1.* lie outside"),
-        ("dream", {"eos_token_id": MASK}, "both MASK and an end"),
-        ("dream", {"eos_token_id": "34"}, "eos_token_id is '34'; a token id is wanted"),
-        ("dream", {"mask_token_id": 36.7}, "mask_token_id is 36.7"),
+        ("dream", {"pad_token_id": 99}, "'pad_id': 99"),
+        ("dream", {"eos_token_id": [END, -1]}, r"'end_ids\[1\]': -1"),
+        ("dream", {"eos_token_id": MASK}, "is MASK and an end"),
+        ("dream", {"eos_token_id": "34"}, "end_ids is '34'; it must be int"),
+        ("dream", {"mask_token_id": 36.7}, "mask_id is 36.7; it must be int"),
         ("dream", {"tie_word_embeddings": "false"}, "says 'false' on tied embeddings"),
         ("dream", {"quantization_config": {"bits": 4}}, "is quantized"),
         ("dream", {"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number"),

@@ -19,7 +19,7 @@ import torch
 
 from adjust_dlm import cli
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.bases.family import dream_base
 from adjust_dlm.eval import downstream, generation
 from adjust_dlm.eval.downstream import Problem, Task, summarize
 from adjust_dlm.eval.tasks import code

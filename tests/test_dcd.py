@@ -416,11 +416,11 @@ def test_no_token_in_common_and_nan_are_errors(value: float) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"keep": "best"}, "keep is 'best'; it must be random or left_to_right"),
-        ({"reference": "none"}, "reference is 'none'; it must be causal or remasked"),
+        ({"keep": "best"}, "keep is 'best'; it must be one of random, left_to_right"),
+        ({"reference": "none"}, "reference is 'none'; it must be one of causal, remasked"),
         ({"alpha": -1}, "alpha is -1; it must be a finite number >= 0"),
         ({"alpha": float("inf")}, "alpha is inf"),
-        ({"alpha": "much"}, "alpha is much"),
+        ({"alpha": "much"}, "alpha is 'much'"),
         ({"chunks": 2}, "has no option chunks; it has keep, reference, alpha"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adjust_dlm.bases.adapted import load_ar
-from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.bases.family import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.data.lists import KINDS, ListTask, list_tasks, write_list
 from adjust_dlm.decoders import decode

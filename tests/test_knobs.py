@@ -85,13 +85,13 @@ def test_a_g_with_knobs_comes_back_and_an_older_file_loads(tmp_path: Path) -> No
     ("config", "said"),
     [
         ({"layers": 0}, "layers is 0; it must be at least 1"),
-        ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
+        ({"layers": 1.5}, "layers is 1.5; it must be int"),
         ({"mlp": 0}, "mlp is 0; it is a multiple"),
         ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
-        ({"norms": "no"}, "norms is 'no'; it must be true or false"),
-        ({"residual": None}, "residual is None; it must be true or false"),
+        ({"norms": "no"}, "norms is 'no'; it must be bool"),
+        ({"residual": None}, "residual is None; it must be bool"),
         ({"output_norm_init": float("nan")}, "output_norm_init is nan; it must be a finite number"),
-        ({"features": 3}, "features is 3; it must be a list of layers"),
+        ({"features": 3}, "features is 3; it must be tuple"),
     ],
 )
 def test_bad_knobs_of_g_are_named(config: dict[str, object], said: str) -> None:
@@ -380,5 +380,5 @@ def test_features_that_a_base_does_not_have_are_refused(exact: ExactBase) -> Non
             Sampler(base, SamplerConfig(features=layers))
     with pytest.raises(InputError, match="gives no states of earlier layers"):
         Sampler(exact, SamplerConfig(features=(1,)))
-    with pytest.raises(InputError, match=r"a layer of features is 1\.5"):
+    with pytest.raises(InputError, match=r"features is 1\.5; it must be int"):
         SamplerConfig(features=(1.5,))  # type: ignore[arg-type]

@@ -14,16 +14,14 @@ from scipy import stats
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.dream import DREAM, dream_base
+from adjust_dlm.bases.family import DREAM, LLADA, dream_base, llada_base
 from adjust_dlm.bases.layers import Body
-from adjust_dlm.bases.llada import LLADA, llada_base
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.machinery.canvas import Canvas
-from adjust_dlm.decoders.origin import OriginOptions, origin
+from adjust_dlm.decoders.origin import OriginOptions, SoftOrderOptions, origin, soft_order
 from adjust_dlm.decoders.parallel import parallel
-from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.sampling import DRAW
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import FAMILIES, TableBase, tiny_base, tiny_config, writer

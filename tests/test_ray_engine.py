@@ -205,7 +205,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"engine": "dask"}, "engine is 'dask'; it must be local, ray"),
+        ({"engine": "dask"}, "engine is 'dask'; it must be one of local, ray"),
         ({"engine": "ray", "actors": 0}, "actors is 0"),
         ({"actors": 2}, "actors is 2 but the engine is local"),
         ({"ray_address": "auto"}, "ray_address is auto but the engine is local"),

@@ -333,7 +333,7 @@ def test_a_missing_weight_file_is_refused(saved) -> None:
     ("change", "said"),
     [
         (lambda f: f["config"].update(depth=2, width=3), r"unknown settings \['depth', 'width'\]"),
-        (lambda f: f["config"].update(pairing="both"), "pairing is 'both'; it must be state or token"),
+        (lambda f: f["config"].update(pairing="both"), "pairing is 'both'; it must be one of state, token"),
         (lambda f: f.pop("config"), r"not a sampler config: KeyError\('config'\)"),
         (lambda f: f.pop("base_fingerprint"), r"not a sampler config: KeyError\('base_fingerprint'\)"),
         (lambda f: f.update(config=None), "not a sampler config: TypeError"),

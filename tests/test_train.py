@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.dream import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase, load_exact
+from adjust_dlm.bases.family import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.corpus import CorpusConfig

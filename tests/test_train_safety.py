@@ -83,7 +83,8 @@ class OneNat(Base):
     """States are logits; the base says token 0 for certain, so a student that gives it 1/e has a KL of exactly 1."""
 
     def __init__(self) -> None:
-        self.spec = replace(tiny_base("dream").spec, mask_id=3, vocab_size=4, token_limit=4)
+        ids = {"mask_id": 3, "end_ids": (), "pad_id": 0, "bos_id": None}
+        self.spec = replace(tiny_base("dream").spec, vocab_size=4, token_limit=4, **ids)
         self.head_matrix = torch.eye(4)
         self.width, self.fingerprint = 4, "one nat"
 
@@ -617,7 +618,7 @@ def test_a_tracker_that_is_not_there_is_named_before_any_work(
     monkeypatch.syspath_prepend(tmp_path)
     code, _, err = run(*flags(folder, tmp_path / "run"), "--track", "wandb")
     assert code == 2 and "track wandb needs a package that is not installed: pip install wandb" in err
-    with pytest.raises(InputError, match="track is 'mlflow'; it must be tensorboard, wandb, trackio"):
+    with pytest.raises(InputError, match="track is 'mlflow'; it must be one of tensorboard, wandb, trackio"):
         TrainConfig(track=("mlflow",))  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 

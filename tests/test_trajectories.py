@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.bases.dream import dream_base, dream_config
 from adjust_dlm.bases.exact import ExactBase
-from adjust_dlm.bases.llada import llada_base, llada_config
+from adjust_dlm.bases.family import dream_base, dream_config, llada_base, llada_config
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore

@@ -7,7 +7,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.dream import dream_base
+from adjust_dlm.bases.family import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.bases.transformer import TransformerBase
 

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from adjust_dlm.artifacts import plain, public_name, save_pretrained
 from adjust_dlm.bases import Base, BaseSpec
-from adjust_dlm.bases.dream import DreamBase
+from adjust_dlm.bases.family import DreamBase, LladaBase
 from adjust_dlm.bases.hub import local, read_json
 from adjust_dlm.bases.layers import Body
-from adjust_dlm.bases.llada import LladaBase
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
@@ -39,19 +38,14 @@ _NOT_IN_STATES = ("max_position_embeddings", "initializer_range")  # of a shape:
 # Export --------------------------------------------------------------------------------------------------------
 
 
-def export(
-    sampler: Sampler, base: Base, folder: Path | str, *, run: Any = None, results: Mapping[str, Any] | None = None,
-    **provenance: Any,
-) -> Path:  # fmt: skip
+def export(sampler: Sampler, base: Base, folder: Path | str, **saved: Any) -> Path:
     """Writes a sampler's folder (see `save_pretrained`) that transformers can generate with.
 
     Args:
         sampler: g of `base`.
         base: a base made of a body and a head; its facts and a digest of its weights go into `base_facts.json`.
         folder: where to.
-        run: see `save_pretrained`.
-        results: see `save_pretrained`.
-        provenance: see `save_pretrained`; the base's name is filled in.
+        saved: see `save_pretrained`; the base's name is filled in.
 
     Raises:
         InputError: a base that no transformers model can stand for, another base's sampler, or as `save_pretrained`.
@@ -61,10 +55,8 @@ def export(
     require_same_base("the sampler", sampler.base_fingerprint, base)
     facts = base_facts(base)
     section = _CARD.format(model_class=_CLASSES[facts["shape"]["model_type"]])
-    provenance = {"base": facts["spec"]["name"], **provenance}
-    save_pretrained(
-        sampler, folder, run=run, results=results, sections=[section], tags=["custom_generate"], **provenance
-    )
+    saved = {"base": facts["spec"]["name"], **saved}
+    save_pretrained(sampler, folder, sections=[section], tags=["custom_generate"], **saved)
     needs = f"adjust-dlm>={adjust_dlm.__version__}\n"
     texts = {FACTS: json.dumps(facts, indent=2) + "\n", GENERATE: _GENERATE_PY, REQUIREMENTS: needs}
     write_whole({Path(folder, name): text for name, text in texts.items()})

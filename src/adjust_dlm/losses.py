@@ -177,8 +177,7 @@ def weighted_kl(
     """
     facts = [(student.first, student.weight_R) for student in students]
     states = [student.h_RD for student in students]
-    total: Tensor = ChunkedKL.apply(teacher_RD, facts, logits, head_VD, chunk, delta, *states)  # type: ignore[no-untyped-call]
-    return total
+    return ChunkedKL.apply(teacher_RD, facts, logits, head_VD, chunk, delta, *states)  # type: ignore[no-untyped-call]
 
 
 class ChunkedKL(torch.autograd.Function):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.tensor_files import read_index, some
+from adjust_dlm.bases.tensor_files import check_shapes, read_index, some
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import InputError, require
 
@@ -47,38 +46,22 @@ def import_released(path: Path | str, base: Base) -> Sampler:
         The sampler, frozen, with `SamplerConfig.released()`.
 
     Raises:
-        InputError: unreadable, another variant (unshared heads, other layers), a missing or misshapen tensor, by name.
+        InputError: unreadable; a missing, unknown or misshapen tensor, by name. A variant with weights for each step of
+            a round has unknown ones.
     """
     path = Path(path)
     theirs = _read(path)
     sampler = Sampler(base, SamplerConfig.released())
-    ours = {_their_name(name): (name, tuple(tensor.shape)) for name, tensor in sampler.state_dict().items()}
-    _check_names(path, theirs, ours)
-    odd = [
-        f"{n} is {tuple(theirs[n].shape)}, wanted {shape}" for n, (_, shape) in ours.items() if theirs[n].shape != shape
-    ]
-    require(not odd, f"{path} does not fit base {base.spec.name!r}: {'; '.join(odd)}")
-    sampler.load_state_dict({name: theirs[their].float() for their, (name, _) in ours.items()})
+    ours = sampler.state_dict()
+    wanted = {_their_name(name): tuple(tensor.shape) for name, tensor in ours.items()}
+    check_shapes(path, {name: tuple(tensor.shape) for name, tensor in theirs.items()}, wanted)
+    sampler.load_state_dict({name: theirs[_their_name(name)].float() for name in ours})
     return sampler.to(base.device, base.dtype).eval().requires_grad_(False)
 
 
 def _their_name(ours: str) -> str:
     old, new = next((old, new) for old, new in _MODULES.items() if ours.startswith(new))
     return old + ours.removeprefix(new)
-
-
-def _check_names(path: Path, found: Collection[str], wanted: Collection[str]) -> None:
-    """Other variants first, so that the message says what the file is and not only what it lacks."""
-    unknown = sorted(set(found) - set(wanted))
-    unshared = [name for name in unknown if name.removeprefix(PREFIX).split(".")[1:2] not in ([], ["0"])]
-    require(
-        not unshared,
-        f"{path} has unshared heads, own weights for each step of a round ({some(unshared)}); "
-        "only shared ones (shared_params: true) can be imported",
-    )
-    require(not unknown, f"{path} is another variant of g: no place for {some(unknown)}")
-    missing = sorted(set(wanted) - set(found))
-    require(not missing, f"{path} lacks {some(missing)}")
 
 
 def _read(path: Path) -> dict[str, Tensor]:

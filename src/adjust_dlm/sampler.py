@@ -24,7 +24,7 @@ from adjust_dlm.bases.layers import BidirectionalLayer
 from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.files import write_whole
-from adjust_dlm.types import InputError, State, is_number, require, require_whole
+from adjust_dlm.types import InputError, State, require, require_count, require_kinds
 
 CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
 
@@ -53,20 +53,12 @@ class SamplerConfig:
     features: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.pairing in ("state", "token"), f"pairing is {self.pairing!r}; it must be state or token")
-        require_whole("layers", self.layers)
-        require(self.layers >= 1, f"layers is {self.layers}; it must be at least 1")
-        mlp, start, layers = self.mlp, self.output_norm_init, self.features
-        require(is_number(mlp) and 0 < mlp < math.inf, f"mlp is {mlp!r}; it is a multiple of the base's, above 0")
-        for name in ("norms", "residual"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"{name} is {value!r}; it must be true or false")
-        finite = is_number(start) and abs(start) < math.inf
-        require(finite, f"output_norm_init is {start!r}; it must be a finite number")
-        require(isinstance(layers, list | tuple), f"features is {layers!r}; it must be a list of layers")
+        require_kinds(self)
+        require_count("layers", self.layers, 1)
+        mlp, start = self.mlp, self.output_norm_init
+        require(0 < mlp < math.inf, f"mlp is {mlp}; it is a multiple of the base's, above 0")
+        require(abs(start) < math.inf, f"output_norm_init is {start}; it must be a finite number")
         object.__setattr__(self, "features", tuple(self.features))  # a list in a file
-        for layer in self.features:
-            require_whole("a layer of features", layer)
 
     def shape(self, base: Shape) -> Shape:
         """One layer of g, from the shape of one layer of the base."""
@@ -197,8 +189,7 @@ class Sampler(nn.Module):
         """What enters the first layer."""
         norms = [self.norm_hidden, *self.norm_features]
         parts = [norm(part) for norm, part in zip(norms, h_BLD.split(self.width, -1), strict=True)]
-        z_BLD: Tensor = self.mix(torch.cat([self.norm_embed(e_BLD), *parts], -1))
-        return z_BLD
+        return self.mix(torch.cat([self.norm_embed(e_BLD), *parts], -1))
 
     def _out(self, h_BLD: Tensor, z_BLD: Tensor) -> Tensor:
         """The next states, from these and what leaves the last layer."""

@@ -45,17 +45,13 @@ def require_whole(name: str, value: object) -> None:
 
 
 def require_count(name: str, value: object, least: int, *, optional: bool = False) -> None:
-    """Raises `InputError` unless a decoder's setting is a whole number >= `least` (4.0 is one), or an allowed None."""
+    """Raises `InputError` unless a setting is a whole number from `least` to `MOST`, or an allowed None."""
     if value is None and optional:
         return
-    whole = isinstance(value, int | float) and is_number(value) and value >= least and value % 1 == 0
-    require(whole, f"{name} is {value}; it must be a whole number >= {least}" + (", or none" if optional else ""))
-    require_most(name, int(value))  # type: ignore[call-overload]
-
-
-def require_most(name: str, count: object) -> None:
-    """Raises `InputError` for a whole number that is larger than `MOST`."""
-    require(not isinstance(count, int) or count <= MOST, f"{name} is {count}; it must be at most {MOST}")
+    require_whole(name, value)
+    assert isinstance(value, int)
+    require(value >= least, f"{name} is {value}; it must be at least {least}")
+    require(value <= MOST, f"{name} is {value}; it must be at most {MOST}")
 
 
 def is_id(value: object, least: int, end: int) -> bool:
@@ -79,7 +75,8 @@ def require_kinds(settings: object) -> None:
         several = items and isinstance(value, tuple | list)
         for one in value if several else [value]:
             own = get_args(kind)[0] if several else kind
-            wanted = ", ".join(get_args(own)) if get_origin(own) is Literal else getattr(own, "__name__", own)
+            words = f"one of {', '.join(map(str, get_args(own)))}"
+            wanted = words if get_origin(own) is Literal else getattr(own, "__name__", own)
             require(_is_kind(one, own), f"{name} is {one!r}; it must be {wanted}")
 
 
@@ -143,12 +140,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         require_whole("seed", self.seed)
         for name, least in _LEAST.items():
-            count: int | None = getattr(self, name)
-            if count is None and getattr(DecodeConfig, name) is None:
-                continue
-            require_whole(name, count)
-            require(count is not None and count >= least, f"{name} is {count}; it must be at least {least}")
-            require_most(name, count)
+            require_count(name, getattr(self, name), least, optional=getattr(DecodeConfig, name) is None)
         heat, mass = self.temperature, self.top_p
         finite = is_number(heat) and 0 <= heat < math.inf
         require(finite, f"temperature is {heat!r}; it must be a finite number >= 0")

@@ -105,8 +105,7 @@ def _attend_runs(q: Tensor, k: Tensor, v: Tensor, edge_E: Tensor) -> Tensor:
     rows, _, length, _ = q.shape
     parts = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B L, heads, d]
     out = torch.ops.aten._flash_attention_forward(*parts, edge_E, edge_E, length, length, 0.0, False, False)[0]
-    mixed: Tensor = out.reshape(rows, length, -1)
-    return mixed
+    return out.reshape(rows, length, -1)
 
 
 def causal_mask(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
-from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require
+from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseSpec:
-    """Facts of a base that decoding needs.
+    """Facts of a base that decoding needs; checked.
 
     Attributes:
         name: what `load_base` was asked for.
@@ -47,6 +47,14 @@ class BaseSpec:
     context: int
     order: OrderRule
     order_on: OrderOn
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+        ids = {"mask_id": self.mask_id, "pad_id": self.pad_id, "bos_id": self.bos_id or 0}
+        ids |= {f"end_ids[{n}]": token for n, token in enumerate(self.end_ids)} | {"last token": self.token_limit - 1}
+        odd = {name: token for name, token in ids.items() if not 0 <= token < self.vocab_size}
+        require(not odd, f"base {self.name!r} has {odd}; ids run from 0 to {self.vocab_size - 1}")
+        require(self.mask_id not in self.end_ids, f"base {self.name!r}: id {self.mask_id} is MASK and an end of texts")
 
     @property
     def filler_id(self) -> int:
@@ -195,10 +203,6 @@ class Base(ABC):
         require(not layers, f"base {self.spec.name!r} gives no states of earlier layers; leave features empty")
         return self
 
-    def eager(self) -> Base:
-        """Itself, or a twin on the same weights that is not compiled: for shapes too rare to compile for."""
-        return self
-
     def partner(self) -> Partner | None:
         """An autoregressive partner that is part of the base itself; None where it is a model of its own."""
         return None
@@ -265,14 +269,12 @@ class Base(ABC):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of its own
             raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids up to the first end token, special tokens dropped."""
         require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; read token ids")
-        text: str = self.tokenizer.decode(cut_at_end(ids, self.spec.end_ids), skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(cut_at_end(ids, self.spec.end_ids), skip_special_tokens=True)
 
 
 def cut_at_end(ids: Sequence[int], end_ids: Collection[int]) -> list[int]:

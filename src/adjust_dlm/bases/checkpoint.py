@@ -1,7 +1,7 @@
 """Published checkpoints: a folder, a GGUF file or a Hub id becomes a base, exactly and without remote code.
 
 The family is recognised by `config.json` (`model_type`) or by the GGUF's architecture. A new transformers family is one
-`Family` here; anything else is a base of its own (docs/adding-a-base.md).
+`Family` (bases/family.py); anything else is a base of its own (docs/adding-a-base.md).
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec, register_base
-from adjust_dlm.bases.dream import DREAM
-from adjust_dlm.bases.family import Family
+from adjust_dlm.bases.family import FAMILIES, Family
 from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body
-from adjust_dlm.bases.llada import LLADA
 from adjust_dlm.bases.placement import DeviceMap, Quantize, check_placement, place, quantize_body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import (
@@ -27,6 +25,7 @@ from adjust_dlm.bases.tensor_files import (
     Meta,
     TensorFiles,
     body_names,
+    check_shapes,
     gguf_config,
     gguf_names,
     open_gguf,
@@ -37,7 +36,6 @@ from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows
 from adjust_dlm.types import InputError, require
 
-FAMILIES = {family.name: family for family in (DREAM, LLADA)}
 CONFIG = "config.json"
 
 
@@ -168,12 +166,11 @@ def _read(
     wanted = {name: tuple(tensor.shape) for name, tensor in body.state_dict().items()}
     if not opened.tied:
         wanted[HEAD] = (shape.vocab_size, shape.hidden_size)
-
-    def harmless(name: str) -> bool:
-        """Buffers that old releases saved, and the head of a tied model (the embedding again)."""
-        return name.endswith("rotary_emb.inv_freq") or (opened.tied and name == published[HEAD])
-
-    files.check({published[name]: size for name, size in wanted.items()}, ignored=harmless)
+    # Beside them buffers that old releases saved, and the head of a tied model (the embedding again).
+    harmless = [name for name in files.shapes if name.endswith("rotary_emb.inv_freq")]
+    harmless += [published[HEAD]] if opened.tied else []
+    found = {name: size for name, size in files.shapes.items() if name not in harmless}
+    check_shapes(files.where, found, {published[name]: size for name, size in wanted.items()})
     first = torch.device("cpu") if spread is not None else device
     weights, rows = {}, {}
     for name in wanted:
@@ -209,11 +206,6 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
     # Configs of Dream-v0 name the end token as the start: without a tokenizer it is not believed.
     starts = [*said["bos"], *([family.bos_id] if family.bos_id < vocab else [])]
     bos = next((i for i in starts if i not in ends), None) if tokenizer is None else tokenizer.bos_token_id
-    ids = {"mask": masks[0], "pad": pad, "start": bos, "last": limit - 1}
-    ids |= {f"end {n}": token for n, token in enumerate(ends)}
-    wrong = {what: token for what, token in ids.items() if token is not None and not 0 <= token < vocab}
-    require(not wrong, f"{name}: token ids {wrong} lie outside the model's {vocab} rows; another model's tokenizer?")
-    require(masks[0] not in ends, f"{name}: id {masks[0]} is both MASK and an end of texts")
     return BaseSpec(
         name=name, mask_id=masks[0], end_ids=tuple(ends), pad_id=pad, bos_id=bos, vocab_size=vocab, token_limit=limit,
         context=opened.shape.max_position_embeddings, order=family.order, order_on=family.order_on,
@@ -223,7 +215,4 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
 def _ids(config: Mapping[str, Any], key: str) -> list[int]:
     """The ids under a key: one, several or none."""
     value = config.get(key)
-    found: list[Any] = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
-    odd = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
-    require(not odd, f"{key} is {value!r}; a token id is wanted")
-    return found
+    return [i for i in (value if isinstance(value, list) else [value]) if i is not None]

@@ -7,8 +7,7 @@ its head reads that off, so one token per pass samples p* exactly, by constructi
 from __future__ import annotations
 
 import hashlib
-import math
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from adjust_dlm.bases.base import Base, BaseSpec, Partner, register_base
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.sampling import wrapped
-from adjust_dlm.types import OrderRule, State, require, require_whole
+from adjust_dlm.types import OrderRule, State, require, require_count, require_whole
 
 _FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
 
@@ -38,11 +37,7 @@ class ExactBase(Base):
         words, length = joint.shape[0], joint.ndim
         require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
         require(bool((joint >= 0).all() and joint.sum() > 0), "joint must be non-negative with a positive sum")
-        require_whole("width", width)
-        require(width > words, f"width is {width}; it must exceed the vocabulary of {words}")
-        odd = [end for end in end_ids if end not in range(words)]
-        require(not odd, f"end_ids holds {odd[:1]}; ids run from 0 to {words - 1}")
-        require(order in get_args(OrderRule), f"order is {order!r}; it must be one of {', '.join(get_args(OrderRule))}")
+        require_count("width", width, words + 1)
         self.joint = joint.double() / joint.double().sum()
         self.words, self.length, self.width = words, length, width
         self.strings_NL = self.joint.nonzero()
@@ -151,9 +146,9 @@ def load_exact(
         InputError: another device or dtype, a bad value, or more than 1,000,000 strings.
     """
     require(device.type == "cpu" and dtype == torch.float32, "the exact base runs on the CPU in float32")
-    for name, count, least in (("words", words, 2), ("length", length, 1), ("seed", seed, -math.inf)):
-        require_whole(name, count)
-        require(count >= least, f"{name} is {count}; it must be at least {least}")
+    require_whole("seed", seed)
+    require_count("words", words, 2)
+    require_count("length", length, 1)
     few = length <= 20 and words**length <= 1_000_000  # 2**20 are too many
     require(few, f"{words}**{length} strings are too many to enumerate (1,000,000 at most)")
     generator = torch.Generator().manual_seed(wrapped(seed))

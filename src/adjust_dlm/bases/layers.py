@@ -41,8 +41,7 @@ class Linear(nn.Linear):
             inner = silu_mul(gate, up)
         else:
             inner = F.silu(gate) * up
-        out: Tensor = self(inner)
-        return out
+        return self(inner)
 
 
 class Embedding(nn.Embedding):
@@ -116,7 +115,7 @@ class _Joins(nn.Module):
         trained = torch.is_grad_enabled() and parts[0].weight.requires_grad  # gradients belong to the parts
         if self._joined is None or trained or not self._stands():
             return [part(h_BLD) for part in parts]
-        whole: Tensor = parts[0].product(h_BLD, **self._joined)
+        whole = parts[0].product(h_BLD, **self._joined)
         return list(whole.split([part.out_features for part in parts], -1))
 
 
@@ -148,8 +147,7 @@ class Attention(_Joins):
         q, k = turned(q, k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
-        out: Tensor = self.o_proj(attend(q, k, v, mask_BHLL))
-        return out
+        return self.o_proj(attend(q, k, v, mask_BHLL))
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values alone: [B, heads, L, d] each."""
@@ -171,8 +169,7 @@ class Mlp(_Joins):
 
     def forward(self, h_BLD: Tensor) -> Tensor:
         """Same shape."""
-        out: Tensor = self.down_proj.gated(*self._project(h_BLD))
-        return out
+        return self.down_proj.gated(*self._project(h_BLD))
 
 
 class Layer(nn.Module):
@@ -212,8 +209,7 @@ def join_projections(model: nn.Module) -> None:
 
 
 def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    out: Tensor = layer(h_BLD, mask_BHLL, rotary)
-    return out
+    return layer(h_BLD, mask_BHLL, rotary)
 
 
 @functools.cache
@@ -269,8 +265,7 @@ class Body(_WithRotary):
                 h_BND = call(layer, h_BND, mask_BHNL, rotary)
             if n + 1 in keep:
                 kept.append(h_BND)
-        out: Tensor = self.norm(h_BND)
-        return torch.cat([out, *kept], -1) if kept else out
+        return torch.cat([self.norm(h_BND), *kept], -1) if keep else self.norm(h_BND)
 
 
 def _draw_weights(module: nn.Module, std: float) -> None:
@@ -343,10 +338,7 @@ class BidirectionalLayer(_WithRotary):
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""
         normed_BLD = self.layer.input_layernorm(z_BLD)
-        keys: tuple[Tensor, Tensor] = self.layer.self_attn.keys(
-            normed_BLD, self.rotary(state.positions_BL, z_BLD.dtype)
-        )
-        return keys
+        return self.layer.self_attn.keys(normed_BLD, self.rotary(state.positions_BL, z_BLD.dtype))
 
 
 def shift_right(states_BLD: Tensor, state: State) -> Tensor:

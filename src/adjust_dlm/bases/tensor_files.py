@@ -38,14 +38,18 @@ class TensorFiles:
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str, torch.device], Tensor]
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], *, ignored: Callable[[str], bool]) -> None:
-        """Raises InputError unless the names are exactly the wanted ones (and ignored ones), with their shapes."""
-        missing = sorted(wanted.keys() - self.shapes.keys())
-        require(not missing, f"{self.where} lacks {some(missing)}")
-        extra = sorted(name for name in self.shapes.keys() - wanted.keys() if not ignored(name))
-        require(not extra, f"{self.where} holds tensors that do not belong to this model: {some(extra)}")
-        odd = [f"{n} is {self.shapes[n]}, wanted {shape}" for n, shape in wanted.items() if self.shapes[n] != shape]
-        require(not odd, f"{self.where} does not fit its config: {some(odd)}")
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_shapes(where: Path, found: Shapes, wanted: Shapes) -> None:
+    """Raises InputError unless the names are exactly the wanted ones, with their shapes."""
+    missing = sorted(wanted.keys() - found.keys())
+    require(not missing, f"{where} lacks {some(missing)}")
+    extra = sorted(found.keys() - wanted.keys())
+    require(not extra, f"{where} holds tensors that do not belong to this model: {some(extra)}")
+    odd = [f"{name} is {found[name]}, wanted {shape}" for name, shape in wanted.items() if found[name] != shape]
+    require(not odd, f"{where} does not fit: {some(odd)}")
 
 
 def some(names: Sequence[str]) -> str:

@@ -65,14 +65,6 @@ class TransformerBase(Base):
         twin.keep, twin.workspace = layers, None
         return twin
 
-    def eager(self) -> Base:
-        """See `Base.eager`."""
-        if not self.compiled:
-            return self
-        twin = copy.copy(self)
-        twin.compiled = False
-        return twin
-
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
         """See `Base.hidden`."""
@@ -104,8 +96,7 @@ class TransformerBase(Base):
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """See `Base.embed`."""
-        out: Tensor = self.model.embed_tokens(tokens_BL)
-        return out.to(self.device)  # a spread model keeps the table elsewhere
+        return self.model.embed_tokens(tokens_BL).to(self.device)  # a spread model keeps the table elsewhere
 
 
 def sampled_rows(weight: Tensor, also: int | None = None) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from adjust_dlm.bases.dream import dream_base, dream_config
-from adjust_dlm.bases.llada import llada_base, llada_config
+from adjust_dlm.bases.family import dream_base, dream_config, llada_base, llada_config
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import require

@@ -12,27 +12,29 @@ from typing import Any, NamedTuple
 import torch
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
-from adjust_dlm.decoders.adjust import AdjustOptions, adjust
+from adjust_dlm.decoders.adjust import AdaptiveOptions, AdjustOptions, adaptive, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
 from adjust_dlm.decoders.cascade import CascadeOptions, cascade
 from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.edlm import EdlmOptions, edlm
-from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
-from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.guided import GuidedOptions, guided
-from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.klass import KlassOptions, klass
 from adjust_dlm.decoders.machinery.cache import with_prefix_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
-from adjust_dlm.decoders.origin import OriginOptions, origin
-from adjust_dlm.decoders.parallel import parallel
-from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
-from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
+from adjust_dlm.decoders.origin import OriginOptions, SoftOrderOptions, origin, soft_order
+from adjust_dlm.decoders.parallel import joint, parallel
+from adjust_dlm.decoders.threshold import (
+    EntropyBoundOptions,
+    FactorOptions,
+    ThresholdOptions,
+    entropy_bound,
+    factor,
+    threshold,
+)
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler, require_same_base
-from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_whole
+from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_count
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
 _NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
@@ -241,8 +243,7 @@ def decode(
         FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
-    require_whole("slots", 1 if slots is None else slots)
-    require(slots is None or slots >= 1, f"slots is {slots}; it must be at least 1, or none")
+    require_count("slots", slots, 1, optional=True)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
@@ -297,8 +298,7 @@ def decode_many(
     Raises:
         InputError: as `decode`.
     """
-    require_whole("batch_size", batch_size)
-    require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
+    require_count("batch_size", batch_size, 1)
     rows = range(len(prompts)) if rows is None else rows
     require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}

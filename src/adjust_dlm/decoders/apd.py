@@ -13,7 +13,7 @@ from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import rows_at_once
 from adjust_dlm.decoders.machinery.proposals import Logits, plain_logits
 from adjust_dlm.sampling import process
-from adjust_dlm.types import State, is_number, require, require_count
+from adjust_dlm.types import State, require, require_count, require_kinds
 
 _COPIES = 8  # of fp32 logits that one row takes here: two models, and noise in 64 bits
 
@@ -36,9 +36,9 @@ class ApdOptions:
     correct: bool = False
 
     def __post_init__(self) -> None:
-        require(is_number(self.mixture) and 0 <= self.mixture <= 1, f"mixture is {self.mixture}; it must lie in [0, 1]")
+        require_kinds(self)
+        require(0 <= self.mixture <= 1, f"mixture is {self.mixture}; it must lie in [0, 1]")
         require_count("lookahead", self.lookahead, 1, optional=True)
-        require(isinstance(self.correct, bool), f"correct is {self.correct!r}; it must be true or false")
 
 
 def apd(base: Base, partner: Partner, canvas: Canvas, options: ApdOptions) -> None:
@@ -55,7 +55,7 @@ def apd(base: Base, partner: Partner, canvas: Canvas, options: ApdOptions) -> No
     Raises:
         FloatingPointError: a model gave NaN.
     """
-    most = int(options.lookahead or canvas.tokens_BL.shape[1])
+    most = options.lookahead or canvas.tokens_BL.shape[1]
     while canvas.open:
         own = plain_logits(base, base.hidden(canvas), canvas)
         position_BN, drafted_BN = _next_open(canvas, most)

@@ -33,10 +33,8 @@ class CascadeOptions:
     calls: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tau", "tau_g"):
-            value = getattr(self, name)
-            good = is_number(value) and 0 < value < math.inf
-            require(good or (name == "tau_g" and value is None), f"{name} is {value}; it must be a number above 0")
+        for name, value in (("tau", self.tau), ("tau_g", self.tau if self.tau_g is None else self.tau_g)):
+            require(is_number(value) and 0 < value < math.inf, f"{name} is {value}; it must be a number above 0")
         require_count("calls", self.calls, 0, optional=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.sampling import ORDER, draw, process
-from adjust_dlm.types import State, is_number, require
+from adjust_dlm.types import State, require, require_kinds
 
 Keep = Literal["random", "left_to_right"]
 Reference = Literal["causal", "remasked"]
@@ -34,10 +34,8 @@ class DcdOptions:
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value, kind in (("keep", self.keep, Keep), ("reference", self.reference, Reference)):
-            require(value in get_args(kind), f"{name} is {value!r}; it must be {' or '.join(get_args(kind))}")
-        good = is_number(self.alpha) and 0 <= self.alpha < math.inf
-        require(good, f"alpha is {self.alpha}; it must be a finite number >= 0")
+        require_kinds(self)
+        require(0 <= self.alpha < math.inf, f"alpha is {self.alpha}; it must be a finite number >= 0")
 
 
 class _Round(NamedTuple):

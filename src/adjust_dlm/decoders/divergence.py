@@ -81,7 +81,7 @@ def observe(
     canvas = _Observed(plan.base, prompts, plan.config, rows=rows, new=new)
     canvas.law, canvas.source, canvas.decoder = DecodeConfig(temperature=temperature), source, decoder
     plan.run(canvas)
-    return canvas.observation()
+    return Observation(canvas.value_BTM.cpu(), canvas.depth_BT.cpu(), canvas.rounds_B.cpu())
 
 
 @dataclass
@@ -158,7 +158,8 @@ class _Observed(Canvas):
         """Measures the tokens one after another, each on the canvas that those before it have made."""
         rank_BN = picks.valid_BN.cumsum(-1) - 1
         goes_BN = picks.valid_BN & (rank_BN < self.quota_B[:, None])
-        number_BL, q_RV = self._what_was_proposed(self._at(picks, goes_BN))
+        wanted_BL = torch.zeros_like(self.masked_BL).scatter(1, picks.position_BN, goes_BN)
+        number_BL, q_RV = self._what_was_proposed(wanted_BL)
         token_BN = picks.token_BN.clone()
         now = State(self.tokens_BL.clone(), self.real_BL, self.masked_BL.clone(), self.padded)
         for rank in range(int(goes_BN.sum(-1).max())):
@@ -179,13 +180,6 @@ class _Observed(Canvas):
         super().commit(replace(picks, token_BN=token_BN))
         self._proposed.clear()
 
-    def _at(self, picks: Picks, goes_BN: Tensor) -> Tensor:
-        """Positions that are about to be written: bool [B, L]."""
-        out_BL = torch.zeros_like(self.masked_BL)
-        row_R, n_R = goes_BN.nonzero(as_tuple=True)
-        out_BL[row_R, picks.position_BN[row_R, n_R]] = True
-        return out_BL
-
     def _what_was_proposed(self, wanted_BL: Tensor) -> tuple[Tensor, Tensor]:
         """The row of logits [R, V] that belongs to each wanted position, -1 where none does: [B, L].
 
@@ -198,10 +192,6 @@ class _Observed(Canvas):
         row_R, position_R = torch.cat(rows), torch.cat(positions)
         number_BL[row_R, position_R] = torch.arange(len(row_R), device=number_BL.device)
         return number_BL, logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def observation(self) -> Observation:
-        """All that was measured, on the CPU."""
-        return Observation(self.value_BTM.cpu(), self.depth_BT.cpu(), self.rounds_B.cpu())
 
 
 def measures(q_RV: Tensor, p_RV: Tensor, token_R: Tensor) -> Tensor:

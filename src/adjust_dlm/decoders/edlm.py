@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.pick import refuse_nan, rows_at_once
 from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits
 from adjust_dlm.sampling import DRAW, ORDER, SCORES, confidence, draw, process
-from adjust_dlm.types import GIVEN, OrderRule, State, is_number, require, require_count
+from adjust_dlm.types import GIVEN, OrderRule, State, require, require_count, require_kinds
 
 EdlmRule = Literal["best", "resample"]
 _CHOICE = ORDER + 1  # stream of the choice among completions; those after the first draw from the streams behind it
@@ -44,14 +44,10 @@ class EdlmOptions:
 
     def __post_init__(self) -> None:
         heat, start, end = self.importance_temperature, self.window_start, self.window_end
-        known = get_args(EdlmRule)
-        require(self.rule in known, f"rule is {self.rule!r}; it must be one of {', '.join(known)}")
+        require_kinds(self)
         require_count("completions", self.completions, 1)
-        good = is_number(heat) and 0 < heat < math.inf
-        require(good, f"importance_temperature is {heat}; it must be a finite number above 0")
-        good = is_number(start) and is_number(end) and 0 <= end <= start <= 1
-        require(good, f"the window runs from {start} to {end}; it must fall, within 1 and 0")
-        require(isinstance(self.as_released, bool), f"as_released is {self.as_released}; it must be true or false")
+        require(0 < heat < math.inf, f"importance_temperature is {heat}; it must be a finite number above 0")
+        require(0 <= end <= start <= 1, f"the window runs from {start} to {end}; it must fall, within 1 and 0")
         given = [f.name for f in fields(self)[2:] if getattr(self, f.name) != f.default]
         require(self.rule == "resample" or not given, f"rule 'best' takes no {', '.join(given)}; 'resample' does")
 
@@ -78,7 +74,7 @@ def edlm(base: Base, partner: Partner, canvas: Canvas, options: EdlmOptions) -> 
     while canvas.open:
         h_BLD = base.hidden(canvas)
         canvas.start_round()
-        made = _complete(base, h_BLD, canvas, int(options.completions))
+        made = _complete(base, h_BLD, canvas, options.completions)
         share_B = canvas.masked_BL.sum(-1).double() / first_B
         inside_B = (options.window_end <= share_B) & (share_B <= options.window_start)
         asking_R = (canvas.busy_B & (inside_B | (options.rule == "best")) & (options.completions > 1)).nonzero()[:, 0]

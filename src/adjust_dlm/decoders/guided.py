@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import Logits, Score, commit_best, plain_logits, propose
 from adjust_dlm.sampling import ORDER, confidence
-from adjust_dlm.types import GIVEN, State, is_number, require
+from adjust_dlm.types import GIVEN, State, require, require_kinds
 
 EndSwitch = Literal["off", "faithful", "sane"]
 
@@ -36,16 +36,13 @@ class GuidedOptions:
     eos_eot: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        scale, switch = self.cfg_scale, self.confidence_eos_eot_inf
-        good = is_number(scale) and 0 <= scale < math.inf
-        require(good, f"cfg_scale is {scale}; it must be a finite number >= 0")
-        require(isinstance(self.logits_eos_inf, bool), f"logits_eos_inf is {self.logits_eos_inf!r}; say true or false")
-        ids = self.eos_eot
-        given: Any = ids
-        pair = given is None or (isinstance(given, list | tuple) and [type(i) for i in given] == [int, int])
+        ids: Any = self.eos_eot
+        pair = ids is None or (isinstance(ids, list | tuple) and [type(i) for i in ids] == [int, int])
         require(pair, f"eos_eot is {ids!r}; it must be two token ids, or none")
-        known = get_args(EndSwitch)
-        require(switch in known, f"confidence_eos_eot_inf is {switch!r}; it must be one of {', '.join(known)}")
+        object.__setattr__(self, "eos_eot", ids and tuple(ids))  # a list in a file
+        require_kinds(self)
+        scale = self.cfg_scale
+        require(0 <= scale < math.inf, f"cfg_scale is {scale}; it must be a finite number >= 0")
 
 
 def guided(base: Base, canvas: Canvas, options: GuidedOptions) -> None:

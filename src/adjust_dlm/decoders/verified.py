@@ -44,7 +44,7 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
     h_BLD = base.hidden(canvas)
     canvas.commit(pick(base, h_BLD, canvas))
     while canvas.open:
-        states = _drafts(base, sampler, canvas, h_BLD, int(options.depth))
+        states = _drafts(base, sampler, canvas, h_BLD, options.depth)
         checked_NLD = base.hidden(_stacked(states, canvas.padded))
         stands_B = canvas.open_B
         for j, (state, checked_BLD) in enumerate(zip(states, checked_NLD.split(len(h_BLD)), strict=True)):

@@ -76,7 +76,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     law: dict[str, Any] = {}
     if rank == 0 and not _unfinished(run):
         save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
-        law = divergence(run.base.eager(), run.sampler, *_held_rows(run), config, _autocast(run))
+        law = divergence(run.base, run.sampler, *_held_rows(run), config, _autocast(run))
         told = {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
         log.info("KL(q || p), nats a token: %s", told or law.get("no_divergence", "not measured"))
         if law:
@@ -153,8 +153,7 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 def _held_out(run: Run) -> dict[str, float]:
     if run.pool is not None:  # here, where every rank is; g is saved by the first alone
         run.pool_end = max(distributed.from_all_ranks([run.pool.end]))
-    base = run.base.eager()  # its batches have a shape of their own
-    return held_out(base, run.sampler, *_held_rows(run), run.config, _autocast(run), run.pad_to)
+    return held_out(run.base, run.sampler, *_held_rows(run), run.config, _autocast(run), run.pad_to)
 
 
 def _held_rows(run: Run) -> tuple[Sequence[Trajectory], list[int]]:

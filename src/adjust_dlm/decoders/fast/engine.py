@@ -1,6 +1,6 @@
 """joint, parallel and adjust on fixed buffers: the same results, without waiting for the device inside a round.
 
-The reference (`joint.py`, `parallel.py`, `adjust.py`) asks the device how many positions are open and gathers exactly
+The reference (`parallel.py`, `adjust.py`) asks the device how many positions are open and gathers exactly
 those. Here the host knows an upper bound instead: a row that has not ended has committed what its schedule says. So
 every step has a fixed shape, is captured once as a CUDA graph, and is replayed; rows that ended early are found out one
 round late, and their slots are given to rows that wait.
@@ -110,9 +110,8 @@ def engine_of(base: Base, sampler: Sampler | None) -> Engine:
         if base.device.type == "cuda":
             join_projections(base.model)
         base.workspace = Engine(base.device, _weights(base))
-    engine: Engine = base.workspace
-    engine.meet(sampler, compiled=base.compiled)
-    return engine
+    base.workspace.meet(sampler, compiled=base.compiled)
+    return base.workspace
 
 
 def _weights(base: Base) -> tuple[Any, ...]:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import Memory
-from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
-from adjust_dlm.decoders.machinery.columns import columns_of
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, columns_of
 from adjust_dlm.decoders.machinery.pick import nan_message
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Sampler

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.memory import Memory
-from adjust_dlm.decoders.machinery.columns import best_columns
 from adjust_dlm.sampling import DRAW, NOISE, confidence, gumbel, uniform, wrapped
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, OrderRule, State, is_id, require
 
@@ -166,7 +165,8 @@ class Canvas(State):
         open_B = self.open_B & booked
         self.base_calls_B += open_B
         self.rounds_B += open_B
-        self.release()
+        self.only_BL.fill_(True)
+        self.narrowed = False
         self._before_B.copy_(self.commits_B)
         self.quota_B.copy_(torch.minimum(wanted_B, self.open_BL.sum(-1)))
 
@@ -189,11 +189,6 @@ class Canvas(State):
             self.only_BL.copy_(best_columns(score_BL, self.real_BL, wide_B))
         self.narrowed = True
 
-    def release(self) -> None:
-        """A round begins: every position may be picked."""
-        self.only_BL.fill_(True)
-        self.narrowed = False
-
     def commit(self, picks: Picks) -> None:
         """Writes tokens, order and quotas; closes rows whose text is finished."""
         rank_BN = picks.valid_BN.cumsum(-1) - 1
@@ -206,16 +201,13 @@ class Canvas(State):
         done_B = goes_BN.sum(-1)
         self.commits_B += done_B
         self.quota_B -= done_B
-        self._close_finished()
-        if self.watch is not None:
-            self.watch(self)
-
-    def _close_finished(self) -> None:
-        """A row ends once nothing is masked left of its first committed end token; the rest is filler."""
+        # A row ends once nothing is masked left of its first committed end token; the rest is filler.
         finished_B = self.finished(self.tokens_BL, self.masked_BL, self.order_BL >= 0)
         filler_BL = finished_B[:, None] & self.masked_BL
         self.tokens_BL.masked_fill_(filler_BL, self.base.spec.filler_id)
         self.masked_BL &= ~filler_BL
+        if self.watch is not None:
+            self.watch(self)
 
     def finished(self, tokens_BL: Tensor, masked_BL: Tensor, written_BL: Tensor) -> Tensor:
         """Rows whose text is whole: nothing is masked left of the first end token among those written."""
@@ -315,3 +307,24 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
         tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
         real_BL[b, first:] = True
     return tokens_BL, real_BL
+
+
+# Which columns of a canvas a step looks at: sets of a fixed size, so that shapes do not depend on the texts.
+
+
+def columns_of(marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` marked columns of each row, lowest first, and which of these [B, N] are marked at all."""
+    length = marked_BL.shape[1]
+    column_L = torch.arange(length, device=marked_BL.device)
+    ranked_BN = torch.where(marked_BL, column_L, column_L + length).sort(-1).values[:, :count]
+    return ranked_BN % length, ranked_BN < length
+
+
+def best_columns(score_BL: Tensor, real_BL: Tensor, count_B: Tensor) -> Tensor:
+    """The `count_B` best columns of each row; of -inf are those that are not open, which fill it up, the last first."""
+    count_B1 = count_B[:, None]
+    rank_BL = score_BL.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    open_BL = (rank_BL < count_B1) & (score_BL > -torch.inf)
+    other_BL = real_BL & ~open_BL
+    from_right_BL = other_BL.flip(-1).long().cumsum(-1).flip(-1)
+    return open_BL | (other_BL & (from_right_BL <= count_B1 - open_BL.sum(-1, keepdim=True)))

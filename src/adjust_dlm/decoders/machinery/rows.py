@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.decoders.machinery.canvas import Canvas
@@ -70,7 +71,8 @@ def join(parts: Sequence[RoundCanvas]) -> RoundCanvas:
     out = copy.copy(first)
     for name, pad in _wide(first).items():
         value = first.base.spec.pad_id if pad is None else pad
-        wide = [_padded(getattr(part, name), width, value) for part in parts]
+        pads = [(width - part.tokens_BL.shape[1], 0) for part in parts]
+        wide = [F.pad(getattr(part, name), pad, value=value) for part, pad in zip(parts, pads, strict=True)]
         setattr(out, name, torch.cat(wide))
     for name in _LONG:
         setattr(out, name, torch.cat([getattr(part, name) for part in parts]))
@@ -80,10 +82,6 @@ def join(parts: Sequence[RoundCanvas]) -> RoundCanvas:
 
 def _wide(canvas: Canvas) -> dict[str, float | None]:
     return {**_WIDE, **({} if canvas.chance_BL is None else {"chance_BL": torch.nan})}
-
-
-def _padded(part_BL: Tensor, width: int, value: float) -> Tensor:
-    return torch.nn.functional.pad(part_BL, (width - part_BL.shape[1], 0), value=value)
 
 
 def _settled(canvas: RoundCanvas) -> RoundCanvas:
