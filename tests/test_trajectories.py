@@ -277,7 +277,7 @@ def test_sigterm_keeps_finished_shards(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == -signal.SIGTERM
     found = store.find_shards(folder)
     assert list(found) == [(8 * n, 8 * n + 8) for n in range(len(found))]
-    assert store.missing(folder, 8 * len(found), 8) == []
+    assert store.missing(folder, store.shard_ranges(8 * len(found), 8)) == []
     make_trajectories(
         TrajectoriesConfig(
             output=str(tmp_path / "few"), base="exact", num=24, max_new_tokens=4, batch_size=8, shard_rows=8
