@@ -365,7 +365,13 @@ def test_the_public_loop_writes_what_the_decoders_write(family: str, decoder: st
     base = tiny_base(family)
     sampler, prompts = tiny_sampler(base), [[BOS, 5, 9], [BOS, 6, 3]]
     config = DecodeConfig(
-        tokens_per_step=3, max_new_tokens=10, temperature=0.0, order="entropy", order_on="processed", suppress_eos=True
+        tokens_per_step=3,
+        max_new_tokens=10,
+        temperature=0.0,
+        order="entropy",
+        order_on="processed",
+        suppress_eos=True,
+        candidates=0,
     )
     expected = decode(base, prompts, config, decoder=decoder, sampler=sampler).tokens_BL
     own = sampler if decoder == "adjust" else None

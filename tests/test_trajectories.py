@@ -407,8 +407,8 @@ def test_a_sampler_decodes_its_own_trajectories(dream: Base, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tokens_per_step": 4}, "tokens_per_step is 4 without a sampler"),
-        ({"sampler": "g"}, "tokens_per_step is 1 with a sampler; ADJUST wants at least 2"),
+        ({"tokens_per_step": 4}, "tokens_per_step is 4; it must be 1 without a sampler"),
+        ({"sampler": "g"}, "tokens_per_step is 1; it must be 1 without a sampler, and at least 2 with one"),
         ({"sampler": "nowhere", "tokens_per_step": 2}, "nowhere holds no sampler"),
     ],
 )

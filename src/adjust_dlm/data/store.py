@@ -301,13 +301,8 @@ class TrajectoryStore(Sequence[Trajectory]):
         """The n-th trajectory (not row id n, when rows do not start at 0)."""
         c, n = self.columns, range(len(self))[n]
         part = slice(c.start_N[n], c.start_N[n + 1])
-        return Trajectory(
-            tokens_L=torch.from_numpy(c.tokens_P[part].astype(np.int64)),
-            order_L=torch.from_numpy(c.order_P[part].astype(np.int64)),
-            row=int(c.row_N[n]),
-            seed=int(c.seed_N[n]),
-            temperature=float(self.temperature_N[n]),
-        )
+        tokens_L, order_L = (torch.from_numpy(x[part].astype(np.int64)) for x in (c.tokens_P, c.order_P))
+        return Trajectory(tokens_L, order_L, int(c.row_N[n]), int(c.seed_N[n]), float(self.temperature_N[n]))
 
 
 def temperature_index(row: Any, prompts: int, temperatures: int) -> Any:

@@ -115,11 +115,9 @@ class TrajectoriesConfig(TextConfig):
         require(last < EVALUATION_ROWS, f"the last row is {last}; those from {EVALUATION_ROWS} on are for evaluation")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
         require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
-        alone = self.sampler is None
         require(
-            (self.tokens_per_step == 1) == alone,
-            f"tokens_per_step is {self.tokens_per_step} {'without' if alone else 'with'} a sampler; "
-            + ("the base decodes one token a pass: name a sampler" if alone else "ADJUST wants at least 2"),
+            (self.tokens_per_step == 1) == (self.sampler is None),
+            f"tokens_per_step is {self.tokens_per_step}; it must be 1 without a sampler, and at least 2 with one",
         )
         require(bool(self.temperature), "temperature is empty; give at least one")
         require(
@@ -268,7 +266,16 @@ class RowMaker:
         """Rows of a range in their order."""
         done: dict[int, Trajectory] = {}
         for settings, batch in self._batches(rows):
-            done |= {trajectory.row: trajectory for trajectory in self._decode(settings, batch, show)}
+            result = decode(
+                self.base, [self.source.ids(row) for row in batch], settings,
+                decoder="joint" if self.sampler is None else "adjust", sampler=self.sampler, rows=batch,
+            )  # fmt: skip
+            self.made["rows_made"] += len(batch)
+            self.made["base_calls"] += int(result.base_calls_B.sum())
+            self.made["tokens"] += int((result.order_BL >= 0).sum())
+            if show is not None:
+                show(self.made["rows_made"])
+            done |= {row: result.trajectory(b) for b, row in enumerate(batch)}
         return [done[row] for row in range(*rows)]
 
     def _batches(self, rows: store.Range) -> Iterator[tuple[DecodeConfig, list[int]]]:
@@ -278,15 +285,3 @@ class RowMaker:
             mine.sort(key=lambda r: (len(self.source.ids(r)), r))
             size = self.config.batch_size
             yield from ((settings, mine[i : i + size]) for i in range(0, len(mine), size))
-
-    def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
-        result = decode(
-            self.base, [self.source.ids(row) for row in rows], settings,
-            decoder="joint" if self.sampler is None else "adjust", sampler=self.sampler, rows=rows,
-        )  # fmt: skip
-        self.made["rows_made"] += len(rows)
-        self.made["base_calls"] += int(result.base_calls_B.sum())
-        self.made["tokens"] += int((result.order_BL >= 0).sum())
-        if show is not None:
-            show(self.made["rows_made"])
-        return [result.trajectory(b) for b in range(len(rows))]

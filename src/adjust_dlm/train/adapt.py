@@ -305,16 +305,9 @@ class AdaptTrainer:
 
     def _save(self) -> None:
         if self.rank == 0:
-            save_checkpoint(
-                self.config.output,
-                {
-                    "run": self.config.run(),
-                    "step": self.step,
-                    "elapsed": self.elapsed,
-                    "weights": {name: p.detach().cpu() for name, p in self.adapter.trainables().items()},
-                    "optimizer": self.optimizer.state_dict(),
-                },
-            )
+            weights = {name: p.detach().cpu() for name, p in self.adapter.trainables().items()}
+            state = {"step": self.step, "elapsed": self.elapsed, "optimizer": self.optimizer.state_dict()}
+            save_checkpoint(self.config.output, {"run": self.config.run(), "weights": weights, **state})
         distributed.barrier()
 
     def _restore(self) -> None:

@@ -79,13 +79,8 @@ def masked_batch(tokens_BL: Tensor, masked_BL: Tensor, weights_B: Tensor, *, chu
     def filled(values_R: Tensor) -> Tensor:
         return torch.cat([values_R, values_R.new_zeros(pad)])
 
-    return MaskedBatch(
-        tokens_BL=tokens_BL.long(),
-        masked_BL=masked_BL,
-        rows_R=filled(scoring_R),
-        targets_R=filled(tokens_BL.flatten()[flat_R].long()),
-        weights_R=filled(weights_B.float()[flat_R // length]),
-    )
+    targets_R, weights_R = tokens_BL.flatten()[flat_R].long(), weights_B.float()[flat_R // length]
+    return MaskedBatch(tokens_BL.long(), masked_BL, *map(filled, (scoring_R, targets_R, weights_R)))
 
 
 Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -123,8 +118,8 @@ def chunked_ce(
     Returns:
         fp32 scalar with a gradient to `h_RD`.
     """
-    parts = (h_RD.split(size), targets_R.split(size), weights_R.split(size))
     with torch.no_grad():  # value and gradient in one walk over the chunks; the head is frozen, so it gets none
+        parts = (h_RD.split(size), targets_R.split(size), weights_R.split(size))
         done = [chunk(h_CD, head_VD, bias_V, t_C, w_C) for h_CD, t_C, w_C in zip(*parts, strict=True)]
     ce_R, grad_RD = (torch.cat(part) for part in zip(*done, strict=True))
     # where: a filler row may score -inf, and 0 * inf would be nan.
