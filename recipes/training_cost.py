@@ -39,7 +39,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.train.batches import lots, pack, to_device
 from adjust_dlm.train.one_pass import Pool, PoolConfig, lookahead
 from adjust_dlm.train.optim import build_optimizers
-from adjust_dlm.train.unroll import Frames, Step, observe, unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Step, observe, unroll, unrolled_kl
 from adjust_dlm.types import MASKED, Trajectory
 
 WINDOWS = 100_000 * 127  # of one epoch of the paper's data: a text of 128 tokens has 127 windows
@@ -161,7 +161,7 @@ def training_parts(bench: Bench, form: Form, frames: Callable[[], Frames]) -> li
         with torch.autocast("cuda", torch.bfloat16) if half else contextlib.nullcontext():
             seen = frames()
             share_BL = None if form.rows is None else row_shares(seen.rank_BL, form.rows, lots(seen.rank_BL, (0, 0, 0)))
-            run = unroll_frames(bench.step_g, seen, rollout=options.rollout)
+            run = unroll(bench.step_g, seen, rollout=options.rollout)
             loss = unrolled_kl(base, run, range(1, options.rollout + 1), delta=counted, share_BL=share_BL)
         loss.backward()
 

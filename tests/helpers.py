@@ -24,6 +24,7 @@ from adjust_dlm.bases.family import DreamBase, dream_base, dream_config, llada_b
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler, SamplerConfig
+from adjust_dlm.train.unroll import Slices, Unrolled, observe, unroll
 from adjust_dlm.types import DecodeResult, OrderOn, OrderRule, State
 
 ROOT = Path(__file__).parents[1]
@@ -376,3 +377,8 @@ def stopping(exact: ExactBase, calls: int) -> ExactBase:
             return super().hidden(state)
 
     return Stopping(exact.joint)
+
+
+def unroll_slices(base: Base, g: Any, slices: Slices, *, rollout: int = 3) -> Unrolled:
+    """Algorithm 2 on stored trajectories."""
+    return unroll(g, observe(base, slices), rollout=rollout)

@@ -274,7 +274,7 @@ def test_a_damaged_corpus_says_what_to_delete(tmp_path: Path) -> None:
         load_corpus(tmp_path, "train")
     (tmp_path / "manifest.json").write_text('{"settings"')
     for call in (lambda: load_corpus(tmp_path, "train"), lambda: build_corpus(tmp_path, config(), source())):
-        with pytest.raises(InputError, match=r"manifest\.json is not the manifest of a corpus"):
+        with pytest.raises(InputError, match=r"manifest\.json is not JSON"):
             call()
 
 

@@ -17,7 +17,7 @@ from adjust_dlm.losses import kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.sampling import uniform
 from adjust_dlm.train.one_pass import Pool, PoolConfig
-from adjust_dlm.train.unroll import unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, State
 from helpers import build, left_pad, wide
 from serving import mixed, told
@@ -117,7 +117,7 @@ def test_one_pass_on_a_card_sees_what_the_cpu_sees() -> None:
         seen = []
         for _ in range(8):
             frames = pool.frames()
-            loss = unrolled_kl(base, unroll_frames(g, frames, rollout=2), (1, 2), delta=delta)
+            loss = unrolled_kl(base, unroll(g, frames, rollout=2), (1, 2), delta=delta)
             grad = torch.autograd.grad(loss, g.mix.weight)[0]
             seen.append([t.cpu() for t in (frames.x.tokens_BL, frames.rank_BL, frames.text_SN, loss.detach(), grad)])
         results.append(seen)

@@ -21,9 +21,9 @@ from adjust_dlm.losses import kl_and_delta, row_shares, row_weights
 from adjust_dlm.sampler import CONFIG, Sampler, SamplerConfig, load_sampler, start_sampler
 from adjust_dlm.train.batches import batch_loss, depth_shares, lots, pack, random_slices
 from adjust_dlm.train.trainer import Run, TrainConfig, train
-from adjust_dlm.train.unroll import unroll, unrolled_kl
+from adjust_dlm.train.unroll import unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import MASK, left_pad, stopping, tiny_base, tiny_sampler
+from helpers import MASK, left_pad, stopping, tiny_base, tiny_sampler, unroll_slices
 
 CPU = torch.device("cpu")
 ROWS = [[2, 5, MASK, 7, MASK, 9], [4, MASK, 6], [MASK]]
@@ -155,7 +155,7 @@ def test_every_setting_of_the_objective_reaches_loss_and_gradient(
         return loss.detach(), torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(g.parameters()))])
 
     def by_hand(counted: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        run = unroll(base, g, slices, rollout=2)
+        run = unroll_slices(base, g, slices, rollout=2)
         how = {"depths": (1, 2), **counted}
         limit = how.pop("rows", None)
         if limit:
@@ -365,7 +365,7 @@ def test_a_run_with_features_trains_and_its_g_decodes(
     store = TrajectoryStore(tmp_path / "t")
     rows = Run(config, base, g, store, 0, 1, CPU).rows(False)
     slices = random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, 0), pad_id=base.spec.pad_id)
-    run = unroll(g.on(base), g, slices, rollout=3)
+    run = unroll_slices(g.on(base), g, slices, rollout=3)
     loss = sum(unrolled_kl(base, run, k).item() for k in (1, 2, 3)) / 3
     assert lines[0]["loss"] == pytest.approx(loss, rel=1e-4)
     trained = load_sampler(tmp_path / "run" / "sampler", base)

@@ -24,17 +24,17 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.exact import load_exact
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
-from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.data.trajectories import RowMaker, TrajectoriesConfig, make_trajectories
 from adjust_dlm.decoders import decode
 from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import one_pass, preflight, trainer
 from adjust_dlm.train.batches import lots, pack
-from adjust_dlm.train.one_pass import Keeper, Pool, PoolConfig, held_out_rows, lookahead, start_pool
+from adjust_dlm.train.one_pass import Keeper, Pool, PoolConfig, lookahead, start_pool
 from adjust_dlm.train.trainer import TrainConfig, train
-from adjust_dlm.train.unroll import Frames, unroll, unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import Frames, unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, Trajectory
-from helpers import BOS, tiny_base
+from helpers import BOS, tiny_base, unroll_slices
 
 ROLLOUT, LENGTH = 2, 5
 ONE, MIXED = PromptSource("one", [[BOS]]), PromptSource("mixed", [[BOS, *range(3, 3 + n)] for n in (3, 0, 6, 1)])
@@ -104,7 +104,7 @@ def test_rows_are_decoded_at_the_temperature_that_they_say() -> None:
     pool = pool_of(base, config, MIXED, keeper=kept.append)
     while len(kept) < 12:
         pool.advance()
-    held = held_out_rows(base, config.trajectories(seed=3, suppress_eos=False), MIXED, 12)
+    held = RowMaker(config.trajectories(seed=3, suppress_eos=False), base, MIXED).decoded((0, 12))
     assert [x.row for x in held] == [*range(12)] and {x.temperature for x in kept} == {1.0, 0.6}
     for x in (*kept, *held):
         own, other = (1.0, 0.6) if (x.row % 4 + x.row // 4) % 2 == 0 else (0.6, 1.0)  # four prompts
@@ -127,7 +127,7 @@ def test_loss_and_gradient_are_those_of_the_plain_form(ends: bool, source: Promp
     base = ending_base() if ends else endless_base()
     pool = pool_of(base, settings(), source, weights=weights)
     made = settings().trajectories(seed=3, suppress_eos=False)
-    data = held_out_rows(base, made, source, 60)
+    data = RowMaker(made, base, source).decoded((0, 60))
     torch.manual_seed(0)
     g = Sampler(base)
 
@@ -141,7 +141,7 @@ def test_loss_and_gradient_are_those_of_the_plain_form(ends: bool, source: Promp
         used = starts(frames, data)
         crossing += int((frames.text_SN[0] != frames.text_SN[-1]).sum())
         single = pack([data[row] for row, _ in used], [t for _, t in used], ROLLOUT + 1, base.spec.pad_id)
-        ours, plain = both(unroll_frames(g, frames, rollout=ROLLOUT)), both(unroll(base, g, single, rollout=ROLLOUT))
+        ours, plain = both(unroll(g, frames, rollout=ROLLOUT)), both(unroll_slices(base, g, single, rollout=ROLLOUT))
         assert plain[0] > 0
         for a, b in zip(ours, plain, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -153,7 +153,7 @@ def test_next_weights_know_enough_of_the_future() -> None:
     base = endless_base(max_position_embeddings=128)
     config = settings(max_new_tokens=80)
     pool = pool_of(base, config)
-    data = held_out_rows(base, config.trajectories(seed=3, suppress_eos=False), ONE, 6)
+    data = RowMaker(config.trajectories(seed=3, suppress_eos=False), base, ONE).decoded((0, 6))
     g = Sampler(base)
     assert lookahead("uniform") == 0 and lookahead("next") == 51
     gradients = []
@@ -161,7 +161,7 @@ def test_next_weights_know_enough_of_the_future() -> None:
         frames = pool.frames()
     used = starts(frames, data)
     single = pack([data[row] for row, _ in used], [t for _, t in used], ROLLOUT + 1, 0)
-    for run in (unroll_frames(g, frames, rollout=ROLLOUT), unroll(base, g, single, rollout=ROLLOUT)):
+    for run in (unroll(g, frames, rollout=ROLLOUT), unroll_slices(base, g, single, rollout=ROLLOUT)):
         loss = unrolled_kl(base, run, (1, 2))
         gradients.append([loss.detach(), torch.autograd.grad(loss, g.mix.weight)[0]])
     assert max(80 - t for _, t in used) > 51
@@ -171,7 +171,7 @@ def test_next_weights_know_enough_of_the_future() -> None:
 
 def test_every_window_comes_once_and_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     base = endless_base("llada")
-    data = held_out_rows(base, settings().trajectories(seed=3, suppress_eos=False), ONE, 60)
+    data = RowMaker(settings().trajectories(seed=3, suppress_eos=False), base, ONE).decoded((0, 60))
     calls = []
     hidden = base.hidden
     monkeypatch.setattr(base, "hidden", lambda state: calls.append(len(state.tokens_BL)) or hidden(state))
@@ -397,7 +397,7 @@ def test_features_and_a_limit_on_rows_go_with_it(tmp_path: Path, rows: int | Non
         torch.manual_seed(config.seed)
         g = Sampler(base.with_features((1,)), config.sampler_config())
     own = Pool(base.with_features((1,)), pool, ONE, length=4, rollout=3, slices=8, first=4, decay=2.0)
-    run = unroll_frames(g, own.frames(), rollout=3)
+    run = unroll(g, own.frames(), rollout=3)
     share = None if rows is None else row_shares(run.rank_BL, rows, lots(run.rank_BL, (0, 0, 0)))
     parts = [unrolled_kl(base, run, k, next_decay=2.0, share_BL=share).item() for k in (1, 2, 3)]
     assert loss == pytest.approx(sum(parts) / 3, rel=1e-4)

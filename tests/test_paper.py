@@ -175,7 +175,9 @@ def test_edlm_draws_two_completions_and_keeps_the_better() -> None:
     for stem in ("nll", "nll-all", "edlm", "edlm-big"):
         config = load(ROOT / "paper" / "dream-base" / f"{stem}.yaml")
         assert isinstance(config, TableConfig) and config.variants
-        for variant in map(read_variant, config.variants):
+        variants = [variant for variant in config.variants if not variant.startswith(ADJUST)]
+        assert variants
+        for variant in map(read_variant, variants):
             options = EdlmOptions(**variant.options)
             assert (variant.name, options.rule, options.completions) == ("edlm", "best", 2)
 

@@ -549,8 +549,8 @@ def break_cell(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no JSON": (lambda f: (f / "result.json").write_text("{"), "cannot read .*result.json"),
-    "no object": (lambda f: (f / "result.json").write_text("[]"), "is no result of `adjust`"),
+    "no JSON": (lambda f: (f / "result.json").write_text("{"), "result.json is not JSON"),
+    "no object": (lambda f: (f / "result.json").write_text("[]"), "holds a list; an object is wanted"),
     "no config": (lambda f: (f / "result.json").write_text('{"command": "x"}'), "is no result of `adjust`"),
     "a cell without a decoder": (break_cell, "result.json is damaged: KeyError 'decoder'"),
     "samples": (lambda f: (f / "samples.jsonl").write_text('{"row": 1}\n'), "samples in .* are damaged: KeyError"),

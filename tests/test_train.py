@@ -37,9 +37,9 @@ from adjust_dlm.train.metrics import held_out, looked_at
 from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.train.trainer import Run, TrainConfig, train
-from adjust_dlm.train.unroll import unroll, unrolled_kl
+from adjust_dlm.train.unroll import unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
-from helpers import BOS, stopping, tiny_base, tiny_sampler
+from helpers import BOS, stopping, tiny_base, tiny_sampler, unroll_slices
 
 CPU = torch.device("cpu")
 
@@ -109,7 +109,7 @@ def test_oracle_has_zero_kl_at_every_depth(exact: ExactBase, trajectories: list[
         return torch.where(order.all(-1)[:, None, None], exact.hidden(state), h)
 
     slices = random_slices(trajectories, range(300), count=32, length=4, rollout=3, key=(0,), pad_id=0)
-    right, wrong = unroll(exact, oracle, slices), unroll(exact, late, slices)
+    right, wrong = unroll_slices(exact, oracle, slices), unroll_slices(exact, late, slices)
     for k in (1, 2, 3):
         for weights in ("next", "uniform"):
             assert unrolled_kl(exact, right, k, weights=weights).item() == 0.0
@@ -127,7 +127,7 @@ def test_unroll_feeds_g_the_canvas_after_its_commit(exact: ExactBase, trajectori
         seen.append(state.tokens_BL)
         return exact.hidden(state)
 
-    unroll(exact, spy, pack(chosen, starts, 4, 0), rollout=2)
+    unroll_slices(exact, spy, pack(chosen, starts, 4, 0), rollout=2)
     for k in (1, 2):
         for s in (0, 1):
             for n, (x, start) in enumerate(zip(chosen, starts, strict=True)):
@@ -149,11 +149,11 @@ def test_shared_base_passes_equal_the_plain_form() -> None:
         loss.backward()
         return loss.detach(), torch.cat([p.grad.flatten() for p in sampler.parameters() if p.grad is not None])
 
-    shared = unroll(base, sampler, pack(chosen, [0, 1], 5, 0), rollout=2)
+    shared = unroll_slices(base, sampler, pack(chosen, [0, 1], 5, 0), rollout=2)
     sliced = gradient([unrolled_kl(base, shared, k) for k in (1, 2)])
     singles = []
     for s in range(3):
-        run = unroll(base, sampler, pack(chosen, [s, 1 + s], 3, 0), rollout=2)
+        run = unroll_slices(base, sampler, pack(chosen, [s, 1 + s], 3, 0), rollout=2)
         singles += [unrolled_kl(base, run, k) for k in (1, 2)]
     plain = gradient(singles)
     torch.testing.assert_close(sliced, plain, rtol=1e-4, atol=1e-6)
@@ -166,7 +166,7 @@ def test_depths_that_share_their_teacher_equal_the_dense_form(suppress_eos: bool
     base, most = tiny_dream(), 48 if suppress_eos else 49  # 48 ends a text, 49 is the mask
     result = decode(base, [[47, 1], [47, 2, 3]], DecodeConfig(max_new_tokens=8), decoder="joint")
     chosen, sampler = [result.trajectory(b) for b in range(2)], Sampler(base)
-    run = unroll(base, sampler, pack(chosen, [-1, 5], 6, 0), rollout=2)
+    run = unroll_slices(base, sampler, pack(chosen, [-1, 5], 6, 0), rollout=2)
     for kind in ("next", "uniform"):
         dense = torch.zeros(())
         for k in (1, 2):
@@ -209,7 +209,7 @@ def test_a_limit_on_rows_is_unbiased_in_loss_and_gradient() -> None:
     base = tiny_dream()
     x = decode(base, [[47, 1]], DecodeConfig(max_new_tokens=5), decoder="joint").trajectory(0)
     sampler = Sampler(base)
-    run = unroll(base, sampler, pack([x], [0], 2, 0), rollout=1)
+    run = unroll_slices(base, sampler, pack([x], [0], 2, 0), rollout=1)
     rank = run.rank_BL
 
     def both(**changes: object) -> list[Tensor]:
@@ -239,7 +239,7 @@ def test_h8_padding_changes_neither_loss_nor_gradient(pad_to: int) -> None:
     def loss(chosen: list[int], k: int, pad_to: int) -> tuple[int, Tensor, list[Tensor]]:
         slices = pack([texts[n] for n in chosen], [starts[n] for n in chosen], 5, 3, pad_to=pad_to)
         assert slices.padded == (not bool(slices.real_NL.all())) == (len(chosen) > 1)
-        run = unroll(base, sampler, slices)
+        run = unroll_slices(base, sampler, slices)
         value = unrolled_kl(base, run, k)
         gradients = torch.autograd.grad(value, list(sampler.parameters()))
         return int((run.rank[k - 1] >= 0).any(-1).sum()), value.detach(), list(gradients)
@@ -271,7 +271,7 @@ def test_every_window_start_is_equally_likely() -> None:
 
 
 def test_windows_before_the_first_state_do_not_count(exact: ExactBase, trajectories: list[Trajectory]) -> None:
-    run = unroll(exact, lambda h, s: h, pack(trajectories[:1], [-1], 4, 0), rollout=2)
+    run = unroll_slices(exact, lambda h, s: h, pack(trajectories[:1], [-1], 4, 0), rollout=2)
     assert all((rank[0] < 0).all() for rank in run.rank)
     assert (run.rank[0][1] >= 0).sum() == 3 and (run.rank[1][1] >= 0).sum() == 2
 
@@ -440,7 +440,7 @@ def test_held_out_means_are_over_the_states_that_count(exact: ExactBase, tmp_pat
     metrics = held_out(exact, g, data, range(40), TrainConfig(), nullcontext())
     assert metrics.keys() == {"kl_1", "stale_1", "top1_1", "position_1", "own_kl_1", "own_back_1"}
     assert metrics["position_1"] == 1.0  # there is but one position left
-    kl = [unrolled_kl(exact, unroll(exact, g, pack([x], [0], 4, 0)), 1).item() for x in data]
+    kl = [unrolled_kl(exact, unroll_slices(exact, g, pack([x], [0], 4, 0)), 1).item() for x in data]
     assert metrics["kl_1"] == pytest.approx(sum(kl) / 40, rel=1e-5)
 
 
@@ -475,7 +475,7 @@ def test_held_out_metrics_are_means_over_these_windows() -> None:
     for row, at in looked_at(range(130), 0):
         x = data[row]
         starts[x.commits].append(math.floor(at * (x.commits - 1)))
-        run = unroll(base, g, pack([x], starts[x.commits][-1:], 3, 0), rollout=2)
+        run = unroll_slices(base, g, pack([x], starts[x.commits][-1:], 3, 0), rollout=2)
         for k in (1, 2):
             if (run.rank[k - 1] >= 0).any():
                 sums[f"kl_{k}"].append(unrolled_kl(base, run, k, **how).item())
@@ -671,7 +671,7 @@ def test_two_micro_batches_equal_one_twice_as_wide(exact: ExactBase, folder: Pat
         sampler = Sampler(exact)
         store = list(TrajectoryStore(folder))
         rows = Run(settings(folder, tmp_path), exact, sampler, store, 0, 1, CPU).rows(False)
-        run = unroll(
+        run = unroll_slices(
             exact, sampler, random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, micro), pad_id=0)
         )
         losses.append(sum(unrolled_kl(exact, run, k).item() for k in (1, 2, 3)) / 3)
@@ -737,7 +737,7 @@ def test_values_of_another_type_are_refused_by_name(settings_of: Any, given: dic
 
 def test_what_a_type_allows_is_taken() -> None:
     config = TrainConfig(lr=1, features=[1, 2], output=Path("o"), rows=4)  # type: ignore[arg-type]
-    assert (config.lr, config.features, config.output, config.rows) == (1, [1, 2], Path("o"), 4)
+    assert (config.lr, config.features, config.output, config.rows) == (1, (1, 2), Path("o"), 4)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(exact: ExactBase, folder: Path, tmp_path: Path) -> None:

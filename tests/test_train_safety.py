@@ -32,9 +32,9 @@ from adjust_dlm.train import distributed, preflight, record, trainer
 from adjust_dlm.train.batches import pack
 from adjust_dlm.train.checkpoint import load_checkpoint, save_checkpoint
 from adjust_dlm.train.trainer import TrainConfig, train
-from adjust_dlm.train.unroll import unroll, unrolled_kl
+from adjust_dlm.train.unroll import unrolled_kl
 from adjust_dlm.types import InputError, State, Trajectory
-from helpers import tiny_base
+from helpers import tiny_base, unroll_slices
 from test_train import settings, weights
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_h8_a_kl_of_one_nat_on_every_counted_position_is_a_loss_of_one(rows: Any
     orders = [torch.tensor([-1] * given + [*range(8 - given)]) for given in (3, 5)]
     texts = [Trajectory(torch.zeros(8, dtype=torch.long), order, 0, 0) for order in orders]
     base = OneNat()
-    states = unroll(base, base.student, pack(texts, [0, 0], 5, 0, pad_to=pad_to), rollout=3)
+    states = unroll_slices(base, base.student, pack(texts, [0, 0], 5, 0, pad_to=pad_to), rollout=3)
     for k in (1, 2, 3):
         # at depth 3 the shorter text has nothing masked any more in either window: it does not count
         assert unrolled_kl(base, states, k, weights=rows).item() == pytest.approx(1.0, abs=1e-5)

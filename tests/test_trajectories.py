@@ -276,7 +276,7 @@ def test_sigterm_keeps_finished_shards(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == -signal.SIGTERM
     found = store.find_shards(folder)
     assert list(found) == [(8 * n, 8 * n + 8) for n in range(len(found))]
-    assert store.missing(folder, 8 * len(found), 8) == []
+    assert store.missing(folder, store.shard_ranges(8 * len(found), 8)) == []
     make_trajectories(
         TrajectoriesConfig(
             output=str(tmp_path / "few"), base="exact", num=24, max_new_tokens=4, batch_size=8, shard_rows=8
@@ -406,8 +406,8 @@ def test_a_sampler_decodes_its_own_trajectories(dream: Base, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tokens_per_step": 4}, "tokens_per_step is 4 without a sampler"),
-        ({"sampler": "g"}, "tokens_per_step is 1 with a sampler; ADJUST wants at least 2"),
+        ({"tokens_per_step": 4}, "tokens_per_step is 4; it must be 1 without a sampler"),
+        ({"sampler": "g"}, "tokens_per_step is 1; it must be 1 without a sampler, and at least 2 with one"),
         ({"sampler": "nowhere", "tokens_per_step": 2}, "nowhere holds no sampler"),
     ],
 )

@@ -1,6 +1,6 @@
 """KL between teacher and student rows of a shared frozen head, and the weights of its rows.
 
-`kl_rows` is the plain form. `ChunkedKL` gives the same values and gradients while no [rows, V] tensor outlives its
+`kl_rows` is the plain form. `weighted_kl` gives the same values and gradients while no [rows, V] tensor outlives its
 chunk: the gradient w.r.t. the student's states is formed in the forward pass (q - p for the forward KL, times W), which
 is possible because the head is frozen. Students of several depths share the teacher's logits.
 """
@@ -175,34 +175,35 @@ def weighted_kl(
     Returns:
         fp32 scalar.
     """
-    facts = [(student.first, student.weight_R) for student in students]
-    states = [student.h_RD for student in students]
-    return ChunkedKL.apply(teacher_RD, facts, logits, head_VD, chunk, delta, *states)  # type: ignore[no-untyped-call]
-
-
-class ChunkedKL(torch.autograd.Function):
-    """See `weighted_kl`."""
-
-    @staticmethod
-    def forward(ctx: Any, teacher_RD: Tensor, *rest: Any) -> Tensor:
-        """Loss and gradients, chunk by chunk of the teacher's rows."""
-        facts, logits, head_VD, chunk, delta, *states = rest
-        total = torch.zeros((), device=teacher_RD.device)
-        grads = [torch.zeros_like(h_RD) for h_RD in states]
+    total = torch.zeros((), device=teacher_RD.device)
+    grads = [torch.zeros_like(student.h_RD) for student in students]
+    with torch.no_grad():
         for start in range(0, len(teacher_RD), chunk):
             teacher_RV = logits(teacher_RD[start : start + chunk])
-            for (first, weight_R), h_RD, grad_RD in zip(facts, states, grads, strict=True):
-                low, high = max(start, first), min(start + len(teacher_RV), first + len(h_RD))
+            for student, grad_RD in zip(students, grads, strict=True):
+                low = max(start, student.first)
+                high = min(start + len(teacher_RV), student.first + len(student.h_RD))
                 if low >= high:
                     continue
-                part = slice(low - first, high - first)
-                kl_R, delta_RV = delta(teacher_RV[low - start : high - start], logits(h_RD[part]), weight_R[part])
-                total += (kl_R * weight_R[part]).sum()
+                part = slice(low - student.first, high - student.first)
+                weight_R = student.weight_R[part]
+                kl_R, delta_RV = delta(teacher_RV[low - start : high - start], logits(student.h_RD[part]), weight_R)
+                total += (kl_R * weight_R).sum()
                 grad_RD[part] = delta_RV.to(head_VD.dtype) @ head_VD
+    return with_gradients(total, grads, [student.h_RD for student in students])
+
+
+def with_gradients(value: Tensor, grads: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
+    """A scalar whose gradients with respect to some states have been formed beside it."""
+    return _Known.apply(value, grads, *states)  # type: ignore[no-untyped-call]
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, grads: Sequence[Tensor], *_: Tensor) -> Tensor:
         ctx.save_for_backward(*grads)
-        return total
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Scales the stored gradients."""
-        return None, None, None, None, None, None, *(grads[0] * grad_RD for grad_RD in ctx.saved_tensors)
+        return None, None, *(grads[0].to(grad_RD.dtype) * grad_RD for grad_RD in ctx.saved_tensors)

@@ -243,8 +243,7 @@ def component_cell(bench: Bench, cell: Cell) -> list[Row]:
         found = spread(seconds)
         facts = {"part": name, **found, **shares(work, found["seconds"], bench.most)}
         rows.append(facts | {"memory_gib": peak_gib(bench.base.device)})
-    medians = {row["part"]: row["seconds"] for row in rows}
-    return [*rows, {"part": "scores and draw", "seconds": medians["head, scores and draw"] - medians["head"]}]
+    return rows
 
 
 Parts = dict[str, tuple[Callable[[], Any], list[Work]]]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adjust_dlm.bases.hub import read_json
 from adjust_dlm.decoders import read_options
 from adjust_dlm.types import InputError, require
 
@@ -128,11 +129,8 @@ def read_result(folder: Path) -> Result:
     """
     file = folder / RESULT
     require(file.is_file(), f"no result in {folder}: {RESULT} is missing")
-    try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
-    good = isinstance(content, dict) and isinstance(content.get("command"), str)
+    content = read_json(file)
+    good = isinstance(content.get("command"), str)
     good = good and all(isinstance(content.get(key), dict) for key in ("config", "results", "provenance"))
     require(good, f"{file} is no result of `adjust`: command, config, results and provenance are wanted")
     return Result(folder, *(content[key] for key in ("command", "config", "results", "provenance")))
@@ -268,15 +266,12 @@ def blocks_of(rows: Iterable[Row]) -> list[Block]:
     for group in groups.values():
         twice = len({row.variant for row in group}) < len(group)
         for source in dict.fromkeys(row.source if twice else "" for row in group):
-            out.append(_block([row for row in group if source in ("", row.source)], source))
+            mine = sorted((x for x in group if source in ("", x.source)), key=lambda row: rank(row.variant))
+            (_, temperature), *settings = mine[0].settings
+            title = f"{mine[0].base}: {mine[0].task}, T = {temperature:g}" + (f" ({source})" if source else "")
+            about = ", ".join(f"{name.replace('_', ' ')} {_json(value)}" for name, value in settings)
+            out.append(Block(title, about, mine))
     return sorted(out, key=lambda block: (block.task != "text", block.title, block.about))
-
-
-def _block(rows: list[Row], source: str) -> Block:
-    (_, temperature), *settings = rows[0].settings
-    title = f"{rows[0].base}: {rows[0].task}, T = {temperature:g}" + (f" ({source})" if source else "")
-    about = ", ".join(f"{name.replace('_', ' ')} {_json(value)}" for name, value in settings)
-    return Block(title, about, sorted(rows, key=lambda row: rank(row.variant)))
 
 
 def _json(value: Any) -> str:

@@ -83,10 +83,9 @@ def read_vocabulary(tokenizer: Any, config: Any, *, mask_id: int | None = None) 
 class _Cache:
     """Keys and values of one batch in fixed buffers; attention sees the filled part, so it needs no mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.filled = 0
-        self.capacity = 0
+        self.filled, self.capacity = 0, capacity
 
     def update(self, k_BHTE: Tensor, v_BHTE: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """What transformers' attention calls: stores the new rows and returns all so far."""
@@ -98,13 +97,6 @@ class _Cache:
         k_all[:, :, self.filled : end] = k_BHTE
         v_all[:, :, self.filled : end] = v_BHTE
         return k_all[:, :, :end], v_all[:, :, :end]
-
-    def restart(self, capacity: int, rows: int) -> None:
-        """Empties it; buffers of the right shape are used again."""
-        old = next(iter(self.buffers.values()), None)
-        if old is not None and (old[0].shape[0], old[0].shape[2]) != (rows, capacity):
-            self.buffers.clear()
-        self.filled, self.capacity = 0, capacity
 
 
 def _forward(body: Any, tokens_BT: Tensor, cache: _Cache) -> Tensor:
@@ -119,8 +111,7 @@ def _forward(body: Any, tokens_BT: Tensor, cache: _Cache) -> Tensor:
     for layer in body.layers:
         h_BTD = layer(h_BTD, None, positions, cache, True, rotary)
     cache.filled += tokens_BT.shape[1]
-    out: Tensor = body.norm(h_BTD[:, -1])
-    return out
+    return body.norm(h_BTD[:, -1])
 
 
 @torch.no_grad()
@@ -158,11 +149,11 @@ def ar_sample(
 
     grain = HEAD_ROWS if on_gpu else 1
     rows = min(batch_size, -(-count // grain) * grain)
-    cache, parts, steps_T = _Cache(), [], torch.arange(new_tokens, device=device)
+    parts, steps_T = [], torch.arange(new_tokens, device=device)
     for start in range(0, count, rows):
         # Always full batches: the surplus of the last one is cut off, and all shapes stay the same.
         ids_B = torch.arange(first_row + start, first_row + start + rows, device=device)
-        cache.restart(len(prefix_ids) + new_tokens, rows)
+        cache = _Cache(len(prefix_ids) + new_tokens)
         tokens_BT = torch.tensor([list(prefix_ids)], device=device).expand(rows, -1)
         out_BT = torch.empty(rows, new_tokens, dtype=torch.long, device=device)
         # All uniforms at once: inside the loop, nothing waits for the device.

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.hub import read_json
 from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_sample
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.files import write_whole
@@ -88,14 +89,14 @@ class CorpusConfig:
         sampled = {"temperature": self.sample_temperature, "top_p": self.sample_top_p, "shard_rows": SHARD_ROWS}
         return {**same, **sampled, "files": file_digest(*self.text_files) if self.text_files else None}
 
-    def shards(self) -> list[tuple[str, str, int, int]]:
-        """(split, kind, shard number, rows) of all sampled shards."""
-        out = []
+    def shards(self) -> dict[str, tuple[str, str, int, int]]:
+        """File name -> (split, kind, shard number, rows) of all sampled shards."""
+        out = {}
         for split, kind in product(SPLITS, KINDS[:3]):
             asked: int = getattr(self, kind)
             rows = asked if split == "train" else self.heldout if asked else 0
-            starts = range(0, rows, SHARD_ROWS)
-            out += [(split, kind, n, min(SHARD_ROWS, rows - start)) for n, start in enumerate(starts)]
+            for n, start in enumerate(range(0, rows, SHARD_ROWS)):
+                out[f"{split}-{kind}-{n:05d}.parquet"] = split, kind, n, min(SHARD_ROWS, rows - start)
         return out
 
 
@@ -134,11 +135,10 @@ def build_corpus(folder: Path, config: CorpusConfig, source: Source, *, rank: in
             source.vocabulary.chat,
             "the tokenizer lacks <|im_start|> or <|im_end|>, which chat and list canvases need; ask for none of them",
         )
-    for n, (split, kind, shard, rows) in enumerate(config.shards()):
-        path = folder / f"{split}-{kind}-{shard:05d}.parquet"
-        if n % world == rank and not path.is_file():
-            _write(path, list(islice(_canvases(config, source, split, kind, shard, rows), rows)), kind)
-            logger.info("corpus: %s, %d canvases", path.name, rows)
+    for name, (split, kind, shard, rows) in islice(config.shards().items(), rank, None, world):
+        if not (folder / name).is_file():
+            _write(folder / name, list(islice(_canvases(config, source, split, kind, shard, rows), rows)), kind)
+            logger.info("corpus: %s, %d canvases", name, rows)
     if config.text_files and rank == 0:
         _build_files(folder, config, source)
 
@@ -215,7 +215,7 @@ def chat_context(tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         return ""
     message = [{"role": "user", "content": "."}]
-    text: str = tokenizer.apply_chat_template(message, tokenize=False)
+    text = str(tokenizer.apply_chat_template(message, tokenize=False))
     return text.partition(CHAT_USER)[0] if CHAT_USER in text else ""
 
 
@@ -224,12 +224,11 @@ def _draw(
 ) -> list[list[int]]:
     """`count` samples that fill a canvas behind `prefix`; `context` stands before it and is not part of the canvas."""
     limit = range(source.vocabulary.token_limit, source.vocabulary.size)
-    samples: list[list[int]] = ar_sample(
+    return ar_sample(
         source.model, context + prefix, count=count, new_tokens=config.length - len(prefix),
         batch_size=config.sample_batch, seed=config.seed, temperature=config.sample_temperature,
         top_p=config.sample_top_p, forbid=[source.vocabulary.mask_id, *limit], first_row=row,
     ).tolist()  # fmt: skip
-    return samples
 
 
 def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
@@ -322,12 +321,9 @@ def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     """What `_claim` wrote."""
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        require({"settings", "shards"} <= manifest.keys(), "it lacks settings or shards")
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{path} is not the manifest of a corpus: {error}") from error
+    manifest = read_json(folder / MANIFEST)
+    good = {"settings", "shards"} <= manifest.keys()
+    require(good, f"{folder / MANIFEST} is not the manifest of a corpus: it lacks settings or shards")
     return manifest
 
 
@@ -336,8 +332,7 @@ def _claim(folder: Path, config: CorpusConfig) -> None:
     lost = [str(path) for path in config.text_files if not path.is_file()]
     require(not lost, f"there is no file {', '.join(lost)}")
     settings = config.identity()
-    names = [f"{split}-{kind}-{shard:05d}.parquet" for split, kind, shard, _ in config.shards()]
-    names += [f"{split}-files-00000.parquet" for split in SPLITS if config.text_files]
+    names = [*config.shards(), *(f"{split}-files-00000.parquet" for split in SPLITS if config.text_files)]
     path = folder / MANIFEST
     if path.is_file():
         then = _manifest(folder)["settings"]

@@ -34,8 +34,6 @@ _LAST = """
 FIRST_NAMES, LAST_NAMES = tuple(_FIRST.split()), tuple(_LAST.split())
 HELD_OUT_EVERY = 5  # each fifth first and last name is kept for held-out tasks
 
-KINDS = ("copy", "reverse", "sort", "insert", "remove", "replace", "shuffle")
-
 _WORDING: dict[str, tuple[str, ...]] = {
     "copy": (
         "Repeat this list without any change: {people}",
@@ -77,6 +75,7 @@ _WORDING: dict[str, tuple[str, ...]] = {
         "Bring these names into a random new order: {people}",
     ),
 }
+KINDS = tuple(_WORDING)
 
 
 @dataclass(frozen=True)

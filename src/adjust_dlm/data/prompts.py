@@ -128,12 +128,7 @@ def _json_line(line: str, where: str) -> str | list[Any]:
 
 
 def _encode(base: Base, prompt: str | list[Any], chat: bool, where: str) -> list[int]:
-    require(base.tokenizer is not None, f"base {base.spec.name!r} has no tokenizer: only unconditional and corpus work")
     try:
-        if isinstance(prompt, str):
-            return base.encode(prompt, chat=chat)
-        text = base.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # no template, or one that wants other turns: templates raise what they like
+        return base.encode(prompt, chat=chat) if isinstance(prompt, str) else base.encode_messages(prompt)
+    except Exception as error:  # no tokenizer or template, one that wants other turns, half a surrogate pair
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
-    ids: list[int] = base.tokenizer.encode(text, add_special_tokens=False)
-    return ids

@@ -84,7 +84,7 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
     """
     require(find_spec("ray") is not None, "engine ray needs Ray: pip install 'adjust-dlm[ray]'")
     folder = Path(config.output)
-    left = store.missing(folder, config.num, config.shard_rows, first_row=config.first_row)
+    left = store.missing(folder, store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row))
     todo = left or [(config.first_row, config.first_row)]  # no rows: the settings are checked all the same
     done = {"rows_made": 0, "shards_made": 0, "base_calls": 0, "tokens": 0}
     with _cluster(config, len(todo)) as pool:
@@ -113,13 +113,9 @@ class _Pool(NamedTuple):
 
 
 def _pool(config: Any, resources: dict[str, float], shards: int, *, fixed: bool) -> _Pool:
-    """One actor a GPU; without GPUs one for every four CPUs, whose threads it uses.
+    """One actor a GPU; without GPUs one for every four CPUs, whose threads it uses; not more than there are shards.
 
-    Args:
-        config: of the run.
-        resources: of the cluster, as Ray counts them.
-        shards: to make; more actors would be idle.
-        fixed: the cluster cannot grow, so that actors without room would be waited for in vain.
+    `fixed` says that the cluster cannot grow: actors without room would be waited for in vain.
     """
     gpus, cpus = 0 if config.device == "cpu" else int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
     actors = config.actors or min(gpus or max(1, cpus // CPUS), shards)
@@ -196,14 +192,9 @@ def _start(ray: Any, config: Any, address: str | None) -> None:
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
         return
     try:
-        _knock(address)
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if host and port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, **quiet)
     except (OSError, ValueError) as error:  # ConnectionError is an OSError
         raise InputError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from error
-
-
-def _knock(address: str) -> None:
-    """Raises OSError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=10).close()

@@ -7,6 +7,7 @@ appears whole or not at all, so whatever is there is finished work, and an inter
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from adjust_dlm.bases.hub import read_json
 from adjust_dlm.files import sweep, write_whole
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import MASKED, InputError, Trajectory, require
@@ -87,7 +89,7 @@ class Columns:
         )
 
 
-def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], prompt_lens: list[int]) -> Path:
+def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], prompt_lens: list[int]) -> None:
     """Writes one shard; its bytes depend on its rows alone.
 
     Args:
@@ -114,9 +116,7 @@ def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], promp
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    path = folder / shard_name(rows)
-    write_whole({path: sink.getvalue()})
-    return path
+    write_whole({folder / shard_name(rows): sink.getvalue()})
 
 
 def read_shard(path: Path) -> Any:
@@ -147,8 +147,8 @@ def read_shard(path: Path) -> Any:
 
 def _range_of(path: Path) -> Range:
     match = _SHARD.fullmatch(path.name)
-    require(match is not None, f"{path} is not named like a shard ({shard_name((0, 512))})")
-    assert match is not None
+    if match is None:
+        raise InputError(f"{path} is not named like a shard ({shard_name((0, 512))})")
     return int(match[1]), int(match[2])
 
 
@@ -166,9 +166,9 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def missing(folder: Path, total: int, shard_rows: int, *, first_row: int = 0) -> list[Range]:
-    """Row ranges still to be made: shards that are absent, truncated or damaged."""
-    return [r for r in shard_ranges(total, shard_rows, first_row=first_row) if not is_whole(folder / shard_name(r))]
+def missing(folder: Path, ranges: list[Range]) -> list[Range]:
+    """Those still to be made: shards that are absent, truncated or damaged."""
+    return [rows for rows in ranges if not is_whole(folder / shard_name(rows))]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -179,14 +179,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     require(path.is_file(), f"{folder} is no trajectory store: {MANIFEST} is missing (`adjust trajectories` writes it)")
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
-    require(isinstance(manifest, dict), f"{path} is not a manifest: a JSON object is wanted")
-    require(
-        manifest.get("format") == FORMAT, f"{path} has format {manifest.get('format')!r}; this version reads {FORMAT}"
-    )
+    manifest = read_json(path)
+    found = manifest.get("format")
+    require(found == FORMAT, f"{path} has format {found!r}; this version reads {FORMAT}")
     lacking = sorted(set(IDENTITY) - manifest.keys())
     require(not lacking, f"{path} lacks {', '.join(lacking)}")
     return manifest
@@ -215,8 +210,7 @@ def check_same_run(folder: Path, manifest: dict[str, Any]) -> None:
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in settings.items():
-        inner = {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
-        out |= inner
+        out |= {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
     return out
 
 
@@ -278,22 +272,21 @@ class TrajectoryStore(Sequence[Trajectory]):
         self.temperature_N = np.concatenate([_temperatures(manifest, table["row"]) for manifest, table in loaded])
 
     def _check_together(self) -> None:
-        first = self.manifests[0]
-        for n, (folder, m) in enumerate(zip(self.folders, self.manifests, strict=True)):
+        pairs = itertools.combinations(zip(self.folders, self.manifests, strict=True), 2)
+        for (other_folder, other), (folder, m) in pairs:
             for key in ("base_fingerprint", "mask_id"):
                 require(
-                    m[key] == first[key],
-                    f"{folder} has {key} {m[key]!r}, {self.folders[0]} has {first[key]!r}: one base for all folders",
+                    m[key] == other[key],
+                    f"{folder} has {key} {m[key]!r}, {other_folder} has {other[key]!r}: one base for all folders",
                 )
-            for other_folder, other in zip(self.folders[:n], self.manifests, strict=False):
-                ends = [x["first_row"] + x["rows"] for x in (m, other)]
-                overlap = m["first_row"] < ends[1] and other["first_row"] < ends[0]
-                same_prompts = any(m["prompts"][key] == other["prompts"][key] for key in ("source", "sha256"))
-                require(
-                    not (overlap and m["seed"] == other["seed"] and same_prompts),
-                    f"{folder} and {other_folder} share rows of seed {m['seed']} on the same prompts, so they hold "
-                    "copies: make one of them with another seed or first row",
-                )
+            ends = [x["first_row"] + x["rows"] for x in (m, other)]
+            overlap = m["first_row"] < ends[1] and other["first_row"] < ends[0]
+            same_prompts = any(m["prompts"][key] == other["prompts"][key] for key in ("source", "sha256"))
+            require(
+                not (overlap and m["seed"] == other["seed"] and same_prompts),
+                f"{folder} and {other_folder} share rows of seed {m['seed']} on the same prompts, so they hold "
+                "copies: make one of them with another seed or first row",
+            )
 
     def digest(self) -> str:
         """sha256 of all rows in order: what a training run must find again when it resumes."""
@@ -306,17 +299,10 @@ class TrajectoryStore(Sequence[Trajectory]):
 
     def __getitem__(self, n: int) -> Trajectory:  # type: ignore[override]
         """The n-th trajectory (not row id n, when rows do not start at 0)."""
-        if not -len(self) <= n < len(self):
-            raise IndexError(f"trajectory {n} of {len(self)}")
-        c, n = self.columns, n % len(self)
+        c, n = self.columns, range(len(self))[n]
         part = slice(c.start_N[n], c.start_N[n + 1])
-        return Trajectory(
-            tokens_L=torch.from_numpy(c.tokens_P[part].astype(np.int64)),
-            order_L=torch.from_numpy(c.order_P[part].astype(np.int64)),
-            row=int(c.row_N[n]),
-            seed=int(c.seed_N[n]),
-            temperature=float(self.temperature_N[n]),
-        )
+        tokens_L, order_L = (torch.from_numpy(x[part].astype(np.int64)) for x in (c.tokens_P, c.order_P))
+        return Trajectory(tokens_L, order_L, int(c.row_N[n]), int(c.seed_N[n]), float(self.temperature_N[n]))
 
 
 def temperature_index(row: Any, prompts: int, temperatures: int) -> Any:

@@ -7,7 +7,6 @@ in the result, and whatever shard is on disk is finished.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -20,12 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
-from adjust_dlm.data.ray_engine import make_with_ray
+from adjust_dlm.data.ray_engine import Show, make_with_ray
 from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import decode
 from adjust_dlm.provenance import versions
@@ -114,11 +115,9 @@ class TrajectoriesConfig(TextConfig):
         require(last < EVALUATION_ROWS, f"the last row is {last}; those from {EVALUATION_ROWS} on are for evaluation")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
         require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
-        alone = self.sampler is None
         require(
-            (self.tokens_per_step == 1) == alone,
-            f"tokens_per_step is {self.tokens_per_step} {'without' if alone else 'with'} a sampler; "
-            + ("the base decodes one token a pass: name a sampler" if alone else "ADJUST wants at least 2"),
+            (self.tokens_per_step == 1) == (self.sampler is None),
+            f"tokens_per_step is {self.tokens_per_step}; it must be 1 without a sampler, and at least 2 with one",
         )
         require(bool(self.temperature), "temperature is empty; give at least one")
         require(
@@ -166,6 +165,7 @@ def make_trajectories(
         OSError: a file cannot be written; finished shards stay, nothing half-written does.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)
     make: Callable[[Show | None], dict[str, int]]
     if config.engine == "ray":
         require(base is None and source is None, "engine ray loads base and prompts in its actors; give their names")
@@ -173,14 +173,15 @@ def make_trajectories(
         total, make = config.num, functools.partial(make_with_ray, config, prepared_run)
     else:
         run = prepared_run(config, base, source)
-        ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)[rank::world]
-        todo = [r for r in ranges if not store.is_whole(run.folder / store.shard_name(r))]
+        todo = store.missing(run.folder, ranges[rank::world])
         total, make = sum(b - a for a, b in todo), functools.partial(run.make_shards, todo)
     started, folder = time.perf_counter(), Path(config.output)
-    with _progress_bar(total, shown=progress and rank == 0 and sys.stderr.isatty()) as show:
-        made = make(show)
+    shown = progress and rank == 0 and sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task("trajectories", total=total)
+        made = make((lambda done: bar.update(task, completed=done)) if shown else None)
     seconds = time.perf_counter() - started
-    left = store.missing(folder, config.num, config.shard_rows, first_row=config.first_row)
+    left = store.missing(folder, ranges)
     result: dict[str, Any] = {
         "output": str(folder), "rows": config.num, **made, "complete": not left, "seconds": seconds,
         "tokens_per_second": made["tokens"] / seconds if made["shards_made"] else math.nan,
@@ -193,15 +194,23 @@ def make_trajectories(
 
 
 def prepared_run(config: TrajectoriesConfig, base: Base | None = None, source: PromptSource | None = None) -> RowMaker:
-    """A process's part of a folder that is there and fits the settings; loads what is not given."""
+    """A process's part of a folder, which is made or fits the settings; loads what is not given."""
     if base is None:
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         base = load_base(config.base, device=config.device, dtype=dtype)
     if source is None:
         last = config.first_row + config.num
         source = open_prompts(config.prompts, base, chat=config.chat, rows=last, seed=config.seed)
-    run = RowMaker(config, base, source)
-    run.prepare()
+    run, folder = RowMaker(config, base, source), Path(config.output)
+    require(not folder.exists() or folder.is_dir(), f"{folder} is not a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = store.find_shards(folder)  # before the manifest: another process may be writing both
+    manifest = manifest_of(config, base, source)
+    if (folder / store.MANIFEST).is_file():
+        store.check_same_run(folder, manifest)
+    else:
+        require(not shards, f"{folder} holds shards but no {store.MANIFEST}; use another output folder")
+        store.write_manifest(folder, manifest)
     return run
 
 
@@ -227,23 +236,6 @@ def manifest_of(config: TrajectoriesConfig, base: Base, source: PromptSource) ->
     }
 
 
-Show = Callable[[float], None]
-
-
-@contextlib.contextmanager
-def _progress_bar(rows: int, *, shown: bool) -> Iterator[Show | None]:
-    """A bar on stderr and the function that moves it to a number of rows, or None."""
-    if not shown:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("trajectories", total=rows)
-        yield lambda done: bar.update(task, completed=done)
-
-
 class RowMaker:
     """One process's part of a folder: what is fixed for all shards, and what it has counted so far."""
 
@@ -258,18 +250,6 @@ class RowMaker:
             require(isinstance(base, TransformerBase), f"base {base.spec.name!r} cannot be compiled")
             assert isinstance(base, TransformerBase)
             base.compile()
-
-    def prepare(self) -> None:
-        """Makes the folder and its manifest, or checks that both belong to this run."""
-        require(not self.folder.exists() or self.folder.is_dir(), f"{self.folder} is not a folder")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        shards = store.find_shards(self.folder)  # before the manifest: another process may be writing both
-        manifest = manifest_of(self.config, self.base, self.source)
-        if (self.folder / store.MANIFEST).is_file():
-            store.check_same_run(self.folder, manifest)
-            return
-        require(not shards, f"{self.folder} holds shards but no {store.MANIFEST}; use another output folder")
-        store.write_manifest(self.folder, manifest)
 
     def make_shards(self, todo: list[store.Range], show: Show | None = None) -> dict[str, int]:
         """Decodes shards in batches and writes them; counts of all that were made so far."""
@@ -286,7 +266,16 @@ class RowMaker:
         """Rows of a range in their order."""
         done: dict[int, Trajectory] = {}
         for settings, batch in self._batches(rows):
-            done |= {trajectory.row: trajectory for trajectory in self._decode(settings, batch, show)}
+            result = decode(
+                self.base, [self.source.ids(row) for row in batch], settings,
+                decoder="joint" if self.sampler is None else "adjust", sampler=self.sampler, rows=batch,
+            )  # fmt: skip
+            self.made["rows_made"] += len(batch)
+            self.made["base_calls"] += int(result.base_calls_B.sum())
+            self.made["tokens"] += int((result.order_BL >= 0).sum())
+            if show is not None:
+                show(self.made["rows_made"])
+            done |= {row: result.trajectory(b) for b, row in enumerate(batch)}
         return [done[row] for row in range(*rows)]
 
     def _batches(self, rows: store.Range) -> Iterator[tuple[DecodeConfig, list[int]]]:
@@ -296,15 +285,3 @@ class RowMaker:
             mine.sort(key=lambda r: (len(self.source.ids(r)), r))
             size = self.config.batch_size
             yield from ((settings, mine[i : i + size]) for i in range(0, len(mine), size))
-
-    def _decode(self, settings: DecodeConfig, rows: list[int], show: Show | None) -> list[Trajectory]:
-        result = decode(
-            self.base, [self.source.ids(row) for row in rows], settings,
-            decoder="joint" if self.sampler is None else "adjust", sampler=self.sampler, rows=rows,
-        )  # fmt: skip
-        self.made["rows_made"] += len(rows)
-        self.made["base_calls"] += int(result.base_calls_B.sum())
-        self.made["tokens"] += int((result.order_BL >= 0).sum())
-        if show is not None:
-            show(self.made["rows_made"])
-        return [result.trajectory(b) for b in range(len(rows))]

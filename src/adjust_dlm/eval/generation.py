@@ -146,7 +146,8 @@ def generate_rows(
         facts.append("eager")  # elsewhere it changes nothing, and the same texts are found
     kept = None if keep is None else keep / f"{digest(base, helpers, facts)}.jsonl"
     about = {"decoder": variant, "temperature": config.temperature, "tokens_per_step": config.tokens_per_step}
-    found: list[Generated] = [] if kept is None else distributed.from_first_rank(_read(kept) if rank == 0 else None)
+    # Of the first rank: files may be on its disk alone, or just being written.
+    found: list[Generated] = [] if kept is None else distributed.from_all_ranks(_read(kept) if rank == 0 else [])
     if len(found) == len(prompts):
         return found
     known = {line.row for line in found}

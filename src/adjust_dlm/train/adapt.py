@@ -29,7 +29,7 @@ from adjust_dlm.types import require
 EVAL_TIMES = (0.15, 0.5, 0.85)
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
 # Settings that may differ between a run and its resumption: they change no weight.
-_FREE = {
+_FREE = (
     "output",
     "corpus",
     "micro_batch",
@@ -38,7 +38,7 @@ _FREE = {
     "log_every",
     "checkpoint_every_seconds",
     "resume",
-}
+)
 logger = logging.getLogger(__name__)
 
 
@@ -205,8 +205,8 @@ class AdaptTrainer:
     def run(self) -> dict[str, Any]:
         """Trains to the end, to the time limit, or to a signal."""
         ce = self.evaluate() if self.step == 0 else {}
-        self._started: float | None = None
-        self._before = self._saved = self.elapsed
+        self._began: float | None = None  # when `elapsed` was 0; the clock starts behind the first step
+        self._saved = self.elapsed
         with StopSignal() as stop:
             stopped = False
             while self.fraction() < 1 and not stopped:
@@ -245,16 +245,14 @@ class AdaptTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(total)
         self.step += 1
-        if self._started is None:
-            # The clock starts behind the first step, which on a GPU waits for the compiler.
+        if self._began is None:
             if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self._started = time.monotonic()
+                torch.cuda.synchronize()  # the first step waits for the compiler
+            self._began = time.monotonic() - self.elapsed
 
     def _look(self, stop: StopSignal) -> bool:
         """Everything that waits for the device or the other ranks; True when the run must stop."""
-        elapsed = self._before + time.monotonic() - (self._started or 0.0)
-        clock = torch.tensor([elapsed, float(stop.requested)], device=self.device)
+        clock = torch.tensor([time.monotonic() - (self._began or 0.0), float(stop.requested)], device=self.device)
         *losses, now, stopped = distributed.mean(torch.cat([torch.stack(self.losses), clock])).tolist()
         for step, loss in enumerate(losses, start=self.step - len(losses)):
             if not math.isfinite(loss):
@@ -307,16 +305,9 @@ class AdaptTrainer:
 
     def _save(self) -> None:
         if self.rank == 0:
-            save_checkpoint(
-                self.config.output,
-                {
-                    "run": self.config.run(),
-                    "step": self.step,
-                    "elapsed": self.elapsed,
-                    "weights": {name: p.detach().cpu() for name, p in self.adapter.trainables().items()},
-                    "optimizer": self.optimizer.state_dict(),
-                },
-            )
+            weights = {name: p.detach().cpu() for name, p in self.adapter.trainables().items()}
+            state = {"step": self.step, "elapsed": self.elapsed, "optimizer": self.optimizer.state_dict()}
+            save_checkpoint(self.config.output, {"run": self.config.run(), "weights": weights, **state})
         distributed.barrier()
 
     def _restore(self) -> None:

@@ -94,8 +94,7 @@ class AdapterModel(nn.Module):
             h_BLD = torch.where(masked_BL[..., None], self.mask_D.to(e_BLD.dtype), e_BLD)
             for layer in self.body.layers:
                 h_BLD = layer(h_BLD, None, None, None, False, (cos, sin))
-            out: Tensor = self.body.norm(h_BLD)
-            return out
+            return self.body.norm(h_BLD)
 
     def _see_both_ways(self) -> None:
         """transformers' layers take their direction from the config and, without a mask, from a flag of their own."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.sampling import ORDER, uniform
-from adjust_dlm.train.unroll import Frames, Slices, Step, observe, unroll_frames, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Slices, Step, observe, unroll, unrolled_kl
 from adjust_dlm.types import GIVEN, Trajectory
 
 _LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
@@ -94,7 +94,7 @@ def batch_loss(
         delta: from `pick_delta`, with `config.reverse`.
     """
     frames = seen if isinstance(seen, Frames) else observe(base, seen)
-    states = unroll_frames(g, frames, rollout=config.rollout)
+    states = unroll(g, frames, rollout=config.rollout)
     share_BL = None if config.rows is None else row_shares(states.rank_BL, config.rows, lots(states.rank_BL, key))
     return unrolled_kl(
         base, states, depth_shares(config, key), weights=config.weights, next_decay=config.next_decay,

@@ -28,8 +28,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Settings of `adjust train`; the defaults are the measured recipe.
+class TrainConfig(SamplerConfig):
+    """Settings of `adjust train`, those of g among them; the defaults are the measured recipe.
 
     Attributes:
         base: name or folder of the frozen base.
@@ -62,7 +62,6 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints.
         seed: data order and initial weights.
         suppress_eos: forbid end tokens in teacher and student, as decoding will.
-        norms, residual, output_norm_init, pairing, layers, mlp, features: see `SamplerConfig`.
         init: what g starts from: "fresh" weights, or the folder of a sampler of the same base and form.
         dtype: of the base and of g's passes (its weights are fp32); bf16 on a GPU and fp32 on the CPU unless given.
         rows: limit on the masked rows of a state that go through the head, the same loss on average; none takes all.
@@ -103,13 +102,6 @@ class TrainConfig:
     checkpoint_every: int = 500
     seed: int = 0
     suppress_eos: bool = False
-    norms: bool = True
-    residual: bool = True
-    output_norm_init: float = 0.1
-    pairing: Literal["state", "token"] = "state"
-    layers: int = 1
-    mlp: float = 1.0
-    features: tuple[int, ...] = ()
     init: str = "fresh"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     rows: int | None = None
@@ -151,7 +143,7 @@ class TrainConfig:
         for name in ("next_decay", "lr"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"{name} is {value}; it must be a positive number")
-        self.sampler_config()
+        super().__post_init__()
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
         check_trackers(self.track)

@@ -59,15 +59,6 @@ def from_all_ranks(items: list[Any]) -> list[Any]:
     return [item for part in parts for item in part]
 
 
-def from_first_rank(value: Any) -> Any:
-    """What the first rank holds, on every rank: files may be on its disk alone, or just being written."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def require_same(name: str, value: Any) -> None:
     """Raises InputError unless every rank holds the same value, which it read from disk."""
     values = from_all_ranks([value])

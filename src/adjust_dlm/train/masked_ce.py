@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.data.corpus import KINDS, Corpus
+from adjust_dlm.losses import with_gradients
 from adjust_dlm.types import require
 
 MIN_T = 1e-3
@@ -45,12 +45,8 @@ class MaskedBatch:
     def to(self, device: torch.device) -> MaskedBatch:
         """A copy on a device."""
         on_gpu = device.type == "cuda"
-        return MaskedBatch(
-            *(
-                (field.pin_memory() if on_gpu else field).to(device, non_blocking=on_gpu)
-                for field in vars(self).values()
-            )
-        )
+        fields = (field.pin_memory() if on_gpu else field for field in vars(self).values())
+        return MaskedBatch(*(field.to(device, non_blocking=on_gpu) for field in fields))
 
 
 def stratified_times(size: int, generator: torch.Generator) -> Tensor:
@@ -83,13 +79,8 @@ def masked_batch(tokens_BL: Tensor, masked_BL: Tensor, weights_B: Tensor, *, chu
     def filled(values_R: Tensor) -> Tensor:
         return torch.cat([values_R, values_R.new_zeros(pad)])
 
-    return MaskedBatch(
-        tokens_BL=tokens_BL.long(),
-        masked_BL=masked_BL,
-        rows_R=filled(scoring_R),
-        targets_R=filled(tokens_BL.flatten()[flat_R].long()),
-        weights_R=filled(weights_B.float()[flat_R // length]),
-    )
+    targets_R, weights_R = tokens_BL.flatten()[flat_R].long(), weights_B.float()[flat_R // length]
+    return MaskedBatch(tokens_BL.long(), masked_BL, *map(filled, (scoring_R, targets_R, weights_R)))
 
 
 Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -107,27 +98,6 @@ def ce_chunk(
     hit_CV = torch.arange(head_VD.shape[0], device=h_CD.device) == targets_C[:, None]
     error_CV = (log_p_CV.exp() - hit_CV.float()) * weights_C[:, None]
     return ce_C, error_CV.to(h_CD.dtype) @ head_VD
-
-
-class _ChunkedCE(torch.autograd.Function):
-    """Value and gradient in one walk over the chunks; the head is frozen, so it gets none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h_RD: Tensor, head_VD: Tensor, bias_V: Tensor, targets_R: Tensor, weights_R: Tensor, size: int,
-        chunk: Chunk,
-    ) -> Tensor:  # fmt: skip
-        parts = (h_RD.split(size), targets_R.split(size), weights_R.split(size))
-        done = [chunk(h_CD, head_VD, bias_V, t_C, w_C) for h_CD, t_C, w_C in zip(*parts, strict=True)]
-        ce_R, grad_RD = (torch.cat(part) for part in zip(*done, strict=True))
-        ctx.save_for_backward(grad_RD)
-        # where: a filler row may score -inf, and 0 * inf would be nan.
-        return torch.where(weights_R > 0, ce_R * weights_R, 0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_RD,) = ctx.saved_tensors
-        return (grad_RD * grad.to(grad_RD.dtype), None, None, None, None, None, None)
 
 
 def chunked_ce(
@@ -148,8 +118,12 @@ def chunked_ce(
     Returns:
         fp32 scalar with a gradient to `h_RD`.
     """
-    out: Tensor = _ChunkedCE.apply(h_RD, head_VD, bias_V, targets_R, weights_R, size, chunk)  # type: ignore[no-untyped-call]
-    return out
+    with torch.no_grad():  # value and gradient in one walk over the chunks; the head is frozen, so it gets none
+        parts = (h_RD.split(size), targets_R.split(size), weights_R.split(size))
+        done = [chunk(h_CD, head_VD, bias_V, t_C, w_C) for h_CD, t_C, w_C in zip(*parts, strict=True)]
+    ce_R, grad_RD = (torch.cat(part) for part in zip(*done, strict=True))
+    # where: a filler row may score -inf, and 0 * inf would be nan.
+    return with_gradients(torch.where(weights_R > 0, ce_R * weights_R, 0).sum(), [grad_RD], [h_RD])
 
 
 class CanvasBatches:
@@ -184,7 +158,7 @@ class CanvasBatches:
     def step(self, step: int, micro: int) -> list[MaskedBatch]:
         """This rank's part of global batch `step`, in passes of `micro` canvases; the weights sum over all passes."""
         generator = torch.Generator().manual_seed(_mixed(self.seed, 0, step))
-        members = [self._take(kind, step * count, count) for kind, count in self.counts.items()]
+        members = [self._take(kind, step * count, count) for kind, count in self.counts.items() if count]
         index_B = torch.cat(members)
         index_B = index_B[torch.randperm(len(index_B), generator=generator)]
         prompt_B, tokens_BL = self.corpus.prompt_len_N[index_B], self.corpus.tokens_NL[index_B]
@@ -199,13 +173,10 @@ class CanvasBatches:
 
     def _take(self, kind: str, start: int, count: int) -> Tensor:
         """Canvases start..start+count of a kind's endless stream of permutations."""
-        size, out = len(self.members[kind]), []
-        while count:
-            epoch, offset = divmod(start, size)
-            part = self._order(kind, epoch)[offset : offset + count]
-            out.append(part)
-            start, count = start + len(part), count - len(part)
-        return torch.cat(out) if out else torch.empty(0, dtype=torch.long)
+        size = len(self.members[kind])
+        first, last = start // size, (start + count - 1) // size
+        orders = [self._order(kind, epoch) for epoch in range(first, last + 1)]
+        return torch.cat(orders)[start - first * size :][:count]
 
     def _order(self, kind: str, epoch: int) -> Tensor:
         known = self._orders.get(kind)

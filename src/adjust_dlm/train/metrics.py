@@ -18,6 +18,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS, SCORES
 from adjust_dlm.train.batches import pack, to_device
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
+from adjust_dlm.train.unroll import observe as observe_slices
 from adjust_dlm.types import CERTAINTY, DecodeConfig, Trajectory
 
 _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
@@ -47,7 +48,8 @@ def held_out(
         starts = [int(at * max(1, x.commits - 1)) for x, at in some]
         slices = pack([x for x, _ in some], starts, config.rollout + 1, base.spec.pad_id, pad_to=pad_to)
         with autocast:
-            run = unroll(base, sampler, to_device(slices, base.device), rollout=config.rollout)
+            seen = observe_slices(base, to_device(slices, base.device))
+            run = unroll(sampler, seen, rollout=config.rollout)
             for k in range(1, config.rollout + 1):
                 count, means = _depth(base, run, k, config)
                 counts[k] = counts.get(k, 0) + count
@@ -119,7 +121,7 @@ def _depth(base: Base, run: Unrolled, k: int, config: Any) -> tuple[int, dict[st
         return 0, {}
     teacher_RV = base.logits(run.teacher[k - 1][next_row], suppress_eos=config.suppress_eos)
     student_RV = base.logits(run.student[k - 1][next_row], suppress_eos=config.suppress_eos)
-    own_row = _own_next(base, run, k, config.suppress_eos, next_row[0])
+    own_row = next_row[0], _own_next(base, run, k, config.suppress_eos)[next_row[0]]
     p_RV, q_RV = (
         base.logits(h_BLD[own_row], suppress_eos=config.suppress_eos)
         for h_BLD in (run.teacher[k - 1], run.student[k - 1])
@@ -134,18 +136,15 @@ def _depth(base: Base, run: Unrolled, k: int, config: Any) -> tuple[int, dict[st
     }
 
 
-def _own_next(base: Base, run: Unrolled, k: int, suppress_eos: bool, row_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(row, position) that g, by the base's own rule on its logits at T = 1, would reveal next in some rows."""
+def _own_next(base: Base, run: Unrolled, k: int, suppress_eos: bool) -> Tensor:
+    """The position that g, by the base's own rule on its logits at T = 1, would reveal next in each row."""
     if base.spec.order not in CERTAINTY:  # then the order looks at no logits, and is the base's
-        return row_R, (run.rank[k - 1][row_R] == 0).long().argmax(-1)
-    rule, h_BLD = SCORES.get(base.spec.order, _largest), run.student[k - 1]
+        return (run.rank[k - 1] == 0).long().argmax(-1)
+    rule, h_BLD = SCORES.get(base.spec.order), run.student[k - 1]
     score_BL = torch.full(run.rank[k - 1].shape, -torch.inf, device=h_BLD.device)
     for part in (run.rank[k - 1] >= 0).nonzero().split(rows_at_once(base)):
         row, at = part.unbind(-1)
-        score_BL[row, at] = rule(base.logits(h_BLD[row, at], suppress_eos=suppress_eos))
-    return row_R, score_BL[row_R].argmax(-1)
-
-
-def _largest(logits_RV: Tensor) -> Tensor:
-    """Of rule confidence, which looks at the drawn token: its value where that is the likeliest."""
-    return logits_RV.softmax(-1).amax(-1)
+        logits_RV = base.logits(h_BLD[row, at], suppress_eos=suppress_eos)
+        # Rule confidence looks at the drawn token: its value where that is the likeliest.
+        score_BL[row, at] = rule(logits_RV) if rule else logits_RV.softmax(-1).amax(-1)
+    return score_BL.argmax(-1)

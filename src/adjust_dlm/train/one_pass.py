@@ -159,16 +159,15 @@ class Keeper:
         """Takes one row."""
         if trajectory.row >= self.start:
             self.waiting[trajectory.row] = trajectory
-        while all(row in self.waiting for row in range(self.start, self.start + self.config.shard_rows)):
-            self._write((self.start, self.start + self.config.shard_rows))
-
-    def _write(self, rows: store.Range) -> None:
-        done = [self.waiting.pop(row) for row in range(*rows)]
-        if not store.is_whole(self.folder / store.shard_name(rows)):
-            store.write_shard(self.folder, rows, done, [len(self.source.ids(x.row)) for x in done])
-        self.start = rows[1]
-        end = max(stop for _, stop in store.find_shards(self.folder))
-        store.write_manifest(self.folder, self.manifest(end - self.config.first_row))
+        size = self.config.shard_rows
+        while all(row in self.waiting for row in range(self.start, self.start + size)):
+            rows = self.start, self.start + size
+            done = [self.waiting.pop(row) for row in range(*rows)]
+            if not store.is_whole(self.folder / store.shard_name(rows)):
+                store.write_shard(self.folder, rows, done, [len(self.source.ids(x.row)) for x in done])
+            self.start += size
+            end = max(stop for _, stop in store.find_shards(self.folder))
+            store.write_manifest(self.folder, self.manifest(end - self.config.first_row))
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what waits for its shard."""
@@ -355,7 +354,7 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     source = open_prompts(pool.prompts, base, chat=pool.chat, rows=first + wanted, seed=config.seed)
     source.check_fits(base, pool.max_new_tokens)
     made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
-    held = held_out_rows(base, made, source, config.heldout) if stored is None else stored
+    held = RowMaker(made, base, source).decoded((0, config.heldout)) if stored is None else stored
     keeper = None if pool.keep is None else Keeper(made, base, source)
     return held, Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
@@ -363,8 +362,3 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
         weights=config.weights, decay=config.next_decay,
         keeper=None if config.dry_run else keeper,
     )  # fmt: skip
-
-
-def held_out_rows(base: Base, config: TrajectoriesConfig, source: PromptSource, count: int) -> list[Trajectory]:
-    """Rows 0 .. count-1, decoded for metrics."""
-    return RowMaker(config, base, source).decoded((0, count))

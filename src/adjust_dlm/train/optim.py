@@ -17,17 +17,12 @@ def build_optimizers(module: nn.Module, kind: Literal["muon", "adamw"], lr: floa
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if kind == "adamw":
-        return [_with_peak(torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.999), weight_decay=0.0), lr)]
-    matrices = [p for p in parameters if p.ndim == 2]
-    rest = [p for p in parameters if p.ndim != 2]
-    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [_with_peak(muon, lr), _with_peak(torch.optim.AdamW(rest, lr=lr / 2, weight_decay=0.0), lr / 2)]
-
-
-def _with_peak(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Optimizer:
-    for group in optimizer.param_groups:
-        group["peak_lr"] = lr
-    return optimizer
+        group = {"params": parameters, "peak_lr": lr}
+        return [torch.optim.AdamW([group], lr=lr, betas=(0.9, 0.999), weight_decay=0.0)]
+    matrices = {"params": [p for p in parameters if p.ndim == 2], "peak_lr": lr}
+    rest = {"params": [p for p in parameters if p.ndim != 2], "peak_lr": lr / 2}
+    muon = torch.optim.Muon([matrices], lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW([rest], lr=lr / 2, weight_decay=0.0)]
 
 
 def learning_rate(step: int, share: float, *, warmup: int, decay: float) -> float:

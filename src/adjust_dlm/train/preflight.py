@@ -48,10 +48,13 @@ def preflight(
     Returns:
         Steps, windows, hours, `memory_gib`, `disk_gib`, and `problems`: sentences, empty where all is well.
     """
-    config, disk = run.config, disk_bytes(run, folder)
+    config, problems = run.config, list[str]()
     left = config.steps - run.step
     windows = windows_of(run, left)
-    problems = [] if disk["needed"] <= disk["free"] else [_lacks_room(folder, disk)]
+    try:
+        check_disk(run, folder)
+    except OSError as error:
+        problems.append(str(error.strerror))
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.device)
     try:
@@ -73,7 +76,7 @@ def preflight(
         "seconds_per_step": seconds.get("step"), "seconds_per_evaluation": seconds.get("evaluation"), "hours": hours,
         "training_rows": rows, "heldout_rows": len(run.rows(True)), "ranks": run.world,
         "memory_gib": {name: size / _GIB for name, size in _memory_bytes(run).items()},
-        "disk_gib": {name: size / _GIB for name, size in disk.items()},
+        "disk_gib": {name: size / _GIB for name, size in disk_bytes(run, folder).items()},
         "problems": problems,
     }  # fmt: skip
 
@@ -82,14 +85,8 @@ def check_disk(run: Run, folder: Path) -> None:
     """Raises OSError (ENOSPC) unless checkpoints and samplers will fit, with the bytes needed and free."""
     disk = disk_bytes(run, folder)
     if disk["needed"] > disk["free"]:
-        raise OSError(errno.ENOSPC, _lacks_room(folder, disk))
-
-
-def _lacks_room(folder: Path, disk: dict[str, int]) -> str:
-    return (
-        f"no room for this run in {folder}: checkpoints and samplers need {disk['needed']:,} bytes, "
-        f"{disk['free']:,} are free"
-    )
+        need = f"checkpoints and samplers need {disk['needed']:,} bytes, {disk['free']:,} are free"
+        raise OSError(errno.ENOSPC, f"no room for this run in {folder}: {need}")
 
 
 def windows_of(run: Run, steps: int) -> int:

@@ -28,7 +28,7 @@ def open_rows(
 
     Raises:
         InputError: no folder, another base or vocabulary, nothing to learn from, nothing left to train on, or rows that
-            stand in both.
+            stand in both: the same seed, row number, tokens and order.
     """
     require(bool(folders), "no trajectories: give folders written by `adjust trajectories`")
     data = open_checked(folders, base)
@@ -39,7 +39,16 @@ def open_rows(
         )
         return data, None
     held = open_checked(heldout_folders, base)
-    check_apart(data.columns, held.columns)
+    seen, mine = set(_digests(data.columns)), _digests(held.columns)
+    texts, total = {text for *_, text in seen}, len(mine)
+    same, equal = sum(row in seen for row in mine), sum(text in texts for *_, text in mine)
+    require(
+        same == 0,
+        f"{same} of the {total} held-out trajectories are training trajectories, too; "
+        "make them with another seed or first row",
+    )
+    if equal:  # of other rows: a base that says little, T = 0
+        log.warning("%d of %d held-out trajectories equal a training one in tokens and order", equal, total)
     return data, held
 
 
@@ -65,23 +74,6 @@ def open_checked(folders: Sequence[str], base: Base) -> TrajectoryStore:
         "make them with more max_new_tokens, or with suppress_eos",
     )
     return data
-
-
-def check_apart(data: Columns, held: Columns) -> None:
-    """Raises InputError if a held-out row is a training row: the same seed, row number, tokens and order.
-
-    Equal texts of other rows (a base that says little, T = 0) are told, not refused.
-    """
-    seen, mine = set(_digests(data)), _digests(held)
-    texts, total = {text for *_, text in seen}, len(mine)
-    same, equal = sum(row in seen for row in mine), sum(text in texts for *_, text in mine)
-    require(
-        same == 0,
-        f"{same} of the {total} held-out trajectories are training trajectories, too; "
-        "make them with another seed or first row",
-    )
-    if equal:
-        log.warning("%d of %d held-out trajectories equal a training one in tokens and order", equal, total)
 
 
 def _digests(c: Columns) -> list[tuple[int, int, bytes]]:

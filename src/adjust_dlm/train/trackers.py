@@ -60,9 +60,10 @@ def _tracker(name: str, folder: Path, settings: dict[str, Any], run: str, resume
         board.log({"settings": f"```\n{json.dumps(settings, indent=2)}\n```"}, step=resume_step + 1)
         return board
     project, title = os.environ.get(f"{name.upper()}_PROJECT", PROJECT), folder.absolute().name
-    service: Any
     if name == "wandb":
-        service = tracking.WandBTracker(project, resume="allow", config=settings, id=run, name=title, dir=str(folder))
+        service: Any = tracking.WandBTracker(
+            project, resume="allow", config=settings, id=run, name=title, dir=str(folder)
+        )
     else:
         service = tracking.TrackioTracker(project, resume="allow", config=settings, name=f"{title}-{run}")
     service.start()

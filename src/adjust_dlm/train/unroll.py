@@ -130,20 +130,14 @@ class Unrolled:
         return [self.h_BLD[self.rows(k)] for k in range(1, len(self.student) + 1)]
 
 
-def unroll(base: Base, sampler: Step, slices: Slices, *, rollout: int = 3) -> Unrolled:
-    """Algorithm 2, lines 3-10: the S - rollout windows of a slice share its S base passes.
+def unroll(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
+    """Algorithm 2, lines 8-10: the S - rollout windows of a slice share its S base passes.
 
     Args:
-        base: f and W.
         sampler: g, or any function of states and canvas.
-        slices: consecutive states of stored trajectories.
+        frames: what the base says of consecutive states.
         rollout: K - 1, the number of unrolled g steps.
     """
-    return unroll_frames(sampler, observe(base, slices), rollout=rollout)
-
-
-def unroll_frames(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
-    """Algorithm 2, lines 8-10."""
     text_SN = frames.text_SN
     out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
     h_k = out.stale_BLD
