@@ -155,6 +155,7 @@ def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, ch
     Raises:
         InputError: a prompt is empty, no UTF-8, not a list of ids where ids are needed, or does not fit the base.
     """
+    from adjust_dlm.data.prompts import PromptSource, unconditional
     from adjust_dlm.serve.text import Words
     from adjust_dlm.types import require
 
@@ -164,14 +165,8 @@ def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, ch
         in_template = chat and bool(getattr(base.tokenizer, "chat_template", None))
         message = {"role": "user", "content": text}
         prompts.append(words.encode_messages([message]) if in_template else words.encode(text))
-    prompts = prompts or [words.start()]
-    for n, ids in enumerate(prompts):
-        total = len(ids) + config.max_new_tokens
-        require(
-            total <= base.spec.context,
-            f"prompt {n} has {len(ids)} tokens, with {config.max_new_tokens} new ones {total}; "
-            f"base {base.spec.name!r} takes at most {base.spec.context}",
-        )
+    prompts = prompts or [unconditional(base)]
+    PromptSource("the command line", prompts).check_fits(base, config.max_new_tokens)
     return prompts
 
 

@@ -50,7 +50,7 @@ def run(flags: CompareConfig) -> Outcome:
     (ids,) = encode_prompts(base, [flags.prompt] if flags.prompt is not None else [], config, chat=flags.chat)
     samples = _decode(flags, base, sampler, ids, config)
     if partner is not None:
-        from adjust_dlm.serve.nll import mean_nll
+        from adjust_dlm.eval.nll import mean_nll
 
         for s in samples:
             s["nll"] = mean_nll(base, partner, ids, s["tokens"][: s["completion_tokens"]])

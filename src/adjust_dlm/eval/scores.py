@@ -22,7 +22,7 @@ import tyro
 
 from adjust_dlm.bases.adapted import ar_folder, load_ar
 from adjust_dlm.bases.base import cut_at_end, pick_device
-from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.bases.hub import local
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import Pooling, features, mauve
 from adjust_dlm.eval.nll import score_nll
@@ -197,9 +197,7 @@ def encoded(config: NllConfig, judge: Judge, files: Sequence[str]) -> Iterator[t
 
 def _tokenizer(source: str) -> Any:
     """The tokenizer of any model, without its weights."""
-    folder = ar_folder(source) if source == "smol" else Path(source)
-    if not folder.exists() and is_hub_id(source):
-        folder = snapshot(source, ["*.json", "*.txt", "*.jinja"])
+    folder = ar_folder(source) if source == "smol" else local(source, ["*.json", "*.txt", "*.jinja"])
     words = read_tokenizer(folder)
     require(words is not None, f"there is no tokenizer in {source!r}")
     return words

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 import adjust_dlm
 from adjust_dlm.decoders import DECODERS
+from adjust_dlm.eval.nll import mean_nll
 from adjust_dlm.serve import errors
 from adjust_dlm.serve.answers import DONE, Body, CanvasEvents, Shape, sse
 from adjust_dlm.serve.asks import AppConfig, Prompt, work_of
@@ -26,8 +30,6 @@ from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.guard import Guard, Rate
 from adjust_dlm.serve.metrics import Metrics
-from adjust_dlm.serve.nll import mean_nll
-from adjust_dlm.serve.page_files import PATHS, ROUTES
 from adjust_dlm.serve.schemas import CanvasAsk, ChatAsk, CompletionAsk, ErrorBody, Generation, InfillAsk, Sampling
 from adjust_dlm.serve.work import Event, Finished, Progress, Work
 from adjust_dlm.types import InputError
@@ -41,6 +43,17 @@ _ERRORS: _Answers = {
     for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)
 }
 _STREAM: dict[str, Any] = {"text/event-stream": {}}
+PAGE, PAGE_PATHS = Path(__file__).parent / "page", ("/", "/page.js", "/page.css", "/icon.svg")
+# Nothing but this server's own files may be loaded, nothing but this server asked, and no text become HTML.
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 class Service:
@@ -219,13 +232,18 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
     for method, path, handler, answers in routes:
         app.add_api_route(path, handler, methods=[method], response_model=None, responses={**_ERRORS, **answers})
     app.add_api_route("/metrics", service.show_metrics, include_in_schema=False, response_model=None)
-    metrics.paths = {path for _, path, *_ in routes} | {"/metrics", *PATHS}
-    app.routes.extend(ROUTES)
+    metrics.paths = {path for _, path, *_ in routes} | {"/metrics", *PAGE_PATHS}
+    # A route for each file: what no route knows stays 404, and a known path with another method 405.
+    app.routes.extend(Route(path, functools.partial(_page_file, path)) for path in PAGE_PATHS)
     for kind in (RequestValidationError, HTTPException, InputError, Exception):
         app.add_exception_handler(kind, _failed)
     rate = Rate(config.rate_limit)
     app.add_middleware(Guard, api_key=config.api_key, rate=rate, max_body=config.max_body, done=metrics.request)
     return app
+
+
+async def _page_file(path: str, _request: Request) -> Response:
+    return FileResponse(PAGE / (path[1:] or "index.html"), headers=PAGE_HEADERS)
 
 
 def _sse_response(pieces: AsyncIterator[str]) -> Response:

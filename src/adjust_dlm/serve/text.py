@@ -25,10 +25,6 @@ class Words:
         """See the class."""
         self.base, self._lock = base, threading.Lock()
 
-    def start(self) -> list[int]:
-        """Ids in front of text without a prompt."""
-        return [] if self.base.spec.bos_id is None else [self.base.spec.bos_id]
-
     def encode(self, text: str, *, first: bool = True) -> list[int]:
         """Ids; `first` puts the family's start token in front. Raises InputError for half characters and for no ids."""
         _require_whole(text)
