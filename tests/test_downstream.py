@@ -104,7 +104,7 @@ def test_prompts_and_chats(base: Base, tmp_path: Path) -> None:
     plain, chat = Problem("a", "one", {}), Problem("b", "two", {}, turns=("q", "a"))
 
     def asked(problem: Problem, *, chat: bool) -> str:
-        return base.tokenizer.decode(encode(base, problem, settings(tmp_path, chat=chat)))
+        return base.tokenizer.decode(encode(base, problem, chat=chat))
 
     assert asked(plain, chat=False) == "<|endoftext|>one"
     assert asked(chat, chat=False) == "<|endoftext|>q\n\na\n\ntwo"

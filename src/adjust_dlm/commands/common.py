@@ -134,7 +134,7 @@ def load_for(flags: LoadFlags) -> Base:
     return base
 
 
-def load_sampler_for(flags: LoadFlags, base: Base) -> Any:
+def sampler_for(flags: LoadFlags, base: Base) -> Any:
     """The sampler that the flags name (a folder or a Hub id), else the one that ships for the base, else None."""
     from adjust_dlm.artifacts import from_pretrained
     from adjust_dlm.sampler import default_sampler

@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from adjust_dlm.commands.common import (
-    DecodeFlags,
-    encode_prompts,
-    load_for,
-    load_sampler_for,
-    sample_record,
-    setup_facts,
-)
+from adjust_dlm.commands.common import DecodeFlags, encode_prompts, load_for, sample_record, sampler_for, setup_facts
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 if TYPE_CHECKING:
-    from adjust_dlm.bases import Base, Partner
+    from adjust_dlm.bases import Base
     from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
@@ -43,29 +36,25 @@ def run(flags: CompareConfig) -> Outcome:
     The rows are those for evaluation, since joint text of a row that g was trained on is the training text.
     """
     config = flags.decode_config()
+    from adjust_dlm.bases.partner import load_partner
+    from adjust_dlm.eval.nll import mean_nll
+
     base = load_for(flags)
-    sampler, partner = load_sampler_for(flags, base), _partner(flags, base)
+    sampler, partner = sampler_for(flags, base), None
+    if flags.partner is not None or base.ar_source is not None:
+        partner = load_partner(base, flags.partner)
+    else:
+        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
     if sampler is None:
         logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
     (ids,) = encode_prompts(base, [flags.prompt] if flags.prompt is not None else [], config, chat=flags.chat)
     samples = _decode(flags, base, sampler, ids, config)
     if partner is not None:
-        from adjust_dlm.eval.nll import mean_nll
-
         for s in samples:
             s["nll"] = mean_nll(base, partner, ids, s["tokens"][: s["completion_tokens"]])
     rows = [_row(samples[at : at + flags.num_samples]) for at in range(0, len(samples), flags.num_samples)]
     _show(flags, rows)
     return Outcome(results={"rows": rows, "prompt": flags.prompt or "", **setup_facts(base, sampler)}, samples=samples)
-
-
-def _partner(flags: CompareConfig, base: Base) -> Partner | None:
-    from adjust_dlm.bases.partner import load_partner
-
-    if flags.partner is None and base.ar_source is None:
-        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
-        return None
-    return load_partner(base, flags.partner)
 
 
 def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from adjust_dlm.commands.common import DrawFlags, load_for, load_sampler_for, set_malloc
+from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _engine(flags: ServeConfig, base: Base, config: AppConfig) -> Engine:
     from adjust_dlm.serve.work import RowSpec, Work
 
     limits = Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
-    sampler: Any = load_sampler_for(flags, base)
+    sampler: Any = sampler_for(flags, base)
     partner = load_partner(base, flags.partner) if flags.load_partner or flags.partner else None
     engine = Engine(base, sampler=sampler, partner=partner, limits=limits, eager=flags.eager or None)
     row = RowSpec(ids=[], new=1, seed=0, row=0)

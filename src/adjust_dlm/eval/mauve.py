@@ -100,18 +100,17 @@ def features(
 
     Args:
         model: any causal model of transformers, in eval mode.
-        token_lists: n lists of the model's token ids, none empty, without end tokens and pads.
+        token_lists: the model's token ids, without end tokens and pads; empty lists are left out.
         batch_size: texts per pass; the result does not depend on it beyond rounding.
         pooling: "mean" or "last".
 
     Returns:
-        [n, D], in the order of `token_lists`.
+        [n, D], in the order of the n lists that have a token.
     """
     require(pooling in ("mean", "last"), f"pooling is {pooling!r}; it must be mean or last")
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
-    require(len(token_lists) > 0, "no texts to take features of")
-    empty = [i for i, ids in enumerate(token_lists) if not len(ids)]
-    require(not empty, f"{len(empty)} texts have no token, the first is text {empty[:1]}; leave them out")
+    token_lists = [ids for ids in token_lists if len(ids)]
+    require(bool(token_lists), "no texts to take features of")
     require_ids(model, token_lists)
     require_causal(model, token_lists[0][0], model.device)
     out = np.empty((len(token_lists), model.config.hidden_size), np.float32)

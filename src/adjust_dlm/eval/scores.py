@@ -235,15 +235,13 @@ def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]
     groups = {group: texts for _, group, texts in encoded(config, judge, [config.reference])}
     require(len(groups) == 1, f"the reference {config.reference} has texts of {len(groups)} decoders "
             f"({', '.join(groups)}); it must have one")  # fmt: skip
-    reference = [ids for ids in next(iter(groups.values())) if ids]
     about = {"model": judge.name, "pooling": config.pooling, "max_tokens": config.max_tokens}
-    p = features(judge.model, reference, config.batch_size, config.pooling)
+    p = features(judge.model, next(iter(groups.values())), config.batch_size, config.pooling)
     for name, group, texts in encoded(config, judge, config.files):
-        full = [ids for ids in texts if ids]
-        q = features(judge.model, full, config.batch_size, config.pooling)
+        q = features(judge.model, texts, config.batch_size, config.pooling)
         found = mauve(p, q, seeds=config.seeds, buckets=config.buckets or None, scale=config.scale, about=about)
         rows.append({
-            "file": name, "decoder": group, "n": len(full), "n_reference": len(reference),
-            "n_empty": len(texts) - len(full), **found,
+            "file": name, "decoder": group, "n": len(q), "n_reference": len(p),
+            "n_empty": len(texts) - len(q), **found,
         })  # fmt: skip
     return {"judge": judge.name, "reference": config.reference, "rows": rows}

@@ -109,9 +109,11 @@ def run_parallelbench(
         for name, asked in problems.items():
             task = _task(name, asked, check, config)
             long = _too_long(base, asked, config.for_group(name).max_new_tokens)
-            for row in evaluate(task, config.for_group(name), base, sampler)["rows"]:
-                rows += _by_task(name, row, long)
-                macro.append(_macro(name, row))
+            found = evaluate(task, config.for_group(name), base, sampler)
+            macro += [_macro(name, row) for row in found["rows"]]
+            for line in found["kinds"]:
+                lengths = {} if name == "words_to_sentence" else {"too_long": long[line["kind"]]}
+                rows.append({"group": name, "task": line.pop("kind").rpartition("/")[2], **line, **lengths})
     finally:
         if tool is not None:
             tool.close()
@@ -170,16 +172,6 @@ def _too_long(base: Base, problems: Sequence[Problem], most: int) -> Counter[str
     if found:
         log.warning("right replies of more than %d tokens: %s; see --max-new-tokens", most, dict(found))
     return found
-
-
-def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list[Facts]:
-    out = []
-    for kind, metrics in row["kinds"].items():
-        n = next(iter(metrics.values()))["n"]
-        line = {"group": group, "task": kind.rpartition("/")[2], "variant": row["variant"], "n": n}
-        lengths = {} if group_of(line["task"]) == "words_to_sentence" else {"too_long": too_long[kind]}
-        out.append(line | flat(metrics) | lengths)
-    return out
 
 
 def _macro(group: str, row: Mapping[str, Any]) -> Facts:
