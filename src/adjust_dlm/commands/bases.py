@@ -48,15 +48,10 @@ def _bases() -> list[dict[str, Any]]:
         "antiberty": wheel_path().is_file(),
     }
     return [
-        {
-            "name": name,
-            "description": text,
-            "packaged_bytes": size(MODELS / name),
-            "ready": cached.get(name, True),
-            "sampler": default_sampler(name),
-        }
+        {"name": name, "description": text, "packaged_bytes": size(MODELS / name), "ready": cached.get(name, True),
+         "sampler": default_sampler(name)}
         for name, text in known_bases().items()
-    ]
+    ]  # fmt: skip
 
 
 def _cache() -> dict[str, Any]:

@@ -183,20 +183,13 @@ def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
     tokens, order = result.tokens_BL[b, -new:].tolist(), result.order_BL[b, -new:].tolist()
     words = cut_at_end(tokens, base.spec.end_ids)
     return {
-        "text": Words(base).decode(tokens),
-        "tokens": tokens,
-        "order": order,
-        "prompt_tokens": int(result.real_BL[b].sum()) - new,
-        "completion_tokens": len(words),
+        "text": Words(base).decode(tokens), "tokens": tokens, "order": order,
+        "prompt_tokens": int(result.real_BL[b].sum()) - new, "completion_tokens": len(words),
         "finish_reason": "stop" if len(words) < new else "length",
-        "base_calls": int(result.base_calls_B[b]),
-        "sampler_calls": int(result.sampler_calls_B[b]),
-        "partner_calls": int(result.partner_calls_B[b]),
-        "seconds": round(result.seconds, 6),
-        "seed": result.config.seed,
-        "decoder": result.decoder,
+        **{name: int(getattr(result, f"{name}_B")[b]) for name in ("base_calls", "sampler_calls", "partner_calls")},
+        "seconds": round(result.seconds, 6), "seed": result.config.seed, "decoder": result.decoder,
         "tokens_per_step": result.config.tokens_per_step,
-    }
+    }  # fmt: skip
 
 
 def setup_facts(base: Base, sampler: Any) -> dict[str, Any]:

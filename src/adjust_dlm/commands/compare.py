@@ -79,19 +79,13 @@ def _row(samples: list[Record]) -> Record:
     """One decoder's numbers: passes and tokens are means per sample, seconds are those of the whole batch."""
     tokens = sum(s["completion_tokens"] for s in samples)
     scored = [(s["nll"], s["completion_tokens"]) for s in samples if s.get("nll") is not None]
-    seconds = samples[0]["seconds"]
+    means = ("completion_tokens", "base_calls", "sampler_calls")
     return {
-        "decoder": samples[0]["decoder"],
-        "tokens_per_step": samples[0]["tokens_per_step"],
-        "text": samples[0]["text"],
+        **{name: samples[0][name] for name in ("decoder", "tokens_per_step", "text", "seconds")},
+        **{name: sum(s[name] for s in samples) / len(samples) for name in means},
         "nll": sum(nll * count for nll, count in scored) / tokens if scored else None,
-        "completion_tokens": tokens / len(samples),
-        "base_calls": sum(s["base_calls"] for s in samples) / len(samples),
-        "sampler_calls": sum(s["sampler_calls"] for s in samples) / len(samples),
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "samples": len(samples),
-    }
+        "tokens_per_second": tokens / samples[0]["seconds"], "samples": len(samples),
+    }  # fmt: skip
 
 
 def _show(flags: CompareConfig, rows: list[Record]) -> None:

@@ -170,14 +170,15 @@ def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: 
     if config.divergence == 0:
         return {}
     settings = _settings(config, cell).but(**read_variant(decoder).settings)
-    ways: list[tuple[Source, ...]] = [("own", "base"), ("own",)]
-    reasons = [reason_against(base, decoder, settings, sources) for sources in ways]
-    able = next((way for way, reason in zip(ways, reasons, strict=True) if reason is None and temperature > 0), None)
-    if able is None:
-        return {"no_divergence": reasons[1] or "at T = 0 the law has one text, and every KL is infinite"}
+    sources: tuple[Source, ...] = ("own",)
+    reason = reason_against(base, decoder, settings, sources)
+    if reason is not None or temperature == 0:
+        return {"no_divergence": reason or "at T = 0 the law has one text, and every KL is infinite"}
+    if reason_against(base, decoder, settings, ("own", "base")) is None:
+        sources = ("own", "base")
     prompts = [unconditional(base)] * config.divergence
     facts = measure(
-        base, helpers, decoder, prompts, settings, temperature=temperature, sources=able,
+        base, helpers, decoder, prompts, settings, temperature=temperature, sources=sources,
         batch_size=config.batch_size, keep=Path(config.output, "kept"),
     )  # fmt: skip
     about = {name: facts["own"][name] for name in MEASURES[2:]}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, flat
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
 from adjust_dlm.eval.generation import COSTS
 from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, read_list, read_problems, select
 from adjust_dlm.sampler import Sampler
@@ -177,15 +177,11 @@ def _too_long(base: Base, problems: Sequence[Problem], most: int) -> Counter[str
 def _macro(group: str, row: Mapping[str, Any]) -> Facts:
     """The plain mean over tasks, whatever their number of rows; its half-width is that of independent tasks."""
     kinds = list(row["kinds"].values())
-    metrics = {
-        f"macro_{name}": {
-            "mean": sum(kind[name]["mean"] for kind in kinds) / len(kinds),
-            "ci95": math.hypot(*(kind[name]["ci95"] for kind in kinds)) / len(kinds),
-        }
-        for name in kinds[0]
-    }
-    cost = {name: row[name] for name in COSTS}
-    return {"group": group, "variant": row["variant"], "tasks": len(kinds)} | flat(metrics) | cost
+    out = {"group": group, "variant": row["variant"], "tasks": len(kinds)}
+    for name in kinds[0]:
+        out[f"macro_{name}"] = sum(kind[name]["mean"] for kind in kinds) / len(kinds)
+        out[f"macro_{name}_ci95"] = math.hypot(*(kind[name]["ci95"] for kind in kinds)) / len(kinds)
+    return out | {name: row[name] for name in COSTS}
 
 
 def is_right_list(task: str, people: list[str], facts: Facts) -> bool:
