@@ -230,11 +230,12 @@ def _samples(
     variant: str, config: DownstreamConfig, problems: Sequence[Problem], texts: Sequence[list[str]],
     scores: Sequence[Sequence[Scores]], made: Sequence[Generated],
 ) -> str:  # fmt: skip
-    lines, rows = [], iter(made)
-    for problem, group, values in zip(problems, texts, scores, strict=True):
-        for text, value, row in zip(group, values, rows, strict=False):
-            facts = {"decoder": variant, "temperature": config.temperature, "id": problem.id, "kind": problem.kind}
-            facts |= {"prompt": problem.prompt, "text": text, "scores": value, **asdict(row)}
-            del facts["tokens"]
-            lines.append(to_line(facts))
+    lines = []
+    for n, row in enumerate(made):
+        at, of = divmod(n, config.num_samples)
+        asked = {name: getattr(problems[at], name) for name in ("id", "kind", "prompt")}
+        facts = {"decoder": variant, "temperature": config.temperature, **asked}
+        facts |= {"text": texts[at][of], "scores": scores[at][of], **asdict(row)}
+        del facts["tokens"]
+        lines.append(to_line(facts))
     return "".join(lines)

@@ -51,9 +51,8 @@ def mauve(
 
     Returns:
         `mauve`: mean over the seeds, in (0, 1]; 1 when P and Q are the same. `mauve_ci95`: half of its 95 % interval;
-        texts of both sets resampled within their clusters, and the seeds' own spread. `mauve_std`: over the seeds
-        (n - 1), not the error of sampling texts; nan for one. `per_seed`. `settings`: everything the numbers depend on,
-        and `warnings`, a list of lines.
+        texts of both sets resampled within their clusters, and the seeds' own spread. `per_seed`. `settings`:
+        everything the numbers depend on, and `warnings`, a list of lines.
 
     Raises:
         InputError: features that are not finite [n, D] arrays of one D, no seeds, or an impossible bucket count.
@@ -85,12 +84,10 @@ def mauve(
         "explained_variance": EXPLAINED_VARIANCE, "dimensions": reduced_ND.shape[1], "kmeans_runs": KMEANS_RUNS,
         "kmeans_steps": KMEANS_STEPS, "warnings": warnings,
     }  # fmt: skip
-    std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else float("nan")
     error = _error(labels, len(p), len(q), buckets, scale)
-    spread = std**2 / len(seeds) if len(seeds) > 1 else 0.0
+    spread = float(np.var(per_seed, ddof=1)) / len(seeds) if len(seeds) > 1 else 0.0
     half = 1.96 * (error**2 + spread) ** 0.5
-    scores = {"mauve": float(np.mean(per_seed)), "mauve_ci95": half, "mauve_std": std, "per_seed": per_seed}
-    return {**scores, "settings": settings}
+    return {"mauve": float(np.mean(per_seed)), "mauve_ci95": half, "per_seed": per_seed, "settings": settings}
 
 
 def features(

@@ -77,7 +77,7 @@ class MauveConfig(NllConfig):
     Attributes:
         reference: file of the texts to compare with, in the same forms.
         buckets: k-means clusters; 0 takes a tenth of the smaller set.
-        seeds: of k-means; one score each, of which mean and spread are told.
+        seeds: of k-means; one score each, of which the mean is told.
         scale: the constant c of exp(-c KL).
         pooling: a text's features: mean of its tokens' states, or the last one's.
     """
@@ -229,7 +229,7 @@ def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]
 
     Returns:
         `judge`, `reference`, and `rows`: file, decoder, n, n_reference, n_empty left out, mauve, mauve_ci95,
-        mauve_std over seeds, per_seed, and the settings with their warnings.
+        per_seed, and the settings with their warnings.
     """
     judge, rows = judge or load_judge(config), []
     groups = {group: texts for _, group, texts in encoded(config, judge, [config.reference])}

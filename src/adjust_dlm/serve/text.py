@@ -50,10 +50,7 @@ class Words:
 
     def decode(self, ids: list[int]) -> str:
         """Text up to the first end token, special tokens dropped."""
-        if self.base.tokenizer is None:
-            return " ".join(map(str, cut_at_end(ids, self.base.spec.end_ids)))
-        with self._lock:
-            return self.base.decode(ids)
+        return self.whole(cut_at_end(ids, self.base.spec.end_ids))
 
     def whole(self, ids: list[int]) -> str:
         """Text of all ids, whatever stands behind an end token; special tokens dropped."""

@@ -105,7 +105,7 @@ def run(
         "--allow-code-execution",
     )
     [tried] = run_programs([["assert 1"]], Limits(seconds=30, memory_mb=config.memory_mb))
-    if not tried.passed:
+    if tried.status != "passed":
         raise RuntimeError(f"the sandbox cannot run a program of one line: {tried.message}")
     wanted = [name for name in PROTECTIONS if name != "user" or os.geteuid() == 0]  # others have no root to give up
     missing = [name for name in wanted if name not in tried.protections]
@@ -126,7 +126,7 @@ def _score(program: Callable[[Problem, str, CodeConfig], list[str]]) -> Callable
         programs = [program(p, reply, config) for p, group in zip(problems, replies, strict=True) for reply in group]
         results = over_ranks(programs, lambda mine: run_programs(mine, config.limits(), workers=config.workers or None))
         log.info("programs: %s", dict(Counter(result.status for result in results)))
-        out, passed = [], iter([result.passed for result in results])
+        out, passed = [], iter([result.status == "passed" for result in results])
         for group in replies:
             mine = [next(passed) for _ in group]
             of_all = {k: pass_at_k(len(mine), sum(mine), k) for k in config.ks}
