@@ -147,7 +147,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
     [
         (["--base", "exakt"], "unknown base 'exakt'; known are adapted, antiberty, checkpoint, exact"),
         (["--decoder", "magic"], "unknown decoder 'magic'; known are joint, parallel, adjust"),
-        (["--decoder", "adjust"], "needs a sampler for base 'exact'"),
+        (["--decoder", "adjust"], "no sampler ships for base 'exact'; name one"),
         (["--tokens-per-step", "0"], "tokens_per_step is 0; it must be at least 1"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--temperature", "nan"], "temperature is nan; it must be a finite number"),

@@ -91,7 +91,7 @@ def mauve(
 
 
 def features(
-    model: PreTrainedModel, token_lists: Tokens, batch_size: int, pooling: Pooling = "mean"
+    model: PreTrainedModel, token_lists: Tokens, batch_size: int = 64, pooling: Pooling = "mean"
 ) -> npt.NDArray[np.float32]:
     """One vector per text: the last hidden states of a causal model, averaged over the tokens or of the last token.
 

@@ -57,18 +57,15 @@ class NllScore:
     tokens_N: Ints
 
 
-def score_nll(
-    model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int, device: torch.device | str
-) -> NllScore:
+def score_nll(model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int) -> NllScore:
     """Scores token lists with a causal LM; the result does not depend on `batch_size` beyond rounding.
 
     Args:
-        model: any causal LM of transformers, in eval mode, on `device`. Its dtype is the dtype of the pass;
+        model: any causal LM of transformers, in eval mode. Its dtype and device are those of the passes;
             the log-softmax is fp32, the sums are fp64.
         token_lists: N lists of the judge's token ids, without end tokens and pads (see `cut_at_end`).
         condition_id: the id put before every text, such as that of `<|endoftext|>`; not scored itself.
         batch_size: texts per pass.
-        device: where the passes run.
 
     Raises:
         InputError: nothing to score, ids the judge does not have, a text beyond its context, a model that
@@ -77,10 +74,10 @@ def score_nll(
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     require(any(token_lists), f"none of the {len(token_lists)} texts has a token to score")
     require_ids(model, token_lists, start=condition_id)
-    require_plain_head(model, require_causal(model, condition_id, device))
+    require_plain_head(model, require_causal(model, condition_id, model.device))
     tokens_N = np.array([len(ids) for ids in token_lists], dtype=np.int64)
     sum_nll_N = np.zeros(len(token_lists))
-    for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, device, start=condition_id):
+    for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, model.device, start=condition_id):
         sum_nll_N[rows] = _sum_nll(model, ids_BL, real_BL).numpy()
     return summarize(sum_nll_N, tokens_N)
 

@@ -212,9 +212,7 @@ def run_nll(config: NllConfig, judge: Judge | None = None) -> dict[str, Any]:
     """
     judge, rows = judge or load_judge(config), []
     for name, group, texts in encoded(config, judge, config.files):
-        found = score_nll(
-            judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size, device=judge.model.device
-        )
+        found = score_nll(judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size)
         rows.append({
             "file": name, "decoder": group, "n": found.n_texts, "n_empty": found.n_empty, "n_tokens": found.n_tokens,
             "nll": found.nll, "nll_ci95": found.ci95, "perplexity": math.exp(found.nll),

@@ -19,7 +19,7 @@ from adjust_dlm.decoders.divergence import MEASURES, Source
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, reason_against
 from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, open_helpers, over_ranks, to_line
 from adjust_dlm.eval.mauve import features, mauve
-from adjust_dlm.eval.nll import Tokens, gap_closed, score_nll
+from adjust_dlm.eval.nll import NllScore, Tokens, gap_closed, score_nll
 from adjust_dlm.eval.scores import start_of
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
@@ -90,24 +90,17 @@ def make_table(
     cells = list(dict.fromkeys((t, d, k) for t in config.temperatures for d, k in _methods(config)))
     made = {cell: generate_cell(base, helpers, config, cell) for cell in cells}
     texts = {cell: [line.tokens for line in rows] for cell, rows in made.items()}
-    nll = {
-        cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=judge.device)
-        for cell, rows in texts.items()
-    }
+    nll = {cell: score_nll(judge, rows, condition_id=start, batch_size=64) for cell, rows in texts.items()}
     reference = {
-        t: features(judge, [x.tokens for x in generate_cell(base, helpers, config, (t, "joint", 1), config.n)], 64)
+        t: features(judge, [x.tokens for x in generate_cell(base, helpers, config, (t, "joint", 1), config.n)])
         for t in config.temperatures
     }
 
     def line_of(cell: Cell) -> dict[str, Any]:
         about = {"model": config.judge, "pooling": "mean", "max_new_tokens": config.max_new_tokens}
-        rows, scored = texts[cell], nll[cell]
-        found = mauve(reference[cell[0]], features(judge, rows, 64), buckets=config.buckets or None, about=about)
-        line = dict(zip(("temperature", "decoder", "tokens_per_step"), cell, strict=True)) | {
-            "n": scored.n_texts, "nll": scored.nll, "nll_ci95": scored.ci95, "distinct_2": distinct_n(rows, 2),
-            "distinct_4": distinct_n(rows, 4), "entropy": token_entropy(rows), "repeated": repeated_share(rows),
-            "mauve_settings": found.pop("settings"), **found,
-        }  # fmt: skip
+        ours = features(judge, texts[cell])
+        found = mauve(reference[cell[0]], ours, buckets=config.buckets or None, about=about)
+        line = score_line(*cell, texts[cell], nll[cell]) | {"mauve_settings": found.pop("settings"), **found}
         parallel = nll.get((cell[0], "parallel", cell[2] or read_variant(cell[1]).settings.get("tokens_per_step", 0)))
         if parallel is not None and not cell[1].startswith(("parallel", "joint")):
             line |= gap_closed(nll[cell[0], "joint", 1], parallel, nll[cell])
@@ -183,6 +176,15 @@ def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: 
     )  # fmt: skip
     about = {name: facts["own"][name] for name in MEASURES[2:]}
     return about | {name: facts[name] for kl in ("kl_qp", "kl_pq") for name in (kl, f"{kl}_ci95") if name in facts}
+
+
+def score_line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[str, Any]:
+    """What a cell's texts and their NLL say; MAUVE comes on top. Dull text lowers NLL: so its variety stands here."""
+    return {
+        "temperature": t, "decoder": decoder, "tokens_per_step": k, "n": nll.n_texts, "nll": nll.nll,
+        "nll_ci95": nll.ci95, "distinct_2": distinct_n(rows, 2), "distinct_4": distinct_n(rows, 4),
+        "entropy": token_entropy(rows), "repeated": repeated_share(rows),
+    }  # fmt: skip
 
 
 def _samples(base: Base, texts: dict[Cell, Texts], limit: int = 20) -> Iterator[str]:
