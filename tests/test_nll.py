@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 class Bigram(nn.Module):
     """A judge known by hand: hidden state = one-hot of the token, head = log P(next | token)."""
 
+    device = CPU
+
     def __init__(self, log_p_VV: torch.Tensor) -> None:
         super().__init__()
         size = len(log_p_VV)
