@@ -33,9 +33,10 @@ from adjust_dlm.bases import Base, load_base
 from adjust_dlm.commands.settings import filled, read_yaml
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.eval.generation import Generated, costs
+from adjust_dlm.eval.mauve import features as text_features
 from adjust_dlm.eval.mauve import mauve
 from adjust_dlm.eval.nll import NllScore, gap_closed, score_nll
-from adjust_dlm.eval.table import TableConfig, generate_cell, open_judge, score_line, text_features
+from adjust_dlm.eval.table import TableConfig, generate_cell, open_judge, score_line
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.train.metrics import held_out
@@ -186,7 +187,7 @@ def done_file(args: argparse.Namespace) -> Path:
 
 def nll_of(judge: tuple[Any, int], rows: list[list[int]]) -> NllScore:
     """As `adjust eval table` has it."""
-    return score_nll(judge[0], rows, condition_id=judge[1], batch_size=64, device=judge[0].device)
+    return score_nll(judge[0], rows, condition_id=judge[1], batch_size=64)
 
 
 def mauve_of(table: TableConfig, reference: Any, features: Any) -> Line:

@@ -17,8 +17,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.serve.asks import AppConfig
 from adjust_dlm.serve.engine import Engine, Limits
-from adjust_dlm.serve.http import create_app
-from adjust_dlm.serve.run import Server, bound
+from adjust_dlm.serve.http import Server, bound, create_app
 from adjust_dlm.serve.work import Event, Finished, Progress, RowSpec, Ticket, Work
 from adjust_dlm.types import DecodeConfig, State
 from helpers import oracle, wide

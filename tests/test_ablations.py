@@ -88,7 +88,7 @@ def assert_cells_are_those_of_the_texts(base: DreamBase, g: Any, judge: Any, cel
         numbers = list(range(EVALUATION_ROWS, EVALUATION_ROWS + N))
         rows = decode(base, [[BOS]] * N, config, decoder=decoder, sampler=g, rows=numbers).tokens_BL[:, 1:].tolist()
         assert not any(END in row for row in rows)
-        return score_nll(judge, rows, condition_id=BOS, batch_size=5, device="cpu")
+        return score_nll(judge, rows, condition_id=BOS, batch_size=5)
 
     assert list(cells) == ["2", "4"]
     for k, cell in cells.items():

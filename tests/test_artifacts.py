@@ -27,7 +27,7 @@ import adjust_dlm
 from adjust_dlm import cli
 from adjust_dlm.artifacts import CARD, RUN, from_pretrained, push_to_hub, save_pretrained, upload
 from adjust_dlm.bases import base as registry
-from adjust_dlm.commands.common import DecodeFlags, load_sampler_for
+from adjust_dlm.commands.common import DecodeFlags, sampler_for
 from adjust_dlm.decoders import decode
 from adjust_dlm.exported import export
 from adjust_dlm.released import import_released
@@ -353,10 +353,10 @@ def test_the_flag_takes_a_folder_or_a_hub_id(hub: Hub, tmp_path: Path, monkeypat
     push_to_hub(g, "me/g")
     monkeypatch.chdir(tmp_path)
     flags = DecodeFlags(base="exact", sampler=Path("me/g"))
-    assert same(load_sampler_for(flags, base), g)
+    assert same(sampler_for(flags, base), g)
     save_pretrained(other, "me/g")  # a folder of that name comes first
-    assert same(load_sampler_for(flags, base), other)
-    assert load_sampler_for(DecodeFlags(base="exact"), base) is None
+    assert same(sampler_for(flags, base), other)
+    assert sampler_for(DecodeFlags(base="exact"), base) is None
 
 
 def test_a_process_without_network_uses_the_cache(hub: Hub, tmp_path: Path) -> None:

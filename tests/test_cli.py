@@ -147,7 +147,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
     [
         (["--base", "exakt"], "unknown base 'exakt'; known are adapted, antiberty, checkpoint, exact"),
         (["--decoder", "magic"], "unknown decoder 'magic'; known are joint, parallel, adjust"),
-        (["--decoder", "adjust"], "needs a sampler for base 'exact'"),
+        (["--decoder", "adjust"], "no sampler ships for base 'exact'; name one"),
         (["--tokens-per-step", "0"], "tokens_per_step is 0; it must be at least 1"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--temperature", "nan"], "temperature is nan; it must be a finite number"),
@@ -169,7 +169,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
         (["caf\udce9"], r"this is not UTF-8 text: 'caf\udce9'"),
         (["hello"], "has no tokenizer; give token ids separated by spaces, not 'hello'"),
         (["0 9", "--max-new-tokens", "2"], "prompt 0 holds token id [9]; ids run from 0 to 4"),
-        (["0 1 2"], "prompt 0 has 3 tokens, with 4 new ones 7; base 'exact' takes at most 4"),
+        (["0 1 2"], "prompt 0 of the command line has 3 tokens; with 4 new ones that is more than 4"),
         (["--max-new-tokens", "3"], "canvases of exactly 4 tokens"),
         (["--sampler", "/nowhere", "--decoder", "adjust"], "/nowhere holds no sampler"),
         (["--output", __file__], "is not a folder"),
@@ -497,11 +497,11 @@ def test_json_has_no_nan_and_knows_scalars() -> None:
 def test_a_function_that_returns_a_dict_is_a_command(run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How trajectories, train, adapt and eval are bound."""
     returned = {"steps": 3, "heldout": {"kl": 0.25}, "rows": [{"k": 2, "nll": 1.5}, {"k": 4}]}
-    monkeypatch.setattr("adjust_dlm.commands.fetch.run", lambda _: returned)
-    monkeypatch.setattr("adjust_dlm.commands.fetch.FetchConfig", Every)
+    monkeypatch.setattr("adjust_dlm.commands.bases.run_fetch", lambda _: returned)
+    monkeypatch.setattr("adjust_dlm.commands.bases.FetchConfig", Every)
     code, out, _ = run("fetch", "--path", "x")
     assert code == 0 and all(word in out for word in ("steps", "3", "heldout", "kl", "0.25", "nll", "1.5"))
-    monkeypatch.setattr("adjust_dlm.commands.fetch.FetchConfig", WithOutput)
+    monkeypatch.setattr("adjust_dlm.commands.bases.FetchConfig", WithOutput)
     assert run("fetch", "--output", tmp_path / "r")[0] == 0
     assert json.loads((tmp_path / "r" / "result.json").read_text())["results"] == returned
     monkeypatch.setenv("RANK", "1")  # torchrun: the first process alone writes and talks

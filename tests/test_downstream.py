@@ -104,7 +104,7 @@ def test_prompts_and_chats(base: Base, tmp_path: Path) -> None:
     plain, chat = Problem("a", "one", {}), Problem("b", "two", {}, turns=("q", "a"))
 
     def asked(problem: Problem, *, chat: bool) -> str:
-        return base.tokenizer.decode(encode(base, problem, settings(tmp_path, chat=chat)))
+        return base.tokenizer.decode(encode(base, problem, chat=chat))
 
     assert asked(plain, chat=False) == "<|endoftext|>one"
     assert asked(chat, chat=False) == "<|endoftext|>q\n\na\n\ntwo"
@@ -129,7 +129,7 @@ def test_what_runs(tmp_path: Path) -> None:
 
 def test_a_prompt_that_does_not_fit_is_named(base: Base, tmp_path: Path) -> None:
     task = Task("long", lambda config: [Problem("p7", "x" * 60, {})], lambda *_: [])
-    with pytest.raises(InputError, match=r"problem p7 has 61 tokens, with 8 new ones 69; .* at most 64"):
+    with pytest.raises(InputError, match=r"prompt 0 of task long has 61 tokens; with 8 new ones that is more than 64"):
         evaluate(task, settings(tmp_path), base)
     with pytest.raises(InputError, match="has no problems"):
         evaluate(Task("none", lambda config: [], lambda *_: []), settings(tmp_path), base)

@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 class Bigram(nn.Module):
     """A judge known by hand: hidden state = one-hot of the token, head = log P(next | token)."""
 
+    device = CPU
+
     def __init__(self, log_p_VV: torch.Tensor) -> None:
         super().__init__()
         size = len(log_p_VV)
@@ -56,7 +58,7 @@ def bigram(steps: list[tuple[int, int, float]], size: int) -> Bigram:
 
 
 def score(model, texts: list[list[int]], batch_size: int = 4) -> NllScore:
-    return score_nll(model, texts, condition_id=START, batch_size=batch_size, device=CPU)
+    return score_nll(model, texts, condition_id=START, batch_size=batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +245,7 @@ def test_bad_input_is_named(llama, texts, batch_size, message) -> None:
 
 def test_bad_judge_is_named(llama) -> None:
     with pytest.raises(InputError, match=r"start id 61 is not in the judge's 0..60"):
-        score_nll(llama, [[1]], condition_id=61, batch_size=1, device=CPU)
+        score_nll(llama, [[1]], condition_id=61, batch_size=1)
     with pytest.raises(InputError, match="LlamaModel has no output embedding"):
         score(LlamaModel(llama.config).eval(), [[1]])
     llama.train()

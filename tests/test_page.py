@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from adjust_dlm.serve import page_files
 from adjust_dlm.serve.engine import Engine
+from adjust_dlm.serve.http import PAGE, PAGE_HEADERS, PAGE_PATHS
 from helpers import tiny_sampler
 from serving import Served, Typist, byte_tokenizer, serving, typing_engine
 from tiny_ar import chat_base, tiny_partner
@@ -294,13 +294,11 @@ def luminance(visit: Visit, colour: str) -> float:
 
 def test_nothing_foreign_can_be_loaded_or_asked(visit: Visit) -> None:
     """The policy is sent with every file, and Chromium keeps to it."""
-    assert sorted(page_files.PATHS) == sorted(
-        f"/{file.name}".replace("/index.html", "/") for file in page_files.FOLDER.iterdir()
-    )
-    for path in page_files.PATHS:
+    assert sorted(PAGE_PATHS) == sorted(f"/{file.name}".replace("/index.html", "/") for file in PAGE.iterdir())
+    for path in PAGE_PATHS:
         answer = visit.served.client.get(path)
         assert answer.status_code == 200
-        assert {key: answer.headers[key] for key in page_files.HEADERS} == page_files.HEADERS
+        assert {key: answer.headers[key] for key in PAGE_HEADERS} == PAGE_HEADERS
     tried = visit.page.evaluate(
         "async () => [await fetch('http://127.0.0.2:9/').then(() => 'reached', () => 'kept back'),"
         " (() => { try { document.body.innerHTML = '<b>x</b>'; return 'written'; } catch { return 'refused'; } })()]"

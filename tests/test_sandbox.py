@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from adjust_dlm.eval.tasks import sandbox
-from adjust_dlm.eval.tasks.sandbox import Limits, Result, available_workers, marked, run_program, run_programs
+from adjust_dlm.eval.tasks.sandbox import Limits, available_workers, marked, run_program, run_programs
 from adjust_dlm.types import InputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -134,6 +134,10 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def passes(parts: list[str], limits: Limits) -> bool:
+    return run_program(parts, limits).status == "passed"
+
+
 def zombies() -> int:
     found = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -153,7 +157,7 @@ def test_a_hostile_program_fails_in_time_and_leaves_nothing(
     assert result.status in ("failed", "timeout", "output") and result.message
     assert marked(marks[0]) == [] and zombies() == 0
     assert list(folders.iterdir()) == []
-    assert run_program(["answer = 42", TEST], Limits(seconds=5, namespaces=namespaces)).passed
+    assert passes(["answer = 42", TEST], Limits(seconds=5, namespaces=namespaces))
 
 
 def test_how_programs_end() -> None:
@@ -164,7 +168,7 @@ def test_how_programs_end() -> None:
     assert run_program([HOSTILE["50 GB"]], limits).message == "MemoryError"
     assert run_program([HOSTILE["another session"]], limits).message == "left processes running"
     assert run_program(["answer = 41", TEST], limits).message == "AssertionError"
-    assert run_program(["x = 1", "y = x + 1", "assert (x, y, __name__) == (1, 2, 'candidate')"], limits).passed
+    assert passes(["x = 1", "y = x + 1", "assert (x, y, __name__) == (1, 2, 'candidate')"], limits)
 
 
 def test_what_an_honest_program_may_do() -> None:
@@ -176,7 +180,7 @@ def test_what_an_honest_program_may_do() -> None:
         "import io, os; sys.stdout = io.StringIO(); assert P(3).x == 3 and 'ADJUST_CACHE' not in os.environ",
     ]
     for namespaces in (True, False):
-        assert run_program(parts, Limits(namespaces=namespaces)).passed
+        assert passes(parts, Limits(namespaces=namespaces))
 
 
 def test_nothing_of_the_user_s_python_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +198,7 @@ def test_a_program_that_deletes_its_folder_disturbs_nobody(folders: Path) -> Non
     for namespaces in (True, False):
         limits = Limits(seconds=SECONDS, namespaces=namespaces)
         results = run_programs([[gone, TEST], [locked, TEST], ["open('x', 'w')\nanswer = 42", TEST]], limits, workers=1)
-        assert [r.passed for r in results] == [True, True, True]
+        assert [r.status == "passed" for r in results] == [True, True, True]
         assert list(folders.iterdir()) == []
 
 
@@ -202,7 +206,7 @@ def test_results_come_in_order_and_workers_stay_as_many(marks: list[str]) -> Non
     before = threading.active_count()
     programs = [HOSTILE["sleeps"], "answer = 42", HOSTILE["50 children"], "answer = 42", "answer = 41", "answer = 42"]
     results = run_programs([[text, TEST] for text in programs], Limits(seconds=SECONDS), workers=2)
-    assert [r.passed for r in results] == [False, True, False, True, False, True]
+    assert [r.status == "passed" for r in results] == [False, True, False, True, False, True]
     assert threading.active_count() == before and zombies() == 0
     assert [pid for mark in marks for pid in marked(mark)] == []
     assert available_workers() == len(os.sched_getaffinity(0)) and run_programs([], Limits()) == []
@@ -221,21 +225,19 @@ def test_protections_say_what_holds(tmp_path: Path) -> None:
         reach = "try: socket.create_connection(('127.0.0.1', PORT), 1)\nexcept OSError: pass\nelse: assert False"
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            assert run_program([interfaces, reach.replace("PORT", str(port))], Limits()).passed
+            assert passes([interfaces, reach.replace("PORT", str(port))], Limits())
     if "processes" in active:
-        assert run_program(["import os\nassert os.getppid() == 1 and os.getpid() == 2"], Limits()).passed
+        assert passes(["import os\nassert os.getppid() == 1 and os.getpid() == 2"], Limits())
     if "files" in active:
         target = tmp_path / "mine"
         target.write_text("kept")
         target.chmod(0o666)
         outcome = run_program([f"open({str(target)!r}, 'w')"], Limits())
         assert outcome.status == "failed" and target.read_text() == "kept"
-        assert not run_program(
-            ["for n in range(9): open(str(n), 'wb').write(bytes(8 << 20))"], Limits(file_mb=64)
-        ).passed
-        assert run_program(["for n in range(7): open(str(n), 'wb').write(bytes(8 << 20))"], Limits(file_mb=64)).passed
+        assert not passes(["for n in range(9): open(str(n), 'wb').write(bytes(8 << 20))"], Limits(file_mb=64))
+        assert passes(["for n in range(7): open(str(n), 'wb').write(bytes(8 << 20))"], Limits(file_mb=64))
         again = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000 | 0x00020000) == -1"  # user and mounts
-        assert run_program([again], Limits()).passed
+        assert passes([again], Limits())
 
 
 def test_root_becomes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +249,7 @@ def test_root_becomes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("nobody cannot read this Python")
     for namespaces in (True, False):
         limits = Limits(seconds=5, namespaces=namespaces)
-        assert run_program(["import os\nassert os.getresuid() == (65534,) * 3\nopen('mine', 'w')"], limits).passed
+        assert passes(["import os\nassert os.getresuid() == (65534,) * 3\nopen('mine', 'w')"], limits)
         outcome = run_program([f"import os\nos.listdir({str(Path.home())!r})"], limits)
         assert "Permission" in outcome.message or Path.home().stat().st_mode & 0o004
         assert "BlockingIOError" in run_program([TOO_MANY], limits).message
@@ -297,10 +299,6 @@ def test_a_sandbox_that_does_not_start_says_so(tmp_path: Path, monkeypatch: pyte
         run_program(["x = 1"], Limits())
 
 
-def test_a_result_knows_whether_it_passed() -> None:
-    assert Result("passed", "", ()).passed and not Result("timeout", "", ()).passed
-
-
 def test_a_start_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, failures = sandbox._watch, [1]
 
@@ -311,7 +309,7 @@ def test_a_start_that_fails_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) 
         return watch(*args)
 
     monkeypatch.setattr(sandbox, "_watch", flaky)
-    assert run_program(["assert True"], Limits()).passed
+    assert passes(["assert True"], Limits())
     failures[:] = [1, 1]
     with pytest.raises(RuntimeError, match="did not start"):
         run_program(["assert True"], Limits())

@@ -33,7 +33,7 @@ from schemathesis.specs.openapi.checks import (
 from adjust_dlm.commands import serve as serve_command
 from adjust_dlm.commands.serve import ServeConfig, run
 from adjust_dlm.decoders.fast import engine as fast
-from adjust_dlm.serve.run import bound
+from adjust_dlm.serve.http import bound
 from adjust_dlm.types import InputError
 from helpers import tiny_base
 from serving import Served, Typist, serving, typing_engine, wait_for
@@ -246,8 +246,10 @@ def test_flags_that_make_no_sense_are_refused(flags: dict[str, Any], message: st
 def test_the_command_hands_eager_on(*, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a card: the fast form unless it is refused."""
     monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
+    monkeypatch.setattr(serve_command, "load_for", lambda flags: tiny_base("dream"))
+    monkeypatch.setattr(serve_command, "set_malloc", lambda **sizes: None)
     flags = ServeConfig(base="exact", decoder="joint", eager=eager)
-    engine = serve_command._engine(flags, tiny_base("dream"), serve_command.check(flags))
+    _, engine = serve_command.app_for(flags, serve_command.check(flags))
     assert (engine._rounds is None) is eager
 
 
@@ -266,4 +268,4 @@ def test_serving_is_imported_by_nothing_else() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert Path(sys.modules["adjust_dlm.serve.run"].__file__ or "").is_file()
+    assert Path(sys.modules["adjust_dlm.serve.http"].__file__ or "").is_file()

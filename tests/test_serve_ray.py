@@ -32,7 +32,7 @@ def url() -> Iterator[str]:
     from ray import serve
 
     from adjust_dlm.commands.serve_ray import build
-    from adjust_dlm.serve.run import bound
+    from adjust_dlm.serve.http import bound
 
     with bound("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]

@@ -63,7 +63,7 @@ def test_cells_are_what_their_texts_say(base: DreamBase, judge: LlamaForCausalLM
         made = decode(base, [[47]] * N, settings, decoder=decoder, sampler=sampler, rows=numbers)
         rows = made.tokens_BL[:, 1:].tolist()
         assert not any(48 in row for row in rows)  # no text ends early
-        scores[decoder] = score_nll(judge, rows, condition_id=47, batch_size=5, device="cpu")
+        scores[decoder] = score_nll(judge, rows, condition_id=47, batch_size=5)
         assert cells[decoder, k]["nll"] == pytest.approx(scores[decoder].nll, rel=1e-6)
         assert cells[decoder, k]["n"] == N
     closed = gap_closed(scores["joint"], scores["parallel"], scores["adjust"])
@@ -158,7 +158,7 @@ def test_texts_end_at_their_end_token_and_one_token_a_step_is_joint(
     rows = decode(base, [[47]] * N, settings, decoder="joint", rows=numbers).tokens_BL[:, 1:].tolist()
     texts = [row[: [*row, 48].index(48)] for row in rows]
     assert texts != rows
-    score = score_nll(judge, texts, condition_id=47, batch_size=5, device="cpu")
+    score = score_nll(judge, texts, condition_id=47, batch_size=5)
     joint = cells["joint", 1]
     assert (joint["nll"], joint["n"]) == (pytest.approx(score.nll, rel=1e-6), sum(map(bool, texts)))
     made = joint["mauve_settings"]

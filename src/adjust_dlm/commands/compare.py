@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from adjust_dlm.commands.common import (
-    DecodeFlags,
-    encode_prompts,
-    load_for,
-    load_sampler_for,
-    sample_record,
-    setup_facts,
-)
+from adjust_dlm.commands.common import DecodeFlags, encode_prompts, load_for, sample_record, sampler_for, setup_facts
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 if TYPE_CHECKING:
-    from adjust_dlm.bases import Base, Partner
+    from adjust_dlm.bases import Base
     from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
@@ -43,29 +36,25 @@ def run(flags: CompareConfig) -> Outcome:
     The rows are those for evaluation, since joint text of a row that g was trained on is the training text.
     """
     config = flags.decode_config()
+    from adjust_dlm.bases.partner import load_partner
+    from adjust_dlm.eval.nll import mean_nll
+
     base = load_for(flags)
-    sampler, partner = load_sampler_for(flags, base), _partner(flags, base)
+    sampler, partner = sampler_for(flags, base), None
+    if flags.partner is not None or base.ar_source is not None:
+        partner = load_partner(base, flags.partner)
+    else:
+        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
     if sampler is None:
         logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
     (ids,) = encode_prompts(base, [flags.prompt] if flags.prompt is not None else [], config, chat=flags.chat)
     samples = _decode(flags, base, sampler, ids, config)
     if partner is not None:
-        from adjust_dlm.serve.nll import mean_nll
-
         for s in samples:
             s["nll"] = mean_nll(base, partner, ids, s["tokens"][: s["completion_tokens"]])
     rows = [_row(samples[at : at + flags.num_samples]) for at in range(0, len(samples), flags.num_samples)]
     _show(flags, rows)
     return Outcome(results={"rows": rows, "prompt": flags.prompt or "", **setup_facts(base, sampler)}, samples=samples)
-
-
-def _partner(flags: CompareConfig, base: Base) -> Partner | None:
-    from adjust_dlm.bases.partner import load_partner
-
-    if flags.partner is None and base.ar_source is None:
-        logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
-        return None
-    return load_partner(base, flags.partner)
 
 
 def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:
@@ -90,19 +79,13 @@ def _row(samples: list[Record]) -> Record:
     """One decoder's numbers: passes and tokens are means per sample, seconds are those of the whole batch."""
     tokens = sum(s["completion_tokens"] for s in samples)
     scored = [(s["nll"], s["completion_tokens"]) for s in samples if s.get("nll") is not None]
-    seconds = samples[0]["seconds"]
+    means = ("completion_tokens", "base_calls", "sampler_calls")
     return {
-        "decoder": samples[0]["decoder"],
-        "tokens_per_step": samples[0]["tokens_per_step"],
-        "text": samples[0]["text"],
+        **{name: samples[0][name] for name in ("decoder", "tokens_per_step", "text", "seconds")},
+        **{name: sum(s[name] for s in samples) / len(samples) for name in means},
         "nll": sum(nll * count for nll, count in scored) / tokens if scored else None,
-        "completion_tokens": tokens / len(samples),
-        "base_calls": sum(s["base_calls"] for s in samples) / len(samples),
-        "sampler_calls": sum(s["sampler_calls"] for s in samples) / len(samples),
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "samples": len(samples),
-    }
+        "tokens_per_second": tokens / samples[0]["seconds"], "samples": len(samples),
+    }  # fmt: skip
 
 
 def _show(flags: CompareConfig, rows: list[Record]) -> None:

@@ -1,4 +1,4 @@
-"""`adjust generate`: prompts in, texts out."""
+"""`adjust generate`: prompts in, texts out; with `--watch` the canvas filling in, live in the terminal."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import track
+from rich.text import Text
 
-from adjust_dlm.commands.common import (
-    DecodeFlags,
-    encode_prompts,
-    load_for,
-    load_sampler_for,
-    sample_record,
-    setup_facts,
-)
+from adjust_dlm.commands.common import DecodeFlags, encode_prompts, load_for, sample_record, setup_facts
 from adjust_dlm.commands.output import Outcome, say, to_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from adjust_dlm.bases import Base
+    from adjust_dlm.decoders import Canvas
     from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
@@ -62,12 +63,12 @@ def run(flags: GenerateConfig) -> Outcome:
     counted = ("prompt_tokens", "completion_tokens", "base_calls", "sampler_calls", "partner_calls")
     total = {key: sum(record[key] for record in records) for key in counted}
     seconds = time.perf_counter() - started
-    passes = ("base", "sampler", "partner") if helpers["partner"] else ("base", "sampler")
+    passes = ("base", "sampler", "partner") if "partner" in helpers else ("base", "sampler")
     cost = ", ".join(f"{total[f'{kind}_calls']} {kind} passes" for kind in passes)
     logger.info("%d tokens in %.2f s; %s", total["completion_tokens"], seconds, cost)
     results = {
         "samples": len(records), **total, "seconds": round(seconds, 6),
-        "tokens_per_second": total["completion_tokens"] / seconds, **setup_facts(base, helpers["sampler"]),
+        "tokens_per_second": total["completion_tokens"] / seconds, **setup_facts(base, helpers.get("sampler")),
     }  # fmt: skip
     return Outcome(results=results, samples=records)
 
@@ -87,27 +88,20 @@ def _check(flags: GenerateConfig) -> DecodeConfig:
 
 def _helpers(flags: GenerateConfig, base: Base) -> dict[str, Any]:
     """The sampler and the partner, where the decoder needs them."""
-    from adjust_dlm.bases.partner import load_partner
     from adjust_dlm.decoders import DECODERS
+    from adjust_dlm.eval.generation import open_helpers
 
     entry = DECODERS[flags.decoder]
     for kind, needed in (("sampler", entry.needs_sampler), ("partner", entry.needs_partner)):
         if getattr(flags, kind) and not needed:
             logger.warning("decoder %s uses no %s: %s is not read", flags.decoder, kind, getattr(flags, kind))
-    return {
-        "sampler": load_sampler_for(flags, base) if entry.needs_sampler else None,
-        "partner": load_partner(base, flags.partner) if entry.needs_partner else None,
-    }
+    return open_helpers(flags, base, [flags.decoder])
 
 
 def _decode_all(
     flags: GenerateConfig, config: DecodeConfig, base: Base, prompts: list[list[int]], helpers: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Records of all rows, batch by batch, with row number and prompt; a bar is on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    from adjust_dlm.commands.watch import Watch
     from adjust_dlm.decoders import decode, read_options
 
     rows = range(len(prompts) * flags.num_samples)
@@ -132,3 +126,56 @@ def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> No
         say(to_json({key: value for key, value in record.items() if key not in hidden}))
     elif not flags.watch:
         say(f"--- row {record['row']} ---\n{record['text']}" if several else record["text"])
+
+
+BLOCK, PLAIN_BLOCK = "\u2591\u2591\u2591 ", "... "  # a masked position; the second where the terminal knows ASCII only
+MASKED_STYLE, FRESH_STYLE, HEAD_STYLE = "dim", "bold black on green", "dim italic"
+
+
+class Watch(Live):
+    """A hook for `decode(watch=...)` and the context that owns the screen while a batch is decoded.
+
+    Args:
+        base: turns ids into text.
+        console: where to draw; the terminal behind stdout by default.
+    """
+
+    def __init__(self, base: Base, console: Console | None = None) -> None:
+        """Draws nothing yet."""
+        super().__init__(console=console or Console(), auto_refresh=False, vertical_overflow="visible")
+        self.base = base
+        self.block = PLAIN_BLOCK if self.console.options.ascii_only else BLOCK
+        self.seen_B: Tensor | None = None
+
+    def __call__(self, canvas: Canvas) -> None:
+        """Draws the canvas; tokens committed since the last frame stand out."""
+        self.update(self.frame(canvas), refresh=True)
+        self.seen_B = canvas.commits_B.clone()
+
+    def frame(self, canvas: Canvas) -> Group:
+        """One text per row of the batch, under a line that counts its passes."""
+        seen_B = canvas.commits_B * 0 if self.seen_B is None else self.seen_B
+        fresh_BL = canvas.order_BL >= seen_B[:, None]
+        parts = []
+        for b, number in enumerate(canvas.rows_B.tolist()):
+            row = f"row {number}: " if len(canvas.rows_B) > 1 else ""
+            passes = f"{int(canvas.base_calls_B[b])} base passes, {int(canvas.sampler_calls_B[b])} sampler passes"
+            head = Text(f"{row}{int(canvas.commits_B[b])} tokens, {passes}", style=HEAD_STYLE)
+            parts += [head, self._row(canvas, b, fresh_BL[b].tolist())]
+        return Group(*parts)
+
+    def _row(self, canvas: Canvas, b: int, fresh_L: list[bool]) -> Text:
+        """The new positions of row b; neighbours of one style are decoded together (a character may be two tokens)."""
+        first = canvas.tokens_BL.shape[1] - canvas.config.max_new_tokens
+        tokens, masked, order = (x[b].tolist() for x in (canvas.tokens_BL, canvas.masked_BL, canvas.order_BL))
+        text = Text()
+        new = [i for i in range(first, len(tokens)) if masked[i] or order[i] >= 0]  # no filler behind the end
+        for style, run in groupby(new, lambda i: MASKED_STYLE if masked[i] else FRESH_STYLE if fresh_L[i] else ""):
+            ids = [tokens[i] for i in run]
+            if style == MASKED_STYLE:
+                text.append(self.block * len(ids), style)
+            elif self.base.tokenizer is None:
+                text.append("".join(f"{token} " for token in ids), style)
+            else:
+                text.append(self.base.tokenizer.decode(ids), style)
+        return text

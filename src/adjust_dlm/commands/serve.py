@@ -6,15 +6,14 @@ import logging
 import math
 import os
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from adjust_dlm.commands.common import DrawFlags, load_for, load_sampler_for, set_malloc
+from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from adjust_dlm.bases import Base
     from adjust_dlm.serve.asks import AppConfig
     from adjust_dlm.serve.engine import Engine
 
@@ -62,7 +61,7 @@ class ServeConfig(DrawFlags):
 def run(flags: ServeConfig) -> Outcome:
     """Serves until SIGTERM or Ctrl-C."""
     config = check(flags)
-    from adjust_dlm.serve.run import Server, bound
+    from adjust_dlm.serve.http import Server, bound
 
     sock = bound(flags.host, flags.port)  # before the model is loaded: a port in use is known at once
     if config.api_key is None and flags.host not in ("localhost", "::1") and not flags.host.startswith("127."):
@@ -108,27 +107,25 @@ def check(flags: ServeConfig) -> AppConfig:
 
 
 def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
-    """Loads the model; the application starts and ends the engine."""
+    """Loads the model; the application starts and ends the engine.
+
+    Raises:
+        InputError: the default decoder lacks something.
+    """
+    from adjust_dlm.bases.partner import load_partner
+    from adjust_dlm.serve.engine import Engine, Limits
     from adjust_dlm.serve.http import create_app
+    from adjust_dlm.serve.work import RowSpec, Work
 
     # `adjust` keeps what is freed, which is quicker for a command that ends. Batches of a server change their size all
     # the time: kept blocks are cut up, the next large one does not fit, and memory grows for hours (200 MiB in five
     # minutes of mixed traffic with the default model on two CPU cores).
     set_malloc(map_from=1 << 20, keep=1 << 20)
-    engine = _engine(flags, load_for(flags), config)
-    return create_app(engine, config), engine
-
-
-def _engine(flags: ServeConfig, base: Base, config: AppConfig) -> Engine:
-    """The engine with what it can have; raises InputError if the default decoder lacks something."""
-    from adjust_dlm.bases.partner import load_partner
-    from adjust_dlm.serve.engine import Engine, Limits
-    from adjust_dlm.serve.work import RowSpec, Work
-
+    base = load_for(flags)
     limits = Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
-    sampler: Any = load_sampler_for(flags, base)
     partner = load_partner(base, flags.partner) if flags.load_partner or flags.partner else None
-    engine = Engine(base, sampler=sampler, partner=partner, limits=limits, eager=flags.eager or None)
+    sampler, eager = sampler_for(flags, base), flags.eager or None
+    engine = Engine(base, sampler=sampler, partner=partner, limits=limits, eager=eager)
     row = RowSpec(ids=[], new=1, seed=0, row=0)
     engine.plan(Work(rows=(row,), decoder=config.decoder, config=config.config, options=config.options))
-    return engine
+    return create_app(engine, config), engine

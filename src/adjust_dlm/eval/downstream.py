@@ -6,6 +6,7 @@ they are scored, so a run that stopped goes on, and another way of scoring costs
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adjust_dlm.bases import Base, load_base
+from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.decoders import read_variant
 from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, half_width, open_helpers, to_line
 from adjust_dlm.files import write_whole
@@ -129,7 +131,9 @@ def evaluate(
     problems = task.problems(config)[: config.limit or None]
     require(bool(problems), f"task {task.name} has no problems in {config.data!r}")
     base = base or load_base(config.base, device=config.device, quantize=config.quantize)
-    prompts = [ids for p in problems for ids in [encode(base, p, config)] * config.num_samples]
+    asked = [encode(base, problem, chat=config.chat) for problem in problems]
+    PromptSource(f"task {task.name}", asked).check_fits(base, config.max_new_tokens)
+    prompts = [ids for ids in asked for _ in range(config.num_samples)]
     helpers = open_helpers(config, base, config.variants(), sampler=sampler)
     rows, folder = [], Path(config.output)
     for variant in config.variants():
@@ -156,25 +160,13 @@ def evaluate(
     return {"task": task.name, **about, "rows": rows, "kinds": kinds}
 
 
-def encode(base: Base, problem: Problem, config: DownstreamConfig) -> list[int]:
-    """Ids of a problem: plain text behind the start token, or the chat with its earlier turns.
-
-    Raises:
-        InputError: they leave no room for the answer.
-    """
+def encode(base: Base, problem: Problem, *, chat: bool) -> list[int]:
+    """Ids of a problem: plain text behind the start token, or the chat with its earlier turns."""
     texts = [*problem.turns, problem.prompt]
-    if config.chat:
-        roles = ("user", "assistant")
-        ids = base.encode_messages([{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)])
-    else:
-        ids = base.encode("\n\n".join(texts))
-    total = len(ids) + config.max_new_tokens
-    require(
-        total <= base.spec.context,
-        f"problem {problem.id} has {len(ids)} tokens, with {config.max_new_tokens} new ones {total}; "
-        f"base {base.spec.name!r} takes at most {base.spec.context}: use fewer shots or a shorter answer",
-    )
-    return ids
+    if not chat:
+        return base.encode("\n\n".join(texts))
+    roles = itertools.cycle(("user", "assistant"))
+    return base.encode_messages([{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)])
 
 
 def with_shots(
@@ -238,11 +230,12 @@ def _samples(
     variant: str, config: DownstreamConfig, problems: Sequence[Problem], texts: Sequence[list[str]],
     scores: Sequence[Sequence[Scores]], made: Sequence[Generated],
 ) -> str:  # fmt: skip
-    lines, rows = [], iter(made)
-    for problem, group, values in zip(problems, texts, scores, strict=True):
-        for text, value, row in zip(group, values, rows, strict=False):
-            facts = {"decoder": variant, "temperature": config.temperature, "id": problem.id, "kind": problem.kind}
-            facts |= {"prompt": problem.prompt, "text": text, "scores": value, **asdict(row)}
-            del facts["tokens"]
-            lines.append(to_line(facts))
+    lines = []
+    for n, row in enumerate(made):
+        at, of = divmod(n, config.num_samples)
+        asked = {name: getattr(problems[at], name) for name in ("id", "kind", "prompt")}
+        facts = {"decoder": variant, "temperature": config.temperature, **asked}
+        facts |= {"text": texts[at][of], "scores": scores[at][of], **asdict(row)}
+        del facts["tokens"]
+        lines.append(to_line(facts))
     return "".join(lines)

@@ -150,9 +150,8 @@ def label_of(variant: str) -> str:
 def kind_of(variant: str) -> str:
     """`joint`, `sampler` (uses g), `partner` (asks an autoregressive model), or `free` (the base alone)."""
     name = read_variant(variant).name
-    if name == "joint":
-        return name
-    return "sampler" if DECODERS[name].needs_sampler else "partner" if DECODERS[name].needs_partner else "free"
+    kind = "sampler" if DECODERS[name].needs_sampler else "partner" if DECODERS[name].needs_partner else "free"
+    return name if name == "joint" else kind
 
 
 def _row(task: str, facts: Row) -> Row:

@@ -51,9 +51,8 @@ def mauve(
 
     Returns:
         `mauve`: mean over the seeds, in (0, 1]; 1 when P and Q are the same. `mauve_ci95`: half of its 95 % interval;
-        texts of both sets resampled within their clusters, and the seeds' own spread. `mauve_std`: over the seeds
-        (n - 1), not the error of sampling texts; nan for one. `per_seed`. `settings`: everything the numbers depend on,
-        and `warnings`, a list of lines.
+        texts of both sets resampled within their clusters, and the seeds' own spread. `per_seed`. `settings`:
+        everything the numbers depend on, and `warnings`, a list of lines.
 
     Raises:
         InputError: features that are not finite [n, D] arrays of one D, no seeds, or an impossible bucket count.
@@ -85,33 +84,30 @@ def mauve(
         "explained_variance": EXPLAINED_VARIANCE, "dimensions": reduced_ND.shape[1], "kmeans_runs": KMEANS_RUNS,
         "kmeans_steps": KMEANS_STEPS, "warnings": warnings,
     }  # fmt: skip
-    std = float(np.std(per_seed, ddof=1)) if len(per_seed) > 1 else float("nan")
     error = _error(labels, len(p), len(q), buckets, scale)
-    spread = std**2 / len(seeds) if len(seeds) > 1 else 0.0
+    spread = float(np.var(per_seed, ddof=1)) / len(seeds) if len(seeds) > 1 else 0.0
     half = 1.96 * (error**2 + spread) ** 0.5
-    scores = {"mauve": float(np.mean(per_seed)), "mauve_ci95": half, "mauve_std": std, "per_seed": per_seed}
-    return {**scores, "settings": settings}
+    return {"mauve": float(np.mean(per_seed)), "mauve_ci95": half, "per_seed": per_seed, "settings": settings}
 
 
 def features(
-    model: PreTrainedModel, token_lists: Tokens, batch_size: int, pooling: Pooling = "mean"
+    model: PreTrainedModel, token_lists: Tokens, batch_size: int = 64, pooling: Pooling = "mean"
 ) -> npt.NDArray[np.float32]:
     """One vector per text: the last hidden states of a causal model, averaged over the tokens or of the last token.
 
     Args:
         model: any causal model of transformers, in eval mode.
-        token_lists: n lists of the model's token ids, none empty, without end tokens and pads.
+        token_lists: the model's token ids, without end tokens and pads; empty lists are left out.
         batch_size: texts per pass; the result does not depend on it beyond rounding.
         pooling: "mean" or "last".
 
     Returns:
-        [n, D], in the order of `token_lists`.
+        [n, D], in the order of the n lists that have a token.
     """
     require(pooling in ("mean", "last"), f"pooling is {pooling!r}; it must be mean or last")
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
-    require(len(token_lists) > 0, "no texts to take features of")
-    empty = [i for i, ids in enumerate(token_lists) if not len(ids)]
-    require(not empty, f"{len(empty)} texts have no token, the first is text {empty[:1]}; leave them out")
+    token_lists = [ids for ids in token_lists if len(ids)]
+    require(bool(token_lists), "no texts to take features of")
     require_ids(model, token_lists)
     require_causal(model, token_lists[0][0], model.device)
     out = np.empty((len(token_lists), model.config.hidden_size), np.float32)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adjust_dlm.bases import Base, Partner
 from adjust_dlm.bases.partner import last_hidden, output_embedding, require_causal, require_plain_head
-from adjust_dlm.types import require
+from adjust_dlm.types import State, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,18 +57,15 @@ class NllScore:
     tokens_N: Ints
 
 
-def score_nll(
-    model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int, device: torch.device | str
-) -> NllScore:
+def score_nll(model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int) -> NllScore:
     """Scores token lists with a causal LM; the result does not depend on `batch_size` beyond rounding.
 
     Args:
-        model: any causal LM of transformers, in eval mode, on `device`. Its dtype is the dtype of the pass;
+        model: any causal LM of transformers, in eval mode. Its dtype and device are those of the passes;
             the log-softmax is fp32, the sums are fp64.
         token_lists: N lists of the judge's token ids, without end tokens and pads (see `cut_at_end`).
         condition_id: the id put before every text, such as that of `<|endoftext|>`; not scored itself.
         batch_size: texts per pass.
-        device: where the passes run.
 
     Raises:
         InputError: nothing to score, ids the judge does not have, a text beyond its context, a model that
@@ -76,10 +74,10 @@ def score_nll(
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     require(any(token_lists), f"none of the {len(token_lists)} texts has a token to score")
     require_ids(model, token_lists, start=condition_id)
-    require_plain_head(model, require_causal(model, condition_id, device))
+    require_plain_head(model, require_causal(model, condition_id, model.device))
     tokens_N = np.array([len(ids) for ids in token_lists], dtype=np.int64)
     sum_nll_N = np.zeros(len(token_lists))
-    for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, device, start=condition_id):
+    for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, model.device, start=condition_id):
         sum_nll_N[rows] = _sum_nll(model, ids_BL, real_BL).numpy()
     return summarize(sum_nll_N, tokens_N)
 
@@ -112,6 +110,26 @@ def gap_closed(joint: NllScore, parallel: NllScore, adjust: NllScore) -> dict[st
     several = min(s.n_texts for s in (joint, parallel, adjust)) > 1
     half = _half_width(share_S[~np.isnan(share_S)]) if several else math.nan
     return {"gap_closed": (parallel.nll - adjust.nll) / (parallel.nll - joint.nll), "gap_closed_ci95": half}
+
+
+@torch.no_grad()
+def mean_nll(base: Base, partner: Partner, prompt: list[int], completion: list[int]) -> float | None:
+    """-log p(completion | prompt) / tokens, in nats, under the partner's own softmax; None for an empty completion.
+
+    A prompt that does not begin with the base's start token gets it in front; without either there is no first term,
+    and the mean is over the tokens behind the first.
+    """
+    start = base.spec.bos_id
+    before = prompt if start is None or prompt[:1] == [start] else [start, *prompt]
+    first = max(1, len(before))
+    ids = [*before, *completion]
+    if len(ids) <= first:
+        return None
+    tokens_BL = torch.tensor([ids], device=base.device)
+    state = State(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool), torch.zeros_like(tokens_BL).bool(), False)
+    h_RD = partner.hidden(state)[0, first:]
+    log_p_RV = partner.head(h_RD).float().log_softmax(-1)
+    return -float(log_p_RV.gather(-1, tokens_BL[0, first:, None]).double().mean())
 
 
 def right_padded(

@@ -19,7 +19,7 @@ import tyro
 from adjust_dlm.eval.tasks.task_files import Row, read_rows
 from adjust_dlm.types import require
 
-DRAWS = 10_000
+DRAWS = 10_000  # of the bootstrap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +29,16 @@ class PairedConfig:
     Attributes:
         files: two samples-*.jsonl of one task, A and B; the difference is B - A.
         metric: which score.
-        draws: of the bootstrap.
-        seed: of the bootstrap.
         output: folder for result.json and run.yaml.
     """
 
     files: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     metric: str = ""
-    draws: int = DRAWS
-    seed: int = 0
     output: str | None = None
 
     def __post_init__(self) -> None:
         """Checks what can be refused before anything is read."""
         require(len(self.files) == 2, f"{len(self.files)} files; name two, A and B")
-        require(self.draws >= 1, f"draws is {self.draws}; it must be at least 1")
-        require(self.seed >= 0, f"seed is {self.seed}; it must be at least 0")
 
 
 def run(config: PairedConfig) -> dict[str, Any]:
@@ -56,16 +50,16 @@ def run(config: PairedConfig) -> dict[str, Any]:
     first, second = config.files
     metric = config.metric or _only_metric(first)
     scores = aligned(read_scores(first, metric), read_scores(second, metric))
-    return {"a": first, "b": second, "metric": metric, **compare(*scores, seed=config.seed, draws=config.draws)}
+    return {"a": first, "b": second, "metric": metric, **compare(*scores)}
 
 
-def compare(a: Sequence[float], b: Sequence[float], *, seed: int = 0, draws: int = DRAWS) -> dict[str, Any]:
+def compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     """Scores of the same problems, in the same order.
 
     Returns:
         `n` problems; `mean_a`, `mean_b`; `difference`, mean_b - mean_a; `low`, `high`, its 95 % interval (percentiles
         of a bootstrap over problems); `both`, `only_a`, `only_b`, `neither`: problems by who solved them, and
-        `mcnemar_p`, all five None unless every score is 0 or 1; `draws` and `seed` of the bootstrap.
+        `mcnemar_p`, all five None unless every score is 0 or 1.
 
     Raises:
         InputError: no scores, lists of two lengths, or a score that is no finite number.
@@ -73,16 +67,15 @@ def compare(a: Sequence[float], b: Sequence[float], *, seed: int = 0, draws: int
     require(len(a) == len(b), f"A has {len(a)} scores and B {len(b)}; both need one for each problem")
     require(len(a) > 0, "there is nothing to compare")
     a_N, b_N = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    difference_N, n, rng = b_N - a_N, len(a_N), np.random.default_rng(seed)
+    difference_N, n, rng = b_N - a_N, len(a_N), np.random.default_rng(0)
     require(bool(np.isfinite(difference_N).all()), "scores must be finite numbers")
-    low, high = np.percentile([difference_N[rng.integers(n, size=n)].mean() for _ in range(draws)], [2.5, 97.5])
+    low, high = np.percentile([difference_N[rng.integers(n, size=n)].mean() for _ in range(DRAWS)], [2.5, 97.5])
     counts = [int(((a_N == x) & (b_N == y)).sum()) for x, y in ((1, 1), (1, 0), (0, 1), (0, 0))]
     solved = [*counts, mcnemar(*counts[1:3])] if sum(counts) == n else [None] * 5
     return {
         "n": n, "mean_a": float(a_N.mean()), "mean_b": float(b_N.mean()), "difference": float(difference_N.mean()),
         "low": float(low), "high": float(high),
         **dict(zip(("both", "only_a", "only_b", "neither", "mcnemar_p"), solved, strict=True)),
-        "draws": draws, "seed": seed,
     }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import tyro
 
 from adjust_dlm.bases.adapted import ar_folder, load_ar
 from adjust_dlm.bases.base import cut_at_end, pick_device
-from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.bases.hub import local
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import Pooling, features, mauve
 from adjust_dlm.eval.nll import score_nll
@@ -77,7 +77,7 @@ class MauveConfig(NllConfig):
     Attributes:
         reference: file of the texts to compare with, in the same forms.
         buckets: k-means clusters; 0 takes a tenth of the smaller set.
-        seeds: of k-means; one score each, of which mean and spread are told.
+        seeds: of k-means; one score each, of which the mean is told.
         scale: the constant c of exp(-c KL).
         pooling: a text's features: mean of its tokens' states, or the last one's.
     """
@@ -197,9 +197,7 @@ def encoded(config: NllConfig, judge: Judge, files: Sequence[str]) -> Iterator[t
 
 def _tokenizer(source: str) -> Any:
     """The tokenizer of any model, without its weights."""
-    folder = ar_folder(source) if source == "smol" else Path(source)
-    if not folder.exists() and is_hub_id(source):
-        folder = snapshot(source, ["*.json", "*.txt", "*.jinja"])
+    folder = ar_folder(source) if source == "smol" else local(source, ["*.json", "*.txt", "*.jinja"])
     words = read_tokenizer(folder)
     require(words is not None, f"there is no tokenizer in {source!r}")
     return words
@@ -214,9 +212,7 @@ def run_nll(config: NllConfig, judge: Judge | None = None) -> dict[str, Any]:
     """
     judge, rows = judge or load_judge(config), []
     for name, group, texts in encoded(config, judge, config.files):
-        found = score_nll(
-            judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size, device=judge.model.device
-        )
+        found = score_nll(judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size)
         rows.append({
             "file": name, "decoder": group, "n": found.n_texts, "n_empty": found.n_empty, "n_tokens": found.n_tokens,
             "nll": found.nll, "nll_ci95": found.ci95, "perplexity": math.exp(found.nll),
@@ -231,21 +227,19 @@ def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]
 
     Returns:
         `judge`, `reference`, and `rows`: file, decoder, n, n_reference, n_empty left out, mauve, mauve_ci95,
-        mauve_std over seeds, per_seed, and the settings with their warnings.
+        per_seed, and the settings with their warnings.
     """
     judge, rows = judge or load_judge(config), []
     groups = {group: texts for _, group, texts in encoded(config, judge, [config.reference])}
     require(len(groups) == 1, f"the reference {config.reference} has texts of {len(groups)} decoders "
             f"({', '.join(groups)}); it must have one")  # fmt: skip
-    reference = [ids for ids in next(iter(groups.values())) if ids]
     about = {"model": judge.name, "pooling": config.pooling, "max_tokens": config.max_tokens}
-    p = features(judge.model, reference, config.batch_size, config.pooling)
+    p = features(judge.model, next(iter(groups.values())), config.batch_size, config.pooling)
     for name, group, texts in encoded(config, judge, config.files):
-        full = [ids for ids in texts if ids]
-        q = features(judge.model, full, config.batch_size, config.pooling)
+        q = features(judge.model, texts, config.batch_size, config.pooling)
         found = mauve(p, q, seeds=config.seeds, buckets=config.buckets or None, scale=config.scale, about=about)
         rows.append({
-            "file": name, "decoder": group, "n": len(full), "n_reference": len(reference),
-            "n_empty": len(texts) - len(full), **found,
+            "file": name, "decoder": group, "n": len(q), "n_reference": len(p),
+            "n_empty": len(texts) - len(q), **found,
         })  # fmt: skip
     return {"judge": judge.name, "reference": config.reference, "rows": rows}

@@ -90,18 +90,15 @@ def make_table(
     cells = list(dict.fromkeys((t, d, k) for t in config.temperatures for d, k in _methods(config)))
     made = {cell: generate_cell(base, helpers, config, cell) for cell in cells}
     texts = {cell: [line.tokens for line in rows] for cell, rows in made.items()}
-    nll = {
-        cell: score_nll(judge, rows, condition_id=start, batch_size=64, device=judge.device)
-        for cell, rows in texts.items()
-    }
+    nll = {cell: score_nll(judge, rows, condition_id=start, batch_size=64) for cell, rows in texts.items()}
     reference = {
-        t: text_features(judge, [x.tokens for x in generate_cell(base, helpers, config, (t, "joint", 1), config.n)])
+        t: features(judge, [x.tokens for x in generate_cell(base, helpers, config, (t, "joint", 1), config.n)])
         for t in config.temperatures
     }
 
     def line_of(cell: Cell) -> dict[str, Any]:
         about = {"model": config.judge, "pooling": "mean", "max_new_tokens": config.max_new_tokens}
-        ours = text_features(judge, texts[cell])
+        ours = features(judge, texts[cell])
         found = mauve(reference[cell[0]], ours, buckets=config.buckets or None, about=about)
         line = score_line(*cell, texts[cell], nll[cell]) | {"mauve_settings": found.pop("settings"), **found}
         parallel = nll.get((cell[0], "parallel", cell[2] or read_variant(cell[1]).settings.get("tokens_per_step", 0)))
@@ -166,23 +163,19 @@ def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: 
     if config.divergence == 0:
         return {}
     settings = _settings(config, cell).but(**read_variant(decoder).settings)
-    ways: list[tuple[Source, ...]] = [("own", "base"), ("own",)]
-    reasons = [reason_against(base, decoder, settings, sources) for sources in ways]
-    able = next((way for way, reason in zip(ways, reasons, strict=True) if reason is None and temperature > 0), None)
-    if able is None:
-        return {"no_divergence": reasons[1] or "at T = 0 the law has one text, and every KL is infinite"}
+    sources: tuple[Source, ...] = ("own",)
+    reason = reason_against(base, decoder, settings, sources)
+    if reason is not None or temperature == 0:
+        return {"no_divergence": reason or "at T = 0 the law has one text, and every KL is infinite"}
+    if reason_against(base, decoder, settings, ("own", "base")) is None:
+        sources = ("own", "base")
     prompts = [unconditional(base)] * config.divergence
     facts = measure(
-        base, helpers, decoder, prompts, settings, temperature=temperature, sources=able,
+        base, helpers, decoder, prompts, settings, temperature=temperature, sources=sources,
         batch_size=config.batch_size, keep=Path(config.output, "kept"),
     )  # fmt: skip
     about = {name: facts["own"][name] for name in MEASURES[2:]}
     return about | {name: facts[name] for kl in ("kl_qp", "kl_pq") for name in (kl, f"{kl}_ci95") if name in facts}
-
-
-def text_features(judge: Any, rows: Texts) -> Any:
-    """Of all texts that have a token; MAUVE's settings say how many these are."""
-    return features(judge, [ids for ids in rows if ids], 64, pooling="mean")
 
 
 def score_line(t: float, decoder: str, k: int, rows: Texts, nll: NllScore) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from adjust_dlm.data.prompts import unconditional
 from adjust_dlm.decoders import DECODERS
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.errors import ApiError
@@ -99,7 +100,7 @@ def _prompts(engine: Engine, defaults: AppConfig, said: Said) -> list[Prompt]:
     if messages is not None:
         listed = [engine.words.encode_messages([message.plain() for message in messages])]
     elif given is None:
-        listed = [engine.words.start()]
+        listed = [unconditional(engine.base)]
     else:
         given = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         listed = [engine.words.encode(one) if isinstance(one, str) else one for one in given]

@@ -1,24 +1,35 @@
-"""Routes: OpenAI's completions, chat completions and models; infilling and the canvas stream of our own."""
+"""Routes: OpenAI's completions, chat completions and models; infilling and the canvas stream of our own.
+
+And the server as a process: a socket, uvicorn, and an orderly end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 import adjust_dlm
 from adjust_dlm.decoders import DECODERS
+from adjust_dlm.eval.nll import mean_nll
 from adjust_dlm.serve import errors
 from adjust_dlm.serve.answers import DONE, Body, CanvasEvents, Shape, sse
 from adjust_dlm.serve.asks import AppConfig, Prompt, work_of
@@ -26,13 +37,14 @@ from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.guard import Guard, Rate
 from adjust_dlm.serve.metrics import Metrics
-from adjust_dlm.serve.nll import mean_nll
-from adjust_dlm.serve.page_files import PATHS, ROUTES
 from adjust_dlm.serve.schemas import CanvasAsk, ChatAsk, CompletionAsk, ErrorBody, Generation, InfillAsk, Sampling
 from adjust_dlm.serve.work import Event, Finished, Progress, Work
 from adjust_dlm.types import InputError
 
 logger = logging.getLogger(__name__)
+_LAST_BYTES_SECONDS = 5  # for answers that are written while the server stops
+# Clients drop an idle connection after 5 to 60 s. One that the server drops first may have a request on its way.
+_KEEP_ALIVE_SECONDS = 75
 PING, PING_SECONDS = ": nothing yet\n\n", 15.0  # proxies close connections that are silent
 Events = AsyncIterator[Progress | Finished | None]
 _Answers = dict[int | str, dict[str, Any]]
@@ -41,6 +53,17 @@ _ERRORS: _Answers = {
     for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)
 }
 _STREAM: dict[str, Any] = {"text/event-stream": {}}
+PAGE, PAGE_PATHS = Path(__file__).parent / "page", ("/", "/page.js", "/page.css", "/icon.svg")
+# Nothing but this server's own files may be loaded, nothing but this server asked, and no text become HTML.
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 class Service:
@@ -219,13 +242,18 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
     for method, path, handler, answers in routes:
         app.add_api_route(path, handler, methods=[method], response_model=None, responses={**_ERRORS, **answers})
     app.add_api_route("/metrics", service.show_metrics, include_in_schema=False, response_model=None)
-    metrics.paths = {path for _, path, *_ in routes} | {"/metrics", *PATHS}
-    app.routes.extend(ROUTES)
+    metrics.paths = {path for _, path, *_ in routes} | {"/metrics", *PAGE_PATHS}
+    # A route for each file: what no route knows stays 404, and a known path with another method 405.
+    app.routes.extend(Route(path, functools.partial(_page_file, path)) for path in PAGE_PATHS)
     for kind in (RequestValidationError, HTTPException, InputError, Exception):
         app.add_exception_handler(kind, _failed)
     rate = Rate(config.rate_limit)
     app.add_middleware(Guard, api_key=config.api_key, rate=rate, max_body=config.max_body, done=metrics.request)
     return app
+
+
+async def _page_file(path: str, _request: Request) -> Response:
+    return FileResponse(PAGE / (path[1:] or "index.html"), headers=PAGE_HEADERS)
 
 
 def _sse_response(pieces: AsyncIterator[str]) -> Response:
@@ -283,3 +311,52 @@ def _invalid(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"unknown parameter {'.'.join(place)!r}", param=".".join(place), code="unknown_parameter")
     same = [fault["msg"] for fault in faults if fault["loc"][1:2] == first["loc"][1:2]]
     return ApiError(400, f"{place[0]}: {'; or '.join(dict.fromkeys(same))}", param=place[0])
+
+
+# The process -----------------------------------------------------------------------------------------------------
+
+
+class Server(uvicorn.Server):
+    """Uvicorn that drains: the first SIGTERM or Ctrl-C lets what is there finish and refuses the rest, then it exits.
+
+    A second one, or `drain_seconds`, ends what is left with 503.
+    """
+
+    def __init__(self, app: FastAPI, engine: Engine, *, drain_seconds: float) -> None:
+        """Listens to nothing yet."""
+        super().__init__(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, server_header=False, proxy_headers=False,
+                timeout_graceful_shutdown=_LAST_BYTES_SECONDS, timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            )
+        )  # fmt: skip
+        self.engine, self.drain_seconds = engine, drain_seconds
+        self._last_moment = float("inf")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Uvicorn's signal handler."""
+        again = self.engine.draining
+        self.engine.draining = True
+        self._last_moment = time.monotonic() + (0 if again else self.drain_seconds)
+        logger.info("%s: %s", signal.Signals(sig).name, "giving up the rest" if again else "finishing what runs")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks ten times a second whether it is time to go."""
+        if self.engine.draining and self.engine.idle:
+            self.should_exit = True
+        elif time.monotonic() > self._last_moment:
+            await asyncio.to_thread(self.engine.close)
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, not yet listening; port 0 is any free one. Raises OSError."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
+    return sock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -25,19 +26,13 @@ class Metrics:
         self.engine, self.paths, registry = engine, set[str](), CollectorRegistry()
         self.registry = registry
         registry.register(self)
-        self.requests = Counter(
-            "adjust_requests", "Requests by path and status.", ["path", "status"], registry=registry
-        )
-        self.seconds = Histogram(
-            "adjust_request_seconds", "From request to last byte.", ["path"], buckets=_SECONDS, registry=registry
-        )
-        self.queued = Histogram(
-            "adjust_queue_seconds", "Of rows, before their first round.", buckets=_SECONDS, registry=registry
-        )
-        self.decoding = Histogram(
-            "adjust_row_seconds", "Of rows, from request to last token.", buckets=_SECONDS, registry=registry
-        )
-        self.tokens = Counter("adjust_tokens", "Tokens by kind.", ["kind"], registry=registry)
+        counter = functools.partial(Counter, registry=registry)
+        histogram = functools.partial(Histogram, registry=registry, buckets=_SECONDS)
+        self.requests = counter("adjust_requests", "Requests by path and status.", ["path", "status"])
+        self.seconds = histogram("adjust_request_seconds", "From request to last byte.", ["path"])
+        self.queued = histogram("adjust_queue_seconds", "Of rows, before their first round.")
+        self.decoding = histogram("adjust_row_seconds", "Of rows, from request to last token.")
+        self.tokens = counter("adjust_tokens", "Tokens by kind.", ["kind"])
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """What the registry asks of its collectors."""

@@ -25,10 +25,6 @@ class Words:
         """See the class."""
         self.base, self._lock = base, threading.Lock()
 
-    def start(self) -> list[int]:
-        """Ids in front of text without a prompt."""
-        return [] if self.base.spec.bos_id is None else [self.base.spec.bos_id]
-
     def encode(self, text: str, *, first: bool = True) -> list[int]:
         """Ids; `first` puts the family's start token in front. Raises InputError for half characters and for no ids."""
         _require_whole(text)
@@ -54,10 +50,7 @@ class Words:
 
     def decode(self, ids: list[int]) -> str:
         """Text up to the first end token, special tokens dropped."""
-        if self.base.tokenizer is None:
-            return " ".join(map(str, cut_at_end(ids, self.base.spec.end_ids)))
-        with self._lock:
-            return self.base.decode(ids)
+        return self.whole(cut_at_end(ids, self.base.spec.end_ids))
 
     def whole(self, ids: list[int]) -> str:
         """Text of all ids, whatever stands behind an end token; special tokens dropped."""

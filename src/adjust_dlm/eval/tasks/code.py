@@ -81,14 +81,12 @@ class HumanEvalConfig(CodeConfig):
 class MbppConfig(CodeConfig):
     """Settings of `adjust eval mbpp`; the defaults are the paper's for base models.
 
-    Attributes:
-        sanitized: the data are the smaller form that was checked by hand.
+    The smaller form that was checked by hand is google-research-datasets/mbpp:sanitized/*.parquet.
     """
 
     data: str = "google-research-datasets/mbpp:full/*.parquet"
     output: str = "runs/mbpp"
     shots: int = 3
-    sanitized: bool = False
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -107,7 +105,7 @@ def run(
         "--allow-code-execution",
     )
     [tried] = run_programs([["assert 1"]], Limits(seconds=30, memory_mb=config.memory_mb))
-    if not tried.passed:
+    if tried.status != "passed":
         raise RuntimeError(f"the sandbox cannot run a program of one line: {tried.message}")
     wanted = [name for name in PROTECTIONS if name != "user" or os.geteuid() == 0]  # others have no root to give up
     missing = [name for name in wanted if name not in tried.protections]
@@ -128,7 +126,7 @@ def _score(program: Callable[[Problem, str, CodeConfig], list[str]]) -> Callable
         programs = [program(p, reply, config) for p, group in zip(problems, replies, strict=True) for reply in group]
         results = over_ranks(programs, lambda mine: run_programs(mine, config.limits(), workers=config.workers or None))
         log.info("programs: %s", dict(Counter(result.status for result in results)))
-        out, passed = [], iter([result.passed for result in results])
+        out, passed = [], iter([result.status == "passed" for result in results])
         for group in replies:
             mine = [next(passed) for _ in group]
             of_all = {k: pass_at_k(len(mine), sum(mine), k) for k in config.ks}
@@ -177,14 +175,11 @@ def humaneval_program(problem: Problem, reply: str, config: CodeConfig) -> list[
 
 def mbpp_problems(config: MbppConfig) -> list[Problem]:
     """Problems 11 to 510 of a file of MBPP's form, with the first `shots` of its examples before each."""
-    data = config.data.replace(":full/", ":sanitized/") if config.sanitized else config.data  # of the Hub's data set
-    question, setup = ("prompt", "test_imports") if config.sanitized else ("text", "test_setup_code")
-    rows = read_rows(data, ("task_id", "code", "test_list"), texts=("code", question))
-    wrong = [row["task_id"] for row in rows if question not in row or setup not in row]
-    form, advice = ("sanitized", "leave out") if config.sanitized else ("full", "add")
-    require(not wrong, f"problem {wrong[:1]} of {config.data} is not of MBPP's {form} form; {advice} --sanitized?")
+    rows = read_rows(config.data, ("task_id", "code", "test_list"), texts=("code",))
+    sanitized = "test_imports" in rows[0]
+    question, setup = ("prompt", "test_imports") if sanitized else ("text", "test_setup_code")
     for row in rows:
-        _check_mbpp(row, setup, f"problem {row['task_id']!r} of {config.data}")
+        _check_mbpp(row, question, setup, f"problem {row['task_id']!r} of {config.data}")
     by_id = {int(row["task_id"]): row for row in rows}
     shown = [by_id[n] for n in EXAMPLE_IDS if n in by_id][: config.shots]
     require(
@@ -204,12 +199,14 @@ def mbpp_problems(config: MbppConfig) -> list[Problem]:
     return out
 
 
-def _check_mbpp(row: Row, setup: str, where: str) -> None:
+def _check_mbpp(row: Row, question: str, setup: str, where: str) -> None:
     require(str(row["task_id"]).isdecimal(), f"{where}: its task_id is no number")
+    require(isinstance(row.get(question), str), f"{where}: {question} is {row.get(question)!r}; text is wanted")
     for name in ("test_list", setup):
-        lines = [row[name]] if name == setup and isinstance(row[name], str) else row[name]
+        value = row.get(name)
+        lines = [value] if name == setup and isinstance(value, str) else value
         good = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
-        require(good, f"{where}: {name} is {row[name]!r}; a list of texts is wanted")
+        require(good, f"{where}: {name} is {value!r}; a list of texts is wanted")
 
 
 def _ask_for_program(row: Row, question: str, chat: bool) -> str:

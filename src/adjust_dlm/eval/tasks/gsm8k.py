@@ -149,7 +149,5 @@ def _value(number: str) -> Decimal | str:
 
 def score(items: Sequence[Problem], texts: Sequence[list[str]], config: Gsm8kConfig) -> list[list[Scores]]:
     """See `Task.score`."""
-    return [
-        [grade(text, problem.facts["gold"], config.form) for text in group]
-        for problem, group in zip(items, texts, strict=True)
-    ]
+    pairs = zip(items, texts, strict=True)
+    return [[grade(text, problem.facts["gold"], config.form) for text in group] for problem, group in pairs]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, flat
+from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
 from adjust_dlm.eval.generation import COSTS
 from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, read_list, read_problems, select
 from adjust_dlm.sampler import Sampler
@@ -43,7 +43,6 @@ class ParallelBenchConfig(DownstreamConfig):
         n: rows of every task; of files, spread evenly over each. 0 is 100 rows, or every row of the files.
         people: sizes of the lists in generated rows, in turn. Above 6 people, the group is called waiting_line_n<size>.
         task_seed: of generated rows; `seed` is that of decoding.
-        strict: `score` is the strict reading of lists and grids (both readings are reported).
         grammar: LanguageTool for sentences (auto: where it starts; off; languagetool: an error where it does not).
         data: folder of the benchmark's own files; generated rows unless given.
         max_new_tokens: canvas of a reply; 0 is 32 for lists (128 above 6 people) and 64 for the others.
@@ -56,7 +55,6 @@ class ParallelBenchConfig(DownstreamConfig):
     n: int = 0
     people: tuple[int, ...] = (3, 4, 5, 6)
     task_seed: int = 0
-    strict: bool = False
     grammar: Grammar = "auto"
     max_new_tokens: int = 0
     shots: int = 1
@@ -111,9 +109,11 @@ def run_parallelbench(
         for name, asked in problems.items():
             task = _task(name, asked, check, config)
             long = _too_long(base, asked, config.for_group(name).max_new_tokens)
-            for row in evaluate(task, config.for_group(name), base, sampler)["rows"]:
-                rows += _by_task(name, row, long)
-                macro.append(_macro(name, row))
+            found = evaluate(task, config.for_group(name), base, sampler)
+            macro += [_macro(name, row) for row in found["rows"]]
+            for line in found["kinds"]:
+                lengths = {} if name == "words_to_sentence" else {"too_long": long[line["kind"]]}
+                rows.append({"group": name, "task": line.pop("kind").rpartition("/")[2], **line, **lengths})
     finally:
         if tool is not None:
             tool.close()
@@ -134,39 +134,34 @@ def _problems(config: ParallelBenchConfig, group: str, tasks: Sequence[str]) -> 
 
 def _task(name: str, asked: list[Problem], check: Check | None, config: ParallelBenchConfig) -> Task:
     def score(problems: Sequence[Problem], completions: Sequence[list[str]], _: Any) -> list[list[Scores]]:
-        return [
-            [score_reply(problem, text, strict=config.strict, check=check) for text in texts]
-            for problem, texts in zip(problems, completions, strict=True)
-        ]
+        pairs = zip(problems, completions, strict=True)
+        return [[score_reply(problem, text, check=check) for text in texts] for problem, texts in pairs]
 
     stop = () if config.chat else ("\n\n",)  # a base model goes on with a next question
     return Task(f"parallelbench {name}", lambda _: asked, score, stop=stop)
 
 
-def score_reply(problem: Problem, text: str, *, strict: bool = False, check: Check | None = None) -> Scores:
+def score_reply(problem: Problem, text: str, *, check: Check | None = None) -> Scores:
     """All metrics of one reply.
 
     Args:
         problem: of any task here.
         text: the reply.
-        strict: which reading `score` is.
         check: grammar of sentences.
 
     Returns:
-        Lists and puzzles: `score`, `lenient`, `strict`. Sentences: `score` (both), `inclusion`, `grammar`; without a
-        grammar check `inclusion` alone, which is not comparable with a score.
+        Lists and puzzles: `lenient`, `strict`, and `score`, the lenient one. Sentences: `score` (both), `inclusion`,
+        `grammar`; without a grammar check `inclusion` alone, which is not comparable with a score.
     """
     task = problem.kind.rpartition("/")[2]
     if group_of(task) == "words_to_sentence":
-        inclusion = float(
-            all(word in text for word in problem.facts["words"])
-        )  # in its own spelling, if only within another
+        inclusion = float(all(word in text for word in problem.facts["words"]))  # also within another word
         if check is None:
             return {"inclusion": inclusion}
         grammar = float(bool(text.strip()) and not check(text.strip()))
         return {"score": inclusion * grammar, "inclusion": inclusion, "grammar": grammar}
     both = {name: float(is_right(task, text, problem.facts, strict=name == "strict")) for name in ("lenient", "strict")}
-    return {"score": both["strict" if strict else "lenient"], **both}
+    return {"score": both["lenient"], **both}
 
 
 def _too_long(base: Base, problems: Sequence[Problem], most: int) -> Counter[str]:
@@ -179,28 +174,14 @@ def _too_long(base: Base, problems: Sequence[Problem], most: int) -> Counter[str
     return found
 
 
-def _by_task(group: str, row: Mapping[str, Any], too_long: Counter[str]) -> list[Facts]:
-    out = []
-    for kind, metrics in row["kinds"].items():
-        n = next(iter(metrics.values()))["n"]
-        line = {"group": group, "task": kind.rpartition("/")[2], "variant": row["variant"], "n": n}
-        lengths = {} if group_of(line["task"]) == "words_to_sentence" else {"too_long": too_long[kind]}
-        out.append(line | flat(metrics) | lengths)
-    return out
-
-
 def _macro(group: str, row: Mapping[str, Any]) -> Facts:
     """The plain mean over tasks, whatever their number of rows; its half-width is that of independent tasks."""
     kinds = list(row["kinds"].values())
-    metrics = {
-        f"macro_{name}": {
-            "mean": sum(kind[name]["mean"] for kind in kinds) / len(kinds),
-            "ci95": math.hypot(*(kind[name]["ci95"] for kind in kinds)) / len(kinds),
-        }
-        for name in kinds[0]
-    }
-    cost = {name: row[name] for name in COSTS}
-    return {"group": group, "variant": row["variant"], "tasks": len(kinds)} | flat(metrics) | cost
+    out = {"group": group, "variant": row["variant"], "tasks": len(kinds)}
+    for name in kinds[0]:
+        out[f"macro_{name}"] = sum(kind[name]["mean"] for kind in kinds) / len(kinds)
+        out[f"macro_{name}_ci95"] = math.hypot(*(kind[name]["ci95"] for kind in kinds)) / len(kinds)
+    return out | {name: row[name] for name in COSTS}
 
 
 def is_right_list(task: str, people: list[str], facts: Facts) -> bool:

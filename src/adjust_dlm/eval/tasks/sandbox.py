@@ -75,11 +75,6 @@ class Result:
     message: str
     protections: tuple[str, ...]
 
-    @property
-    def passed(self) -> bool:
-        """Whether all parts ran to their end."""
-        return self.status == "passed"
-
 
 def available_workers() -> int:
     """CPUs this process may use, as one of this machine's ranks."""
