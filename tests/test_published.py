@@ -20,8 +20,9 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.machinery.canvas import Canvas
-from adjust_dlm.decoders.origin import OriginOptions, SoftOrderOptions, origin, soft_order
+from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
+from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.sampling import DRAW
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import FAMILIES, TableBase, tiny_base, tiny_config, writer

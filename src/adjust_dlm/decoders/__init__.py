@@ -12,26 +12,24 @@ from typing import Any, NamedTuple
 import torch
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.adjust import AdaptiveOptions, AdjustOptions, adaptive, adjust
+from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
+from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
 from adjust_dlm.decoders.cascade import CascadeOptions, cascade
 from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.edlm import EdlmOptions, edlm
+from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
+from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.guided import GuidedOptions, guided
+from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.klass import KlassOptions, klass
 from adjust_dlm.decoders.machinery.cache import with_prefix_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
-from adjust_dlm.decoders.origin import OriginOptions, SoftOrderOptions, origin, soft_order
-from adjust_dlm.decoders.parallel import joint, parallel
-from adjust_dlm.decoders.threshold import (
-    EntropyBoundOptions,
-    FactorOptions,
-    ThresholdOptions,
-    entropy_bound,
-    factor,
-    threshold,
-)
+from adjust_dlm.decoders.origin import OriginOptions, origin
+from adjust_dlm.decoders.parallel import parallel
+from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
+from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_count

@@ -1,11 +1,10 @@
-"""ADJUST: K tokens per base pass, drawn one after another (the paper's Algorithm 1), or as many as g is certain of."""
+"""ADJUST: K tokens per base pass, drawn one after another (the paper's Algorithm 1)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
@@ -13,8 +12,7 @@ from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.decoders.machinery.canvas import Canvas, columns_of
 from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import negative_entropy
-from adjust_dlm.types import State, is_number, require, require_count
+from adjust_dlm.types import State, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,48 +65,3 @@ def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Memory, k
     column_BN, valid_BN = columns_of(active_BL, canvas.wide + k)
     new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
     return renew(h_BLD.clone(), new_BND, column_BN, valid_BN)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdaptiveOptions:
-    """Settings of `adaptive`.
-
-    Attributes:
-        gamma: nats; what the entropies of a round's tokens from g may sum to. The first token of a round is the base's
-            own and costs nothing; infinity is `adjust` with `most` tokens a round.
-        most: tokens a round at most; None is no limit.
-    """
-
-    gamma: float = 1.0
-    most: int | None = None
-
-    def __post_init__(self) -> None:
-        require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
-        require_count("most", self.most, 1, optional=True)
-
-
-def adaptive(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: AdaptiveOptions) -> None:
-    """Fills the canvas as `adjust` does; a row's round ends before the token that would overspend `gamma`.
-
-    A token's entropy is that of the distribution it is drawn from, so at a low temperature rounds are longer. A row's
-    last g call of a round finds out that the round is over; it is booked.
-    """
-    most = options.most or canvas.tokens_BL.shape[1]
-    while canvas.open:
-        h_BLD = base.hidden(canvas)
-        left = canvas.start_round(torch.full_like(canvas.commits_B, most))
-        spent_B = torch.zeros(len(h_BLD), device=h_BLD.device)
-        for k in range(left):
-            if k:
-                canvas.sampler_calls_B += canvas.busy_B
-                h_BLD = sampler(h_BLD, canvas)
-            picks = pick(base, h_BLD, canvas)
-            if k:
-                assert picks.processed_RV is not None
-                spent_B += torch.where(picks.valid_BN[:, 0], -negative_entropy(picks.processed_RV), 0)
-                over_B = spent_B > options.gamma
-                canvas.quota_B = canvas.quota_B.masked_fill(over_B, 0)
-                picks = replace(picks, valid_BN=picks.valid_BN & ~over_B[:, None])
-            canvas.commit(picks)
-            if not canvas.busy_B.any():
-                break

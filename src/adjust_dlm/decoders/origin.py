@@ -1,8 +1,7 @@
-"""The loops of Dream's release. Held to what the published code computes by tests."""
+"""Dream's `alg="origin"`: positions at random. Held to what the published code computes by tests."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits, propose
-from adjust_dlm.sampling import ORDER, score_rows
+from adjust_dlm.sampling import ORDER
 from adjust_dlm.types import is_number, require
 
-_STEP = ORDER + 1  # the first of the streams of random numbers, one for each step of `origin`
+_STEP = ORDER + 1  # the first of the streams of random numbers, one for each step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,50 +55,11 @@ def origin(base: Base, canvas: Canvas, options: OriginOptions) -> None:
         chosen_R = canvas.uniforms(position_R, row_R, _STEP + step) < share
         chosen_BL = torch.zeros_like(canvas.masked_BL)
         chosen_BL[row_R, position_R] = chosen_R
-        logits = plain_logits(base, h_BLD, canvas)
-        # Equal scores: all are committed, from left to right.
-        score_BL, token_BL = propose(base, canvas, chosen_BL, logits, lambda _, token_R, *at: torch.zeros_like(token_R))
+        score_BL, token_BL = propose(base, canvas, chosen_BL, plain_logits(base, h_BLD, canvas), _any_order)
         canvas.quota_B = chosen_BL.sum(-1)
         commit_best(canvas, score_BL, token_BL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoftOrderOptions:
-    """Settings of `soft_order`.
-
-    Attributes:
-        alg_temp: temperature of the choice of positions; 0 takes the best ones.
-    """
-
-    alg_temp: float = 0.0
-
-    def __post_init__(self) -> None:
-        good = is_number(self.alg_temp) and 0 <= self.alg_temp < math.inf
-        require(good, f"alg_temp is {self.alg_temp}; it must be a finite number >= 0")
-
-
-def soft_order(base: Base, canvas: Canvas, options: SoftOrderOptions) -> None:
-    """Fills the canvas, positions drawn without replacement from softmax(certainty / alg_temp).
-
-    The n largest of certainty / alg_temp + Gumbel noise are such a draw. Counts are the canvas's own (see `schedule`).
-
-    Raises:
-        InputError: the order rule does not look at logits.
-    """
-    rule = canvas.rule
-    require(rule in ("entropy", "confidence", "margin"), f"order is {rule!r}; alg_temp needs a certainty to soften")
-    on_processed = canvas.on_processed
-
-    def certainty(logits_RV: Tensor, _token_R: Tensor, row_R: Tensor, position_R: Tensor) -> Tensor:
-        u_R = canvas.uniforms(position_R, row_R)
-        score_R = score_rows(logits_RV, u_R, rule, on_processed=on_processed, config=canvas.config).double()
-        if options.alg_temp == 0:
-            return score_R
-        noise_R = canvas.uniforms(position_R, row_R, ORDER).clamp_min(2.0**-33)  # finite for u = 0 too
-        return score_R / max(options.alg_temp, 1e-300) - (-noise_R.log()).log()  # scores stay finite
-
-    while canvas.open:
-        h_BLD = base.hidden(canvas)
-        canvas.start_round()
-        score_BL, token_BL = propose(base, canvas, canvas.open_BL, plain_logits(base, h_BLD, canvas), certainty)
-        commit_best(canvas, score_BL, token_BL)
+def _any_order(_logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
+    """Equal scores: all are committed, from left to right."""
+    return torch.zeros_like(token_R)
