@@ -48,7 +48,7 @@ class Decoder:
         needs_partner: whether it takes an autoregressive partner (`bases.partner`).
         takes_k: whether `tokens_per_step` says how many tokens a pass commits.
         takes_candidates: whether its rounds heed `DecodeConfig.candidates`.
-        resumable: whether it keeps nothing between rounds, so that rows of a batch may come and go (`decoders.rows`).
+        resumable: whether it keeps nothing between rounds, so that rows of a batch may come and go (`machinery.rows`).
         options: dataclass of settings that only this decoder has.
         by_drawn: whether at T > 0 it takes positions for the tokens that were drawn there.
         by_order: whether `DecodeConfig.order` says which position is next.
