@@ -37,7 +37,8 @@ class Letters:
 def base() -> ExactBase:
     base = ExactBase(torch.ones(2, 2))
     base.tokenizer = Letters()
-    base.spec = type(base.spec)(**{**vars(base.spec), "bos_id": BOS, "context": 20})
+    facts = {"bos_id": BOS, "context": 20, "vocab_size": 1000, "token_limit": 1000}
+    base.spec = type(base.spec)(**{**vars(base.spec), **facts})
     return base
 
 
