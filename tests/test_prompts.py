@@ -90,11 +90,17 @@ def test_messages_end_before_the_answer(base: ExactBase, tmp_path: Path) -> None
     )
 
 
+def test_lines_of_a_text_file_keep_their_spaces(base: ExactBase, tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"    return x\r\n\ty: \n \t \n")
+    assert open_prompts(str(path), base).prompts == [[BOS, *ids("    return x")], [BOS, *ids("\ty: ")]]
+
+
 def test_text_files_hold_one_prompt_a_line(base: ExactBase, tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_bytes("\ufeffone\r\n\r\n  two \n".encode())
     source = open_prompts(str(path), base)
-    assert source.prompts == [[BOS, *ids("one")], [BOS, *ids("two")]]
+    assert source.prompts == [[BOS, *ids("one")], [BOS, *ids("  two ")]]
 
 
 def test_a_line_separator_inside_json_does_not_split_the_line(base: ExactBase, tmp_path: Path) -> None:

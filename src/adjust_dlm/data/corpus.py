@@ -303,9 +303,9 @@ def read_text(path: Path) -> str:
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """`FILE, line N` and what stands there, blank lines left out. Line feeds alone end one: a text may hold U+2028."""
+    """`FILE, line N` and what stands there, spaces too, without blank lines. Line feeds alone end one, not U+2028."""
     lines = enumerate(read_text(path).split("\n"), start=1)
-    return ((f"{path}, line {number}", line.strip()) for number, line in lines if line.strip())
+    return ((f"{path}, line {number}", line) for number, line in lines if line.strip())
 
 
 def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
