@@ -308,6 +308,19 @@ def lines_of(path: Path) -> Iterator[tuple[str, str]]:
     return ((f"{path}, line {number}", line) for number, line in lines if line.strip())
 
 
+def json_value(text: str, where: str) -> Any:
+    """What a JSON text holds; `where` names it in the InputError. Half a character, which JSON can spell, is none."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds half a character: \\u{ord(error.object[error.start]):x}") from error
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}") from error
+    return value
+
+
 def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
     """Canvases of one text: start token and tokens, MASK left out; the last piece is filled with end tokens."""
     encoded: list[int] = source.tokenizer.encode(text, add_special_tokens=False)
