@@ -554,7 +554,21 @@ def test_compare_scores_the_completion_given_the_prompt(
             tokens += len(words)
         assert row["nll"] == pytest.approx(total / tokens, rel=1e-4)
         assert row["completion_tokens"] == tokens / 3
+        assert tokens % 3 or isinstance(row["completion_tokens"], int)  # 8, not 8.0
     assert "NLL" in run(*flags, "--partner", "tiny-ar")[1]
+
+
+def test_compare_counts_in_whole_numbers_where_it_can(run: Cli) -> None:
+    out = run("compare", "abc", "--base", "tiny", "--no-chat", "--json", "--max-new-tokens", "8")[1]
+    counts = [row[key] for row in lines(out) for key in ("completion_tokens", "base_calls", "sampler_calls")]
+    assert counts and all(isinstance(count, int) for count in counts)
+
+
+def test_one_thing_is_not_many_and_no_number_is_not_shown(run: Cli) -> None:
+    err = run(*EXACT, "0 1 2", "--max-new-tokens", "1")[2]
+    assert err.startswith("adjust: 1 token in ") and err.endswith("; 1 base pass, 0 sampler passes\n")
+    shown = {"": (float("nan"), None), "24": (24.0, 24), "0.1235": (0.12351,)}
+    assert all(output.show_value(value) == text for text, values in shown.items() for value in values)
 
 
 def test_compare_says_what_it_leaves_out(run: Cli) -> None:
