@@ -65,8 +65,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        as_json = path.suffix == ".json"
-        content = json.loads(text, object_pairs_hook=_once) if as_json else yaml.load(text, _Loader) or {}
+        content = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.load(text, _Yaml) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         bad_input(f"cannot read {path}: {error}")
     if not isinstance(content, dict):
@@ -74,7 +73,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
-class _Loader(yaml.SafeLoader):
+class _Yaml(yaml.SafeLoader):
     """Refuses a name twice in one mapping, where PyYAML takes the last."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
