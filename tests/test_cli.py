@@ -322,6 +322,9 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
         ("base: null", "base is None; it must be str"),
         ("- a", "holds a list; it must be a mapping"),
         ("a: [", "cannot read "),
+        ("seed: 1\ntop_p: 1\nseed: 2", "seed stands there twice; give it once"),
+        ("max-new-tokens: 4\nmax_new_tokens: 8", "max_new_tokens stands there twice; give it once"),
+        ("a: {x: 1, x: 2}", "x stands there twice; give it once"),
         ("top_p: 2", "top_p is 2.0; it must lie in (0, 1]"),
     ],
 )
@@ -331,6 +334,14 @@ def test_a_wrong_settings_file_is_named(text: str, said: str, run: Cli, tmp_path
     code, out, err = run(*EXACT, "--config", file)
     assert (code, out) == (2, "") and said in one_line(err)
     assert str(file) in err or "top_p" in said
+
+
+def test_a_name_twice_in_json_is_refused_and_a_yaml_merge_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"seed": 1, "seed": 2}')
+    with pytest.raises(InputError, match="seed stands there twice; give it once"):
+        settings.read_yaml(tmp_path / "a.json")
+    (tmp_path / "a.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}")
+    assert settings.read_yaml(tmp_path / "a.yaml") == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -543,7 +554,21 @@ def test_compare_scores_the_completion_given_the_prompt(
             tokens += len(words)
         assert row["nll"] == pytest.approx(total / tokens, rel=1e-4)
         assert row["completion_tokens"] == tokens / 3
+        assert tokens % 3 or isinstance(row["completion_tokens"], int)  # 8, not 8.0
     assert "NLL" in run(*flags, "--partner", "tiny-ar")[1]
+
+
+def test_compare_counts_in_whole_numbers_where_it_can(run: Cli) -> None:
+    out = run("compare", "abc", "--base", "tiny", "--no-chat", "--json", "--max-new-tokens", "8")[1]
+    counts = [row[key] for row in lines(out) for key in ("completion_tokens", "base_calls", "sampler_calls")]
+    assert counts and all(isinstance(count, int) for count in counts)
+
+
+def test_one_thing_is_not_many_and_no_number_is_not_shown(run: Cli) -> None:
+    err = run(*EXACT, "0 1 2", "--max-new-tokens", "1")[2]
+    assert err.startswith("adjust: 1 token in ") and err.endswith("; 1 base pass, 0 sampler passes\n")
+    shown = {"": (float("nan"), None), "24": (24.0, 24), "0.1235": (0.12351,)}
+    assert all(output.show_value(value) == text for text, values in shown.items() for value in values)
 
 
 def test_compare_says_what_it_leaves_out(run: Cli) -> None:

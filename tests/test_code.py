@@ -36,7 +36,7 @@ from adjust_dlm.eval.tasks.code import (
     pass_at_k,
     run,
 )
-from adjust_dlm.eval.tasks.extract import bare_code, blocks, cut_body, defines, fenced, preamble
+from adjust_dlm.eval.tasks.extract import answered, bare_code, blocks, continued, cut_body, defines, fenced, preamble
 from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import InputError
 from helpers import tiny_config
@@ -203,6 +203,20 @@ def test_parts_of_a_reply() -> None:
     assert preamble(PROMPT, "ring") == PROMPT[: PROMPT.index("def ring")]
     assert defines("async def f(): ...", {"g", "f"}) and defines("f = lambda: 1", {"f"})
     assert not defines("f == 1", {"f"}) and not defines("    def f(): ...", {"f"}) and not defines("def ff(): 1", {"f"})
+
+
+@pytest.mark.parametrize("odd", ["\f", "\v", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"])
+def test_only_line_ends_of_python_cut_code(odd: str) -> None:
+    prompt, body = "def f(s):\n", f'    return s.split("a{odd}b")\n'
+    code = prompt + body
+    assert cut_body(body + "x\n") == body and bare_code(code) == code and fenced(f"```\n{code}```", {"f"}) == code
+    assert continued(prompt, "f", body) == [code] and continued(prompt, "f", code) == ["", code]
+    assert answered(prompt, "f", f"```\n{body}```") == [code] and answered(prompt, "f", body) == [code]
+    assert blocks(code.replace("\n", "\r\n").join(["```\r\n", "```"]))[0].text == code
+
+
+def test_a_page_break_in_a_body_does_not_end_it() -> None:
+    assert cut_body("    a\n\f\n\f    b\n\fc\n") == "    a\n\f\n\f    b\n"
 
 
 def test_what_humaneval_asks(tmp_path: Path) -> None:

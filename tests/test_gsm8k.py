@@ -99,6 +99,33 @@ def test_scores_of_one_completion() -> None:
     assert clean("$1,450.") == "1450"
 
 
+@pytest.mark.parametrize(
+    ("text", "number", "last"),  # by value, and as the harness' flexible reads it
+    [
+        ("#### 1{,}234", "1234", "234"),
+        (r"so $12\,345\,678$", "12345678", "678"),
+        ("#### 1\u00a0234", "1234", "234"),
+        ("#### 1\u202f234\u202f567.50", "1234567.5", "567.50"),
+        ("#### \u22125", "-5", "5"),
+        ("It is \u2212$1{,}000.", "-1000", "000"),
+        ("3\u00a05", "5", "5"),  # no group of three
+        ("1\u00a02345", "2345", "2345"),
+        ("in 2019\u00a0300", "300", "300"),
+        ("f(1{,}23)", "23", "23"),
+        ("1, 234", "234", "234"),
+    ],
+)
+def test_value_reads_a_number_as_a_reader_does(text: str, number: str, last: str) -> None:
+    assert grade(text, number, "hashes")["value"] == 1.0
+    assert find_answers(text, "hashes")[1] == last
+    if number != last:
+        assert grade(text, last, "hashes") | {"strict": 0.0} == {"strict": 0.0, "flexible": 1.0, "value": 0.0}
+
+
+def test_a_gold_answer_may_be_written_so_too() -> None:
+    assert grade("#### -1234", "\u22121{,}234", "hashes") == {"strict": 0.0, "flexible": 0.0, "value": 1.0}
+
+
 @pytest.mark.parametrize(("task", "form"), [("gsm8k", "hashes"), ("gsm8k_cot", "cot")])
 def test_scores_are_those_of_lm_evaluation_harness(task: str, form: str) -> None:
     assert RECORDED["versions"]["lm_eval"] == "0.4.13" and len(RECORDED[task]) >= 18

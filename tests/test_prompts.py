@@ -90,11 +90,17 @@ def test_messages_end_before_the_answer(base: ExactBase, tmp_path: Path) -> None
     )
 
 
+def test_lines_of_a_text_file_keep_their_spaces(base: ExactBase, tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"    return x\r\n\ty: \n \t \n")
+    assert open_prompts(str(path), base).prompts == [[BOS, *ids("    return x")], [BOS, *ids("\ty: ")]]
+
+
 def test_text_files_hold_one_prompt_a_line(base: ExactBase, tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_bytes("\ufeffone\r\n\r\n  two \n".encode())
     source = open_prompts(str(path), base)
-    assert source.prompts == [[BOS, *ids("one")], [BOS, *ids("two")]]
+    assert source.prompts == [[BOS, *ids("one")], [BOS, *ids("  two ")]]
 
 
 def test_a_line_separator_inside_json_does_not_split_the_line(base: ExactBase, tmp_path: Path) -> None:
@@ -108,12 +114,14 @@ def test_a_line_separator_inside_json_does_not_split_the_line(base: ExactBase, t
     [
         ("", "holds no prompts"),
         ("\n \n", "holds no prompts"),
-        ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
         ('{"prompt": "a"}\n\n["b"]', "line 3: a JSON object is wanted"),
         ('{"title": "a"}', "line 1: none of prompt, text, question, instruction, messages is there"),
         ('{"prompt": 7}', "line 1: prompt is 7; it must be some text"),
         ('{"prompt": null, "text": "t"}', "line 1: prompt is None"),
         ('{"prompt": " "}', "line 1: prompt is ' '"),
+        (r'{"prompt": "a\ud83d"}', r"line 1 holds half a character: .ud83d$"),
+        (r'{"messages": [{"role": "user", "content": "\uDC00"}]}', r"line 1 holds half a character: .udc00$"),
         ('{"messages": []}', "line 1: messages holds no turn to answer"),
         ('{"messages": [{"role": "user"}]}', "line 1: messages must be a list of objects"),
         (
@@ -127,6 +135,14 @@ def test_bad_lines_are_named(base: ExactBase, tmp_path: Path, content: str, mess
     path.write_text(content)
     with pytest.raises(InputError, match=message):
         open_prompts(str(path), base)
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9", b"\xed\xa0\xbd", b"\xf0\x9f\x98"], ids=["latin", "half", "cut"])
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_what_is_not_utf_8_is_refused(base: ExactBase, tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(b'{"prompt": "' + content + b'"}\n')
+    with pytest.raises(InputError, match=rf"{name} is not UTF-8 text: .* can't decode byte"):
+        open_prompts(str(tmp_path / name), base)
 
 
 def test_other_sources_are_refused(base: ExactBase, tmp_path: Path) -> None:

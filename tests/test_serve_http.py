@@ -221,6 +221,7 @@ def test_choices_differ_and_a_seed_brings_them_back(
     assert texts == [base.decode(row[-12:].tolist()) for row in result.tokens_BL]
     unseeded = [post(random_texts, "/v1/completions", {**body, "seed": None}) for _ in range(2)]
     assert unseeded[0]["choices"] != unseeded[1]["choices"]
+    assert all(0 <= answer["adjust"]["seed"] < 2**53 for answer in unseeded)  # a double holds it whole
     repeated = post(random_texts, "/v1/completions", {**body, "seed": unseeded[0]["adjust"]["seed"]})
     assert repeated["choices"] == unseeded[0]["choices"]
 

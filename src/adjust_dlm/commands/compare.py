@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -82,7 +83,7 @@ def _row(samples: list[Record]) -> Record:
     means = ("completion_tokens", "base_calls", "sampler_calls")
     return {
         **{name: samples[0][name] for name in ("decoder", "tokens_per_step", "text", "seconds")},
-        **{name: sum(s[name] for s in samples) / len(samples) for name in means},
+        **{name: mean(s[name] for s in samples) for name in means},
         "nll": sum(nll * count for nll, count in scored) / tokens if scored else None,
         "tokens_per_second": tokens / samples[0]["seconds"], "samples": len(samples),
     }  # fmt: skip

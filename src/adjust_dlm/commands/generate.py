@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.text import Text
 
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, load_for, sample_record, setup_facts
-from adjust_dlm.commands.output import Outcome, say, to_json
+from adjust_dlm.commands.output import Outcome, counted, say, to_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,12 +60,12 @@ def run(flags: GenerateConfig) -> Outcome:
     for record in _decode_all(flags, config, base, prompts, helpers):
         records.append(record)
         _show(flags, record, several=len(prompts) * flags.num_samples > 1)
-    counted = ("prompt_tokens", "completion_tokens", "base_calls", "sampler_calls", "partner_calls")
-    total = {key: sum(record[key] for record in records) for key in counted}
+    names = ("prompt_tokens", "completion_tokens", "base_calls", "sampler_calls", "partner_calls")
+    total = {key: sum(record[key] for record in records) for key in names}
     seconds = time.perf_counter() - started
     passes = ("base", "sampler", "partner") if "partner" in helpers else ("base", "sampler")
-    cost = ", ".join(f"{total[f'{kind}_calls']} {kind} passes" for kind in passes)
-    logger.info("%d tokens in %.2f s; %s", total["completion_tokens"], seconds, cost)
+    cost = ", ".join(counted(total[f"{kind}_calls"], f"{kind} pass") for kind in passes)
+    logger.info("%s in %.2f s; %s", counted(total["completion_tokens"], "token"), seconds, cost)
     results = {
         "samples": len(records), **total, "seconds": round(seconds, 6),
         "tokens_per_second": total["completion_tokens"] / seconds, **setup_facts(base, helpers.get("sampler")),
@@ -159,8 +159,9 @@ class Watch(Live):
         parts = []
         for b, number in enumerate(canvas.rows_B.tolist()):
             row = f"row {number}: " if len(canvas.rows_B) > 1 else ""
-            passes = f"{int(canvas.base_calls_B[b])} base passes, {int(canvas.sampler_calls_B[b])} sampler passes"
-            head = Text(f"{row}{int(canvas.commits_B[b])} tokens, {passes}", style=HEAD_STYLE)
+            base, sampler = int(canvas.base_calls_B[b]), int(canvas.sampler_calls_B[b])
+            passes = f"{counted(base, 'base pass')}, {counted(sampler, 'sampler pass')}"
+            head = Text(f"{row}{counted(int(canvas.commits_B[b]), 'token')}, {passes}", style=HEAD_STYLE)
             parts += [head, self._row(canvas, b, fresh_BL[b].tolist())]
         return Group(*parts)
 

@@ -111,10 +111,15 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
 
 
 def show_value(value: Any) -> str:
-    """A cell: four significant digits for fractions, nothing for None."""
+    """A cell: four significant digits for fractions, nothing for None and for what is no number."""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return "" if value != value else f"{value:.4g}"
     return "" if value is None else str(value)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 pass, 2 passes."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 def show_results(results: Mapping[str, Any]) -> None:

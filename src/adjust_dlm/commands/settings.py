@@ -61,16 +61,33 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; an empty file is an empty mapping.
 
     Raises:
-        InputError: no such file, no YAML, or no mapping.
+        InputError: no such file, no YAML, no mapping, or a name twice in one.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text) or {}
+        content = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.load(text, _Yaml) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         bad_input(f"cannot read {path}: {error}")
     if not isinstance(content, dict):
         bad_input(f"{path} holds a {type(content).__name__}; it must be a mapping of names to values")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+class _Yaml(yaml.SafeLoader):
+    """Refuses a name twice in one mapping, where PyYAML takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        _once([(str(key.value), None) for key, _ in node.value])
+        return node
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [key.replace("-", "_") for key, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} stands there twice; give it once")
+    return dict(pairs)
 
 
 def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: Any = None) -> C:

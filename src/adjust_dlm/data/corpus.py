@@ -303,9 +303,22 @@ def read_text(path: Path) -> str:
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """`FILE, line N` and what stands there, blank lines left out. Line feeds alone end one: a text may hold U+2028."""
+    """`FILE, line N` and what stands there, spaces too, without blank lines. Line feeds alone end one, not U+2028."""
     lines = enumerate(read_text(path).split("\n"), start=1)
-    return ((f"{path}, line {number}", line.strip()) for number, line in lines if line.strip())
+    return ((f"{path}, line {number}", line) for number, line in lines if line.strip())
+
+
+def json_value(text: str, where: str) -> Any:
+    """What a JSON text holds; `where` names it in the InputError. Half a character, which JSON can spell, is none."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} holds half a character: \\u{ord(error.object[error.start]):x}") from error
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}") from error
+    return value
 
 
 def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:

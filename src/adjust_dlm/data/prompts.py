@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.corpus import lines_of, load_corpus
+from adjust_dlm.data.corpus import json_value, lines_of, load_corpus
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.types import InputError, require
 
@@ -105,10 +104,7 @@ def unconditional(base: Base) -> list[int]:
 
 def _json_line(line: str, where: str) -> str | list[Any]:
     """The prompt of one JSON object: text, or chat messages up to the turn to be answered."""
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}") from error
+    item = json_value(line, where)
     require(isinstance(item, dict), f"{where}: a JSON object is wanted")
     for name in FIELDS:
         if name in item:
@@ -130,5 +126,5 @@ def _json_line(line: str, where: str) -> str | list[Any]:
 def _encode(base: Base, prompt: str | list[Any], chat: bool, where: str) -> list[int]:
     try:
         return base.encode(prompt, chat=chat) if isinstance(prompt, str) else base.encode_messages(prompt)
-    except Exception as error:  # no tokenizer or template, one that wants other turns, half a surrogate pair
-        raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # no tokenizer or template, or one that wants other turns
+        raise InputError(f"{where}: {(str(error) or repr(error)).splitlines()[0]}") from error

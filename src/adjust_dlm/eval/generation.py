@@ -179,7 +179,7 @@ def _read(kept: Path) -> list[Generated]:
     """All rows of a call, or those of one that was stopped, but for the torn last line of one that was killed."""
     rows = {}
     for file in [kept] if kept.is_file() else kept.parent.glob(f"{kept.stem}.*.part"):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8").split("\n"):
             with contextlib.suppress(ValueError):
                 value = json.loads(line)
                 rows[value["row"]] = Generated(**{name: value[name] for name in Generated.__dataclass_fields__})

@@ -78,7 +78,7 @@ def work_of(engine: Engine, defaults: AppConfig, ask: Sampling) -> tuple[Work, l
         changes["tokens_per_step"] = said["tokens_per_step"]
     if prompts[0].spans:  # a gap has the length that was asked for, and text behind it
         changes |= {"suppress_eos": True, "block_length": None}
-    seed, n, stop = said.get("seed", secrets.randbits(63)), said.get("n", 1), said.get("stop", ())
+    seed, n, stop = said.get("seed", secrets.randbits(53)), said.get("n", 1), said.get("stop", ())  # a double keeps 53
     rows = [RowSpec(ids=p.ids, new=p.new, seed=seed, row=i * n + j) for i, p in enumerate(prompts) for j in range(n)]
     watched = isinstance(ask, CanvasAsk)
     work = Work(

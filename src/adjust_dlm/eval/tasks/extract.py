@@ -7,6 +7,7 @@ with a fenced block, prose around it, sometimes without a fence, and sometimes i
 from __future__ import annotations
 
 import ast
+import io
 import re
 import textwrap
 import warnings
@@ -26,11 +27,16 @@ class Block(NamedTuple):
     closed: bool
 
 
+def lines_of(text: str) -> list[str]:
+    """Lines with the ends that Python knows: unlike for `str.splitlines`, a form feed or U+2028 ends none."""
+    return io.StringIO(text, newline="").readlines()
+
+
 def blocks(reply: str) -> list[Block]:
     """All fenced blocks of a reply."""
     found: list[Block] = []
     fence, language, inside = "", "", list[str]()
-    for line in reply.splitlines():
+    for line in (line.rstrip("\r\n") for line in lines_of(reply)):
         match = _FENCE.match(line)
         if not fence:
             if match:
@@ -75,7 +81,7 @@ def bare_code(reply: str) -> str:
     match = _CODE_LINE.search(reply)
     if match is None:
         return ""
-    lines = reply[match.start() :].splitlines()
+    lines = [line.rstrip("\r\n") for line in lines_of(reply[match.start() :])]
     for end in range(len(lines), 0, -1):
         code = "\n".join(lines[:end]) + "\n"
         if _parses(code):
@@ -98,9 +104,9 @@ def cut_body(text: str) -> str:
 
     Closing brackets may stand there, and lines of a string in triple quotes.
     """
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text)
     for n, line in enumerate(lines):
-        if line.strip() and line[0] not in " \t)]}" and not _in_string("".join(lines[:n])):
+        if line.strip() and line.lstrip("\f")[0] not in " \t)]}" and not _in_string("".join(lines[:n])):
             return "".join(lines[:n])
     return text
 
@@ -136,7 +142,8 @@ def answered(prompt: str, entry: str, reply: str) -> list[str]:
     if defines(code, {entry}):
         return [preamble(prompt, entry), code]
     body = fenced(reply, {entry}) or cut_body(_before_fence(reply)) or _before_fence(reply)
-    return [prompt + textwrap.indent(textwrap.dedent(body), "    ")]
+    lines = lines_of(textwrap.dedent(body))
+    return [prompt + "".join(f"    {line}" if line.strip() else line for line in lines)]
 
 
 def between_marks(reply: str, begin: str, end: str) -> str:
@@ -153,6 +160,6 @@ def told(reply: str, names: Collection[str]) -> str:
 
 
 def _before_fence(reply: str) -> str:
-    lines = reply.splitlines(keepends=True)
+    lines = lines_of(reply)
     end = next((n for n, line in enumerate(lines) if _FENCE.match(line)), len(lines))
     return "".join(lines[:end])

@@ -3,7 +3,8 @@ r"""GSM8K: word problems whose answer is a number, in the two forms that lm-eval
 `cot` ends an answer with "The answer is 18." and asks with "Q:", as the harness' task `gsm8k_cot`; `hashes` ends it
 with "#### 18" and asks with "Question:", as its task `gsm8k`. A completion is cut at its end token and at the stop
 words; then `strict` looks for the first end of the form, `flexible` for the last number. Both compare text without
-commas, $ and a last period; `value` compares the number of `flexible` by value, so that 18.00 is 18.
+commas, $ and a last period; `value` compares the last number by value, as a reader sees it: 18.00 is 18, `1{,}234` is
+1234, a no-break space groups digits, and U+2212 is a minus.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens 
 TEXTS = ("question", "answer", "target")
 _NUMBER = r"-?[.,]*[0-9][0-9.,]*"
 _ANY_NUMBER = re.compile(r"(?:-|(?<![$.,]))[$.,]*[0-9][$0-9.,]*")  # never tried anew within a run of dots
+_GROUPED = re.compile(r"(?<=[0-9])(?<![0-9]{4})(?:\{,\}|\\,|[\u00a0\u2007\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
@@ -136,8 +138,14 @@ def clean(number: str) -> str:
 def grade(text: str, gold: str, form: str) -> Scores:
     """Scores of one completion against the cleaned gold number."""
     strict, flexible = find_answers(text, form)
-    same = flexible is not None and _value(flexible) == _value(gold)
+    number = find_answers(_plain(text), form)[1]
+    same = number is not None and _value(number) == _value(_plain(gold))
     return {"strict": float(strict == gold), "flexible": float(flexible == gold), "value": float(same)}
+
+
+def _plain(text: str) -> str:
+    """Numbers as ASCII writes them, without the marks that TeX and printers group digits with."""
+    return _GROUPED.sub("", text).replace("\u2212", "-")
 
 
 def _value(number: str) -> Decimal | str:

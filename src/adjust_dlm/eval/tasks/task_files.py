@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 import lzma
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from adjust_dlm.bases.hub import is_hub_id, snapshot
+from adjust_dlm.data.corpus import json_value
 from adjust_dlm.types import InputError, require
 
 Row = dict[str, Any]
@@ -95,16 +95,3 @@ def read_text(path: Path) -> str:
             return file.read()
     except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
         raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def json_value(text: str, where: str) -> Any:
-    """What a JSON text holds; `where` names it in the InputError. Half a character, which JSON can spell, is none."""
-    try:
-        value = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where} holds half a character: \\u{ord(error.object[error.start]):x}") from error
-    except ValueError as error:
-        raise InputError(f"{where} is not JSON: {error}") from error
-    return value

@@ -147,8 +147,9 @@ const take = {
     number(column, "tokens", event.completion_tokens);
     number(column, "seconds", event.seconds, 2);
     number(column, "speed", event.completion_tokens / event.seconds, 1);
-    const passes = `${event.base_calls} base passes, ${event.sampler_calls} sampler passes`;
-    $("said").textContent = `${column.select.value}: ${event.completion_tokens} tokens, ${passes}, ${event.seconds.toFixed(2)} seconds`;
+    const counted = (number, one, more) => `${number} ${number === 1 ? one : more}`;
+    const passes = ["base", "sampler"].map((kind) => counted(event[`${kind}_calls`], `${kind} pass`, `${kind} passes`)).join(", ");
+    $("said").textContent = `${column.select.value}: ${counted(event.completion_tokens, "token", "tokens")}, ${passes}, ${event.seconds.toFixed(2)} seconds`;
   },
   end(column, event) {
     column.whole = true;
