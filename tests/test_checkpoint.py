@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from adjust_dlm import DecodeConfig, decode
 from adjust_dlm.bases import load_base
-from adjust_dlm.bases.layers import new_model
+from adjust_dlm.bases.layers import new_model, read_model
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.sampler import Sampler, load_sampler
@@ -223,6 +223,17 @@ def test_h14_tensors_that_are_not_those_of_the_config(tmp_path: Path, change: An
     rewrite(write(tmp_path, "dream", shards=1), change)
     with pytest.raises(InputError, match=said):
         load_base(str(tmp_path))
+
+
+def test_the_body_of_an_adapted_base_is_read_from_floats_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**DREAM_CONFIG, "model_type": "qwen2"}))
+    weights = weights_of("dream")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    read_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    rewrite(tmp_path, lambda w: w.update({"norm.weight": torch.ones(32, dtype=torch.int8)}))
+    with pytest.raises(InputError, match=r"norm\.weight is I8; weights must be one of F16"):
+        read_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_h14_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -289,12 +289,15 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
     """The body in a folder with `config.json` and one `model.safetensors`: strict.
 
     Raises:
-        InputError: unreadable or truncated file; a missing, extra or misshapen tensor, by name.
+        InputError: unreadable or truncated file; a missing, extra, misshapen or integer tensor, by name.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    from adjust_dlm.bases.tensor_files import read_header  # it imports this module
+
     try:
+        read_header(folder / "model.safetensors")
         with torch.device("meta"):
             body = Body(Shape.of(json.loads((folder / "config.json").read_text())))
         weights = load_file(folder / "model.safetensors", device=str(device))

@@ -67,7 +67,7 @@ def open_safetensors(folder: Path) -> TensorFiles:
     from safetensors import safe_open
 
     index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
-    parts = {path: _header(path) for path in sorted(set(index.values())) or [_single(folder)]}
+    parts = {path: read_header(path) for path in sorted(set(index.values())) or [_single(folder)]}
     file_of = {name: path for path, part in parts.items() for name in part if index.get(name, path) == path}
     lost = sorted(index.keys() - file_of.keys())
     require(not lost, f"{folder / INDEX} names tensors that are not in their shards: {some(lost)}")
@@ -104,8 +104,12 @@ def _single(folder: Path) -> Path:
     raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}; {hint}")
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes; opening also compares the file's length with what its header says."""
+def read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes; opening also compares the file's length with what its header says.
+
+    Raises:
+        InputError: damaged, or a tensor is not of a dtype for weights, by name.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
