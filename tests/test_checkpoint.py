@@ -329,10 +329,27 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         ("dream", {"head_dim": 7}, "head_dim is 7; rotary pairs need an even one"),
         ("dream", {"rope_theta": "1e6"}, "rope_theta is '1e6'"),
         ("dream", {"rope_theta": 0}, "rope_theta is 0"),
+        ("llada", {"rope_theta": None}, "rope_theta is None"),
         ("dream", {"rms_norm_eps": None}, "rms_norm_eps is None"),
         ("dream", {"rope_scaling": "linear"}, "rotary settings are .'linear'."),
         ("dream", {"rope_scaling": {"type": "linear"}}, "type linear lacks factor"),
-        ("dream", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            "dream",
+            {"rope_theta": None, "rope_scaling": {"full_attention": {"rope_theta": 1e6}}},
+            "have full_attention =",
+        ),
+        ("dream", {"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is .'linear'.; known are"),
+        ("dream", {"rope_scaling": {"factor": 4.0}}, "have {'factor': 4.0}; type default knows"),
+        (
+            "dream",
+            {"rope_scaling": {"type": "linear", "factor": 4.0, "mrope_section": [1, 1]}},
+            "have {'mrope_section'",
+        ),
+        (
+            "dream",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": "32"}},
+            "beta_fast is '32'; it must be",
+        ),
         ("llada", {"d_model": [32]}, r"hidden_size is \[32\]"),
         ("llada", {"alibi": True}, "'alibi': True"),
         ("llada", {"block_type": "sequential"}, "'block_type': 'sequential'"),
@@ -344,6 +361,49 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
 def test_configs_that_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         load_base(str(write(tmp_path, family, **changes)))
+
+
+ELSEWHERE: list[tuple[dict[str, Any], str]] = [
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"rope_parameters": {"rope_theta": 3e5}}, "rope_theta is .* in one place of the config and 300000.0 in another"),
+    ({"rope_scaling": {"rope_theta": 3e5}}, "rope_theta is .* in one place of the config and 300000.0 in another"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+        "rope_type is 'linear' in one place of the config and 'default' in another",
+    ),
+    ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4.0}}, "rope_type is 'linear' in one place"),
+    ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "have sliding_attention = "),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), ELSEWHERE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_are_refused_wherever_they_stand(
+    tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        load_base(str(write(tmp_path, family, **changes)))
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_are_applied_wherever_they_stand(tmp_path: Path, family: str, place: str) -> None:
+    top = CONFIGS[family]["rope_theta"]
+    base = load_base(str(write(tmp_path / "theta", family, rope_theta=None, **{place: {"rope_theta": top}})))
+    same_states(base, reference(family))
+    for n, scaling in enumerate(SCALED):
+        whole = {place: {"rope_theta": 3e5, "partial_rotary_factor": 1.0, **scaling}}
+        ours = load_base(str(write(tmp_path / str(n), family, rope_theta=None, **whole))).model.rotary
+        theirs = new_model(tiny_config(family, vocab_size=VOCAB, rope_parameters={"rope_theta": 3e5, **scaling})).rotary
+        assert torch.equal(ours.inverse_F, theirs.inverse_F) and ours.scale == theirs.scale
+    scaling = {key: value for key, value in SCALED[1].items() if key != "original_max_position_embeddings"}
+    top_level = {place: scaling, "rope_theta": 3e5, "original_max_position_embeddings": 16}
+    ours = load_base(str(write(tmp_path / "original", family, **top_level))).model.rotary
+    theirs = new_model(tiny_config(family, vocab_size=VOCAB, rope_parameters={"rope_theta": 3e5, **SCALED[1]})).rotary
+    assert torch.equal(ours.inverse_F, theirs.inverse_F)
 
 
 # GGUF (H15) ------------------------------------------------------------------------------------------------------
@@ -378,6 +438,8 @@ def write_gguf(path: Path, family: str, *, pairs: bool | None = None, **metadata
     writer.add_float32(f"{family}.rope.freq_base", {"dream": 1e6, "llada": 5e5}[family])
     writer.add_token_list([f"t{n}" for n in range(VOCAB)])
     writer.add_token_types([1] * (VOCAB - 2) + [5] * 2)
+    for key in [key for key in metadata if key.startswith("rope.")]:
+        (writer.add_uint32 if key.endswith("count") else writer.add_float32)(f"{family}.{key}", metadata.pop(key))
     ids = {"mask_token_id": MASK, "eos_token_id": END, "bos_token_id": BOS, "padding_token_id": END, **metadata}
     shift = ids.pop("shift_logits", None if family == "dream" else False)
     if shift is not None:
@@ -422,6 +484,17 @@ def test_h15_what_a_gguf_does_not_say_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "d.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match=r"d\.gguf is damaged"):
         load_base(str(tmp_path / "d.gguf"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_of_a_gguf_are_applied_or_refused(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "m.gguf"
+    same_states(load_base(str(write_gguf(path, family, **{"rope.dimension_count": 8}))), reference(family))
+    with pytest.raises(InputError, match=rf"{family}\.rope\.dimension_count is 4; the body turns whole heads \(8\)"):
+        load_base(str(write_gguf(path, family, **{"rope.dimension_count": 4})))
+    for key in ("rope.scaling.factor", "rope.scale_linear"):  # llama.cpp scales by these also without a type
+        with pytest.raises(InputError, match=rf"scales its rotary embedding \(.*{key}': 4\.0"):
+            load_base(str(write_gguf(path, family, **{key: 4.0})))
 
 
 # Where it lives --------------------------------------------------------------------------------------------------

@@ -149,14 +149,18 @@ def gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
         kind: the file's architecture.
 
     Raises:
-        InputError: a fact is missing, or its rotary embedding is scaled.
+        InputError: a fact is missing, or its rotary embedding is scaled or turns a part of each head.
     """
-    scaling = meta.get(f"{kind}.rope.scaling.type")
-    require(scaling in (None, "none"), f"the GGUF scales its rotary embedding ({scaling}); not supported")
+    rope = {key: value for key, value in meta.items() if key.startswith(f"{kind}.rope.") and value != "none"}
+    rope.pop(f"{kind}.rope.freq_base", None)
+    turns = rope.pop(f"{kind}.rope.dimension_count", None)
+    require(not rope, f"the GGUF scales its rotary embedding ({rope}); not supported")
     keys = {ours: f"{kind}.{theirs}" for ours, theirs in _FACTS.items()}
     meta = {keys["num_key_value_heads"]: meta.get(keys["num_attention_heads"])} | meta
     lost = [key for key in (*keys.values(), _WORDS) if key not in meta]
     require(not lost, f"the GGUF has no metadata {', '.join(lost)}")
+    whole = meta.get(f"{kind}.attention.key_length", meta[keys["hidden_size"]] // meta[keys["num_attention_heads"]])
+    require(turns in (None, whole), f"{kind}.rope.dimension_count is {turns}; the body turns whole heads ({whole})")
     return {ours: meta[key] for ours, key in keys.items()} | {"vocab_size": len(meta[_WORDS])}
 
 
