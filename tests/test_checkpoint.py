@@ -336,10 +336,10 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         (
             "dream",
             {"rope_theta": None, "rope_scaling": {"full_attention": {"rope_theta": 1e6}}},
-            "have full_attention =",
+            "have {'full_attention':",
         ),
         ("dream", {"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is .'linear'.; known are"),
-        ("dream", {"rope_scaling": {"factor": 4.0}}, "have {'factor': 4.0}; type default knows"),
+        ("dream", {"rope_scaling": {"factor": 4.0}}, "have {'factor': 4.0}; one rotary of type default has none"),
         (
             "dream",
             {"rope_scaling": {"type": "linear", "factor": 4.0, "mrope_section": [1, 1]}},
@@ -374,7 +374,7 @@ ELSEWHERE: list[tuple[dict[str, Any], str]] = [
         "rope_type is 'linear' in one place of the config and 'default' in another",
     ),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4.0}}, "rope_type is 'linear' in one place"),
-    ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "have sliding_attention = "),
+    ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "have {'sliding_attention':"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
 ]
 
@@ -490,7 +490,7 @@ def test_h15_what_a_gguf_does_not_say_is_not_guessed(tmp_path: Path) -> None:
 def test_rotary_settings_of_a_gguf_are_applied_or_refused(tmp_path: Path, family: str) -> None:
     path = tmp_path / "m.gguf"
     same_states(load_base(str(write_gguf(path, family, **{"rope.dimension_count": 8}))), reference(family))
-    with pytest.raises(InputError, match=rf"{family}\.rope\.dimension_count is 4; the body turns whole heads \(8\)"):
+    with pytest.raises(InputError, match=rf"{family}\.rope\.dimension_count is 4; the body turns whole heads"):
         load_base(str(write_gguf(path, family, **{"rope.dimension_count": 4})))
     for key in ("rope.scaling.factor", "rope.scale_linear"):  # llama.cpp scales by these also without a type
         with pytest.raises(InputError, match=rf"scales its rotary embedding \(.*{key}': 4\.0"):

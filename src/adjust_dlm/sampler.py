@@ -243,9 +243,8 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     sampler = Sampler(base, SamplerConfig(**facts["config"]))
     sampler.trained_on = facts.get("trained_on")
     try:
-        weights = load_file(folder / WEIGHTS)
-        read_header(folder / WEIGHTS)
-        sampler.load_state_dict(weights)
+        sampler.load_state_dict(load_file(folder / WEIGHTS))
+        read_header(folder / WEIGHTS)  # integers are refused
     except (OSError, SafetensorError, RuntimeError) as error:
         said = " ".join(str(error).split())
         raise InputError(f"cannot read the sampler weights {folder / WEIGHTS}: {said}") from error

@@ -178,18 +178,15 @@ def _read(
         rows[name] = sampled_rows(tensor, mask_id if name == EMBEDDING else None)
         if name == EMBEDDING and opened.tied:
             rows[HEAD] = sampled_rows(tensor)
-            same = published[HEAD] not in files.shapes or _equal(opened.read(HEAD, first), tensor)
-            require(same, f"{files.where} has a head that is not the embedding, though its config ties the two")
+            if published[HEAD] in files.shapes:
+                head = opened.read(HEAD, first)
+                same = head.shape == tensor.shape and bool((head == tensor).all())  # also across dtypes
+                require(same, f"{files.where} has a head that is not the embedding, though its config ties the two")
         weights[name] = tensor.to(dtype)
     head_VD = weights.pop(HEAD, None)
     body.load_state_dict(weights, assign=True)
     body.rotary.to(first)
     return body, body.embed_tokens.weight if head_VD is None else head_VD, fingerprint_of(shape, rows)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Every number, also across dtypes."""
-    return a.shape == b.shape and bool((a == b).all())
 
 
 def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:

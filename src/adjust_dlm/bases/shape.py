@@ -131,9 +131,6 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     require(not odd, f"the rotary settings are {odd[:1]}; an object is wanted")
     rope: dict[str, Any] = {}
     for key, value in ((key, value) for place in places for key, value in place.items() if value is not None):
-        require(
-            not isinstance(value, Mapping), f"the rotary settings have {key} = {value}; the layers share one rotary"
-        )
         key = "rope_type" if key == "type" else key
         same = rope.setdefault(key, value) == value
         require(same, f"{key} is {rope[key]!r} in one place of the config and {value!r} in another; say it once")
@@ -146,5 +143,5 @@ def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
     require(not lost, f"rotary scaling of type {kind} lacks {', '.join(lost)}")
     known = {"rope_type", "rope_theta", _ORIGINAL, *_ROPE_NEEDS[kind], *(_YARN if kind == "yarn" else ())}
     more = {key: value for key, value in rope.items() if key not in known}
-    require(not more, f"the rotary settings have {more}; type {kind} knows no such thing")
+    require(not more, f"the rotary settings have {more}; one rotary of type {kind} has none")
     return rope

@@ -105,11 +105,7 @@ def _single(folder: Path) -> Path:
 
 
 def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes; opening also compares the file's length with what its header says.
-
-    Raises:
-        InputError: damaged, or a tensor is not of a dtype for weights, by name.
-    """
+    """Names and shapes; InputError for a file that is not as long as its header says, or a tensor that is no float."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -159,8 +155,8 @@ def gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
     meta = {keys["num_key_value_heads"]: meta.get(keys["num_attention_heads"])} | meta
     lost = [key for key in (*keys.values(), _WORDS) if key not in meta]
     require(not lost, f"the GGUF has no metadata {', '.join(lost)}")
-    whole = meta.get(f"{kind}.attention.key_length", meta[keys["hidden_size"]] // meta[keys["num_attention_heads"]])
-    require(turns in (None, whole), f"{kind}.rope.dimension_count is {turns}; the body turns whole heads ({whole})")
+    whole = turns is None or turns * meta[keys["num_attention_heads"]] == meta[keys["hidden_size"]]
+    require(whole, f"{kind}.rope.dimension_count is {turns}; the body turns whole heads")
     return {ours: meta[key] for ours, key in keys.items()} | {"vocab_size": len(meta[_WORDS])}
 
 
