@@ -497,6 +497,35 @@ def test_rotary_settings_of_a_gguf_are_applied_or_refused(tmp_path: Path, family
             load_base(str(write_gguf(path, family, **{key: 4.0})))
 
 
+def test_gguf_tensors_stand_one_behind_the_other(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "dream")
+    whole, tensors = path.read_bytes(), gguf.GGUFReader(path).tensors
+    same = [t for t in tensors if t.name.endswith("ffn_up.weight")]  # of one shape
+
+    def moved(**to: int) -> None:
+        """With other offsets, the file otherwise as it was."""
+        changed = bytearray(whole)
+        for name, value in to.items():
+            field = next(t.field for t in tensors if t.name == name.replace("__", "."))
+            end = field.offset + sum(part.nbytes for part in field.parts)
+            changed[end - 8 : end] = value.to_bytes(8, "little")
+        path.write_bytes(changed)
+
+    old = {t.name: int(t.field.parts[-1][0]) for t in tensors}
+    one, two = (t.name for t in same)
+    for change in (
+        {one: old[one] + 1}, {one: old[one] - 32}, {one: old[two]}, {one: old[two], two: old[one]}, {one: 2**63},
+    ):  # fmt: skip
+        moved(**change)
+        with pytest.raises(InputError, match=r"m\.gguf is damaged"):
+            load_base(str(path))
+    moved(**{one: old[one] + 1})
+    with pytest.raises(InputError, match=rf"damaged: the data of {one} should start at byte \d+, not \d+; download"):
+        load_base(str(path))
+    moved()
+    load_base(str(path))
+
+
 # Where it lives --------------------------------------------------------------------------------------------------
 
 

@@ -185,7 +185,7 @@ def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
     """Metadata and tensors of a GGUF, names and rows as the file has them.
 
     Raises:
-        InputError: not a GGUF, or damaged.
+        InputError: not a GGUF, or damaged; tensors that overlap or leave gaps are.
     """
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -195,7 +195,11 @@ def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
         meta = {key: _plain(field.contents()) for key, field in reader.fields.items()}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise InputError(f"{path} is damaged or no GGUF: {error}") from error
-    found = {tensor.name: tensor for tensor in reader.tensors}
+    found, place = {tensor.name: tensor for tensor in reader.tensors}, int(reader.data_offset)
+    for name, tensor in found.items():  # one behind the other, each padded to the alignment: llama.cpp's own rule
+        said = f"the data of {name} should start at byte {place}, not {tensor.data_offset}; download it again"
+        require(tensor.data_offset == place, f"{path} is damaged: {said}")
+        place += -(-int(tensor.n_bytes) // int(reader.alignment)) * int(reader.alignment)
     for kind, tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.items():
         try:
             dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
