@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adjust_dlm import DecodeConfig, decode
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.layers import new_model, read_model
-from adjust_dlm.bases.tokenizers import read_tokenizer
+from adjust_dlm.bases.tokenizers import FileTokenizer, read_tokenizer
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.types import InputError
@@ -637,6 +637,35 @@ def test_ids_come_from_the_tokenizer_and_bos_stands_once(tmp_path: Path) -> None
     assert base.encode("ab", chat=True) == [37, 30, 38, 27]
     with pytest.raises(InputError, match=r"mask_token_id 33, the tokenizer's <\|mask\|> is 36"):
         load_base(str(write(tmp_path, "dream", mask_token_id=33)))
+
+
+@pytest.mark.parametrize("side", ["tokenizer_config.json", "added_tokens.json"])
+def test_added_tokens_count_that_only_a_side_file_names(tmp_path: Path, side: str) -> None:
+    core = Tokenizer(models.BPE({c: n for n, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.save(str(tmp_path / "tokenizer.json"))
+    ids = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+    table = {str(n): {"content": token, "special": True, "normalized": False} for token, n in ids.items()}
+
+    def wrote(table: dict[str, Any], ids: dict[str, int]) -> Path:
+        content = {"added_tokens_decoder": table} if side == "tokenizer_config.json" else ids
+        (tmp_path / side).write_text(json.dumps(content))
+        return tmp_path / "tokenizer.json"
+
+    text = "<|im_start|>hi<|im_end|>"
+    file = wrote(table, ids)
+    for tokenizer in (FileTokenizer(file, None), read_tokenizer(tmp_path)):
+        got = tokenizer.encode(text, add_special_tokens=False)
+        assert got == [257, 71, 72, 258]
+        assert tokenizer.decode(got) == text
+    if side == "tokenizer_config.json":
+        assert FileTokenizer(file, None).decode([257, 71, 72, 258], skip_special_tokens=True) == "hi"
+    file = wrote({"300": table["258"]}, {"<|im_end|>": 300})
+    with pytest.raises(InputError, match=r"'<\|im_end\|>' has id 300 in the files beside it, which it cannot get here"):
+        FileTokenizer(file, None)
+    (tmp_path / side).write_text("[1")
+    with pytest.raises(InputError, match="cannot read the tokenizer"):
+        FileTokenizer(file, None)
 
 
 def test_a_llada_tokenizer_is_read_from_its_own_file(tmp_path: Path) -> None:

@@ -68,15 +68,11 @@ class Shape:
             value = getattr(self, name)
             good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(good, f"{name} is {value!r}; it must be a whole number >= 1")
-        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range}
-        rope = {key: value for key, value in self.rope.items() if key not in ("rope_type", "truncate")}
-        for name, value in (numbers | rope).items():
-            require(_positive(value), f"{name} is {value!r}; it must be a finite number above 0")
-        kv = self.num_key_value_heads
-        require(
-            self.num_attention_heads % kv == 0,
-            f"num_key_value_heads is {kv}; it must divide the {self.num_attention_heads} heads",
-        )
+        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range, **self.rope}
+        for name in sorted(numbers.keys() - {"rope_type", "truncate"}):
+            require(_positive(numbers[name]), f"{name} is {numbers[name]!r}; it must be a finite number above 0")
+        heads, kv = self.num_attention_heads, self.num_key_value_heads
+        require(heads % kv == 0, f"num_key_value_heads is {kv}; it must divide the {heads} heads")
         require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
 
     @classmethod

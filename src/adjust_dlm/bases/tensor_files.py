@@ -86,9 +86,8 @@ def read_index(path: Path, prefix: str = "") -> dict[str, Path]:
         InputError: no index, or one that names a file that is missing or lies elsewhere.
     """
     whole = read_json(path).get("weight_map")
-    named = {
-        name: str(file) for name, file in (whole if isinstance(whole, dict) else {}).items() if name.startswith(prefix)
-    }
+    items = (whole if isinstance(whole, dict) else {}).items()
+    named = {name: str(file) for name, file in items if name.startswith(prefix)}
     good = bool(named) and all(Path(file).name == file for file in named.values())
     require(good, f"{path} is not an index of shards: weight_map must give tensors {prefix}* files of the same folder")
     lost = sorted(name for name in set(named.values()) if not (path.parent / name).is_file())
