@@ -295,6 +295,11 @@ def test_h14_a_truncated_autoregressive_model_is_refused(tmp_path: Path) -> None
         load_ar(str(tmp_path))
 
 
+def whole(weights: dict[str, Tensor]) -> None:
+    """As int8."""
+    weights |= {name: w.char() for name, w in weights.items()}
+
+
 def saved_base(tmp_path: Path) -> Path:
     """A folder as `adapt` leaves it, without the training."""
     ar = save_tiny(tmp_path / "ar")
@@ -309,6 +314,8 @@ def saved_base(tmp_path: Path) -> Path:
         ("adapter_model.safetensors", lost, "missing or unknown tensors .*other"),
         ("adapter_model.safetensors", cut, "cannot read the adapter"),
         ("mask_embedding.safetensors", lambda w: w.update(mask_embedding=torch.zeros(1)), r"shape \(1,\), wanted"),
+        ("mask_embedding.safetensors", whole, r"mask_embedding is I8; weights must be one of F16"),
+        ("adapter_model.safetensors", whole, r"lora_A\.weight is I8.*; weights must be one of F16"),
     ],
 )
 def test_h14_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, file: str, change: Any, said: str) -> None:

@@ -542,6 +542,10 @@ def change(weights: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:
             {"down_project__0__weight": torch.ones(D, 5 * D)},
             r"drafter\.down_project\.0\.weight is \(32, 160\), wanted \(32, 64\)",
         ),
+        (
+            {"down_project__0__bias": torch.ones(D).char()},
+            r"drafter\.down_project\.0\.bias is torch\.int8; weights must",
+        ),
     ],
 )
 def test_other_variants_and_missing_tensors_are_refused_by_name(

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adjust_dlm import DecodeConfig, decode
 from adjust_dlm.bases import load_base
-from adjust_dlm.bases.layers import new_model
-from adjust_dlm.bases.tokenizers import read_tokenizer
+from adjust_dlm.bases.layers import new_model, read_model
+from adjust_dlm.bases.tokenizers import FileTokenizer, read_tokenizer
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.types import InputError
@@ -179,7 +179,23 @@ def test_old_buffers_and_a_tied_head_are_harmless(tmp_path: Path) -> None:
     head = weights["model.embed_tokens.weight"].clone()
     save_file(weights | old | {"lm_head.weight": head}, file)
     same_states(load_base(str(tmp_path)), reference("dream", tied=True))
-    save_file(weights | {"lm_head.weight": head + 1}, file)
+    save_file(weights | {"lm_head.weight": head.double()}, file)
+    same_states(load_base(str(tmp_path)), reference("dream", tied=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tied_head_that_differs_in_one_number_is_refused(tmp_path: Path, family: str) -> None:
+    write(tmp_path, family, shards=1, tied=True)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    head = weights[published(family, "embed_tokens.weight")].clone()
+    for row in range(VOCAB):
+        other = head.clone()
+        other[row, row % 32] += 1e-3
+        save_file(weights | {HEADS[family]: other}, file)
+        with pytest.raises(InputError, match="has a head that is not the embedding"):
+            load_base(str(tmp_path))
+    save_file(weights | {HEADS[family]: head[:1].clone()}, file)
     with pytest.raises(InputError, match="has a head that is not the embedding"):
         load_base(str(tmp_path))
 
@@ -223,6 +239,17 @@ def test_h14_tensors_that_are_not_those_of_the_config(tmp_path: Path, change: An
     rewrite(write(tmp_path, "dream", shards=1), change)
     with pytest.raises(InputError, match=said):
         load_base(str(tmp_path))
+
+
+def test_the_body_of_an_adapted_base_is_read_from_floats_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**DREAM_CONFIG, "model_type": "qwen2"}))
+    weights = weights_of("dream")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    read_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    rewrite(tmp_path, lambda w: w.update({"norm.weight": torch.ones(32, dtype=torch.int8)}))
+    with pytest.raises(InputError, match=r"norm\.weight is torch\.int8; weights must be floats"):
+        read_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_h14_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -302,10 +329,27 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         ("dream", {"head_dim": 7}, "head_dim is 7; rotary pairs need an even one"),
         ("dream", {"rope_theta": "1e6"}, "rope_theta is '1e6'"),
         ("dream", {"rope_theta": 0}, "rope_theta is 0"),
+        ("llada", {"rope_theta": None}, "rope_theta is None"),
         ("dream", {"rms_norm_eps": None}, "rms_norm_eps is None"),
         ("dream", {"rope_scaling": "linear"}, "rotary settings are .'linear'."),
         ("dream", {"rope_scaling": {"type": "linear"}}, "type linear lacks factor"),
-        ("dream", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            "dream",
+            {"rope_theta": None, "rope_scaling": {"full_attention": {"rope_theta": 1e6}}},
+            "have {'full_attention':",
+        ),
+        ("dream", {"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is .'linear'.; known are"),
+        ("dream", {"rope_scaling": {"factor": 4.0}}, "have {'factor': 4.0}; one rotary of type default has none"),
+        (
+            "dream",
+            {"rope_scaling": {"type": "linear", "factor": 4.0, "mrope_section": [1, 1]}},
+            "have {'mrope_section'",
+        ),
+        (
+            "dream",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": "32"}},
+            "beta_fast is '32'; it must be",
+        ),
         ("llada", {"d_model": [32]}, r"hidden_size is \[32\]"),
         ("llada", {"alibi": True}, "'alibi': True"),
         ("llada", {"block_type": "sequential"}, "'block_type': 'sequential'"),
@@ -317,6 +361,49 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
 def test_configs_that_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         load_base(str(write(tmp_path, family, **changes)))
+
+
+ELSEWHERE: list[tuple[dict[str, Any], str]] = [
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"rope_parameters": {"rope_theta": 3e5}}, "rope_theta is .* in one place of the config and 300000.0 in another"),
+    ({"rope_scaling": {"rope_theta": 3e5}}, "rope_theta is .* in one place of the config and 300000.0 in another"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+        "rope_type is 'linear' in one place of the config and 'default' in another",
+    ),
+    ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4.0}}, "rope_type is 'linear' in one place"),
+    ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "have {'sliding_attention':"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), ELSEWHERE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_are_refused_wherever_they_stand(
+    tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        load_base(str(write(tmp_path, family, **changes)))
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_are_applied_wherever_they_stand(tmp_path: Path, family: str, place: str) -> None:
+    top = CONFIGS[family]["rope_theta"]
+    base = load_base(str(write(tmp_path / "theta", family, rope_theta=None, **{place: {"rope_theta": top}})))
+    same_states(base, reference(family))
+    for n, scaling in enumerate(SCALED):
+        whole = {place: {"rope_theta": 3e5, "partial_rotary_factor": 1.0, **scaling}}
+        ours = load_base(str(write(tmp_path / str(n), family, rope_theta=None, **whole))).model.rotary
+        theirs = new_model(tiny_config(family, vocab_size=VOCAB, rope_parameters={"rope_theta": 3e5, **scaling})).rotary
+        assert torch.equal(ours.inverse_F, theirs.inverse_F) and ours.scale == theirs.scale
+    scaling = {key: value for key, value in SCALED[1].items() if key != "original_max_position_embeddings"}
+    top_level = {place: scaling, "rope_theta": 3e5, "original_max_position_embeddings": 16}
+    ours = load_base(str(write(tmp_path / "original", family, **top_level))).model.rotary
+    theirs = new_model(tiny_config(family, vocab_size=VOCAB, rope_parameters={"rope_theta": 3e5, **SCALED[1]})).rotary
+    assert torch.equal(ours.inverse_F, theirs.inverse_F)
 
 
 # GGUF (H15) ------------------------------------------------------------------------------------------------------
@@ -351,6 +438,8 @@ def write_gguf(path: Path, family: str, *, pairs: bool | None = None, **metadata
     writer.add_float32(f"{family}.rope.freq_base", {"dream": 1e6, "llada": 5e5}[family])
     writer.add_token_list([f"t{n}" for n in range(VOCAB)])
     writer.add_token_types([1] * (VOCAB - 2) + [5] * 2)
+    for key in [key for key in metadata if key.startswith("rope.")]:
+        (writer.add_uint32 if key.endswith("count") else writer.add_float32)(f"{family}.{key}", metadata.pop(key))
     ids = {"mask_token_id": MASK, "eos_token_id": END, "bos_token_id": BOS, "padding_token_id": END, **metadata}
     shift = ids.pop("shift_logits", None if family == "dream" else False)
     if shift is not None:
@@ -395,6 +484,46 @@ def test_h15_what_a_gguf_does_not_say_is_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "d.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match=r"d\.gguf is damaged"):
         load_base(str(tmp_path / "d.gguf"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rotary_settings_of_a_gguf_are_applied_or_refused(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "m.gguf"
+    same_states(load_base(str(write_gguf(path, family, **{"rope.dimension_count": 8}))), reference(family))
+    with pytest.raises(InputError, match=rf"{family}\.rope\.dimension_count is 4; the body turns whole heads"):
+        load_base(str(write_gguf(path, family, **{"rope.dimension_count": 4})))
+    for key in ("rope.scaling.factor", "rope.scale_linear"):  # llama.cpp scales by these also without a type
+        with pytest.raises(InputError, match=rf"scales its rotary embedding \(.*{key}': 4\.0"):
+            load_base(str(write_gguf(path, family, **{key: 4.0})))
+
+
+def test_gguf_tensors_stand_one_behind_the_other(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "dream")
+    whole, tensors = path.read_bytes(), gguf.GGUFReader(path).tensors
+    same = [t for t in tensors if t.name.endswith("ffn_up.weight")]  # of one shape
+
+    def moved(**to: int) -> None:
+        """With other offsets, the file otherwise as it was."""
+        changed = bytearray(whole)
+        for name, value in to.items():
+            field = next(t.field for t in tensors if t.name == name.replace("__", "."))
+            end = field.offset + sum(part.nbytes for part in field.parts)
+            changed[end - 8 : end] = value.to_bytes(8, "little")
+        path.write_bytes(changed)
+
+    old = {t.name: int(t.field.parts[-1][0]) for t in tensors}
+    one, two = (t.name for t in same)
+    for change in (
+        {one: old[one] + 1}, {one: old[one] - 32}, {one: old[two]}, {one: old[two], two: old[one]}, {one: 2**63},
+    ):  # fmt: skip
+        moved(**change)
+        with pytest.raises(InputError, match=r"m\.gguf is damaged"):
+            load_base(str(path))
+    moved(**{one: old[one] + 1})
+    with pytest.raises(InputError, match=rf"damaged: the data of {one} should start at byte \d+, not \d+; download"):
+        load_base(str(path))
+    moved()
+    load_base(str(path))
 
 
 # Where it lives --------------------------------------------------------------------------------------------------
@@ -508,6 +637,35 @@ def test_ids_come_from_the_tokenizer_and_bos_stands_once(tmp_path: Path) -> None
     assert base.encode("ab", chat=True) == [37, 30, 38, 27]
     with pytest.raises(InputError, match=r"mask_token_id 33, the tokenizer's <\|mask\|> is 36"):
         load_base(str(write(tmp_path, "dream", mask_token_id=33)))
+
+
+@pytest.mark.parametrize("side", ["tokenizer_config.json", "added_tokens.json"])
+def test_added_tokens_count_that_only_a_side_file_names(tmp_path: Path, side: str) -> None:
+    core = Tokenizer(models.BPE({c: n for n, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.save(str(tmp_path / "tokenizer.json"))
+    ids = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+    table = {str(n): {"content": token, "special": True, "normalized": False} for token, n in ids.items()}
+
+    def wrote(table: dict[str, Any], ids: dict[str, int]) -> Path:
+        content = {"added_tokens_decoder": table} if side == "tokenizer_config.json" else ids
+        (tmp_path / side).write_text(json.dumps(content))
+        return tmp_path / "tokenizer.json"
+
+    text = "<|im_start|>hi<|im_end|>"
+    file = wrote(table, ids)
+    for tokenizer in (FileTokenizer(file, None), read_tokenizer(tmp_path)):
+        got = tokenizer.encode(text, add_special_tokens=False)
+        assert got == [257, 71, 72, 258]
+        assert tokenizer.decode(got) == text
+    if side == "tokenizer_config.json":
+        assert FileTokenizer(file, None).decode([257, 71, 72, 258], skip_special_tokens=True) == "hi"
+    file = wrote({"300": table["258"]}, {"<|im_end|>": 300})
+    with pytest.raises(InputError, match=r"'<\|im_end\|>' has id 300 in the files beside it, which it cannot get here"):
+        FileTokenizer(file, None)
+    (tmp_path / side).write_text("[1")
+    with pytest.raises(InputError, match="cannot read the tokenizer"):
+        FileTokenizer(file, None)
 
 
 def test_a_llada_tokenizer_is_read_from_its_own_file(tmp_path: Path) -> None:

@@ -304,9 +304,17 @@ def test_a_folder_without_a_sampler_is_refused(tmp_path: Path) -> None:
         (lambda w: w.pop("mix.bias"), r"Missing key\(s\) in state_dict: .mix\.bias"),
         (lambda w: w.update(surplus=torch.ones(3)), r"Unexpected key\(s\) in state_dict: .surplus"),
         (lambda w: w.update({"mix.bias": torch.ones(31)}), r"size mismatch for mix\.bias: .*\[31\].*\[32\]"),
+        (
+            lambda w: w.update({"mix.bias": torch.ones(32, dtype=torch.int8)}),
+            rf"{WEIGHTS}: mix\.bias is I8; weights must be one of F16, BF16, F32, F64$",
+        ),
+        (
+            lambda w: w.update({"mix.bias": w["mix.bias"].to(torch.float8_e4m3fn)}),
+            r"mix\.bias is F8_E4M3; weights must be one of",
+        ),
     ],
 )
-def test_a_missing_extra_or_misshapen_tensor_is_named(saved, change, said: str) -> None:
+def test_a_missing_extra_misshapen_or_integer_tensor_is_named(saved, change, said: str) -> None:
     base, _, folder = saved
     edit_weights(folder, change)
     with pytest.raises(InputError, match=said):

@@ -46,8 +46,8 @@ def import_released(path: Path | str, base: Base) -> Sampler:
         The sampler, frozen, with `SamplerConfig.released()`.
 
     Raises:
-        InputError: unreadable; a missing, unknown or misshapen tensor, by name. A variant with weights for each step of
-            a round has unknown ones.
+        InputError: unreadable; a missing, unknown, misshapen or integer tensor, by name. A variant with weights for
+            each step of a round has unknown ones.
     """
     path = Path(path)
     theirs = _read(path)
@@ -82,6 +82,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     others = sorted(found.keys() - mine.keys())
     require(all(isinstance(x, Tensor) for x in found.values()), f"{path} is no flat mapping of names to tensors")
     require(bool(mine), f"{path} holds no tensor called {PREFIX}*; its tensors are {some(others)}")
+    odd = [f"{name} is {tensor.dtype}" for name, tensor in mine.items() if not tensor.is_floating_point()]
+    require(not odd, f"{path}: {some(odd)}; weights must be floating point")
     if others:
         log.info("%s: %d tensors of other parts are not read: %s", path, len(others), ", ".join(others))
     return mine

@@ -23,6 +23,7 @@ from adjust_dlm.bases import Base, adapted
 from adjust_dlm.bases.layers import BidirectionalLayer
 from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
+from adjust_dlm.bases.tensor_files import read_header
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, State, require, require_count, require_kinds
 
@@ -229,7 +230,7 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     """Loads g for its own base, in the base's dtype and on its device; None takes the one that ships.
 
     Raises:
-        InputError: no sampler there, unreadable or incomplete weights, or trained for another base.
+        InputError: no sampler there, unreadable, incomplete or integer weights, or trained for another base.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -243,6 +244,7 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     sampler.trained_on = facts.get("trained_on")
     try:
         sampler.load_state_dict(load_file(folder / WEIGHTS))
+        read_header(folder / WEIGHTS)  # integers are refused
     except (OSError, SafetensorError, RuntimeError) as error:
         said = " ".join(str(error).split())
         raise InputError(f"cannot read the sampler weights {folder / WEIGHTS}: {said}") from error

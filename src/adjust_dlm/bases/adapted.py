@@ -19,6 +19,7 @@ from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.placement import Quantize, check_placement, quantize_body
 from adjust_dlm.bases.smol_files import cache_dir, make_once, smol_ar_dir
+from adjust_dlm.bases.tensor_files import read_header
 from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.files import write_whole
@@ -152,6 +153,8 @@ def _merge(path: Path, facts: dict[str, Any]) -> Any:
 
     model, _ = load_ar(facts["ar"])
     try:
+        for file in (ADAPTER, MASK_EMBEDDING):
+            read_header(path / file)
         adapted = PeftModel.from_pretrained(model, str(path))
         found = load_file(path / ADAPTER).keys()
         row = load_file(path / MASK_EMBEDDING)["mask_embedding"]

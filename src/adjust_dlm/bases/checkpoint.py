@@ -178,10 +178,11 @@ def _read(
         rows[name] = sampled_rows(tensor, mask_id if name == EMBEDDING else None)
         if name == EMBEDDING and opened.tied:
             rows[HEAD] = sampled_rows(tensor)
+            if published[HEAD] in files.shapes:
+                head = opened.read(HEAD, first)
+                same = head.shape == tensor.shape and bool((head == tensor).all())  # also across dtypes
+                require(same, f"{files.where} has a head that is not the embedding, though its config ties the two")
         weights[name] = tensor.to(dtype)
-    if opened.tied and published[HEAD] in files.shapes:
-        same = torch.equal(sampled_rows(opened.read(HEAD, first)), rows[HEAD])
-        require(same, f"{files.where} has a head that is not the embedding, though its config ties the two")
     head_VD = weights.pop(HEAD, None)
     body.load_state_dict(weights, assign=True)
     body.rotary.to(first)

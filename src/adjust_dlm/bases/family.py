@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec
 from adjust_dlm.bases.layers import new_model
-from adjust_dlm.bases.shape import Shape
+from adjust_dlm.bases.shape import ROPE_DICTS, ROPE_TOP, Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import OrderOn, OrderRule, require
 
@@ -137,7 +137,7 @@ _FIELDS = {
     "hidden_size": "d_model", "intermediate_size": "mlp_hidden_size", "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",  # the config must have all of these
     "num_key_value_heads": "n_kv_heads", "rms_norm_eps": "rms_norm_eps",
-    "max_position_embeddings": "max_sequence_length", "rope_theta": "rope_theta",
+    "max_position_embeddings": "max_sequence_length", **{key: key for key in (*ROPE_TOP, *ROPE_DICTS)},
 }  # fmt: skip
 _NAMES = {
     "embed_tokens": "wte", "norm": "ln_f", "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm",

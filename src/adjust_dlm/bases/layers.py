@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
 from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.shape import Shape
-from adjust_dlm.types import InputError, State
+from adjust_dlm.types import InputError, State, require
 
 
 class Linear(nn.Linear):
@@ -289,7 +289,7 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
     """The body in a folder with `config.json` and one `model.safetensors`: strict.
 
     Raises:
-        InputError: unreadable or truncated file; a missing, extra or misshapen tensor, by name.
+        InputError: unreadable or truncated file; a missing, extra, misshapen or integer tensor, by name.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -298,6 +298,8 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
         with torch.device("meta"):
             body = Body(Shape.of(json.loads((folder / "config.json").read_text())))
         weights = load_file(folder / "model.safetensors", device=str(device))
+        odd = [f"{name} is {w.dtype}" for name, w in weights.items() if not w.is_floating_point() or w.itemsize < 2]
+        require(not odd, f"{', '.join(odd[:3])}; weights must be floats of 16 bits or more")
         body.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
         body.rotary.to(device)
     except (OSError, ValueError, SafetensorError, RuntimeError) as error:

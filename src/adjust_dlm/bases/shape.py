@@ -18,6 +18,10 @@ _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_ORIGINAL = "original_max_position_embeddings"
+ROPE_TOP = ("rope_theta", "partial_rotary_factor", _ORIGINAL)  # rotary settings beside the dictionaries
+ROPE_DICTS = ("rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +68,11 @@ class Shape:
             value = getattr(self, name)
             good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             require(good, f"{name} is {value!r}; it must be a whole number >= 1")
-        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range}
-        rope = {key: self.rope[key] for key in ("rope_theta", *_ROPE_NEEDS[self.rope["rope_type"]])}
-        for name, value in (numbers | rope).items():
-            require(_positive(value), f"{name} is {value!r}; it must be a finite number above 0")
-        kv = self.num_key_value_heads
-        require(
-            self.num_attention_heads % kv == 0,
-            f"num_key_value_heads is {kv}; it must divide the {self.num_attention_heads} heads",
-        )
+        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range, **self.rope}
+        for name in sorted(numbers.keys() - {"rope_type", "truncate"}):
+            require(_positive(numbers[name]), f"{name} is {numbers[name]!r}; it must be a finite number above 0")
+        heads, kv = self.num_attention_heads, self.num_key_value_heads
+        require(heads % kv == 0, f"num_key_value_heads is {kv}; it must divide the {heads} heads")
         require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
 
     @classmethod
@@ -110,8 +110,6 @@ def _check_plain(facts: Mapping[str, Any]) -> None:
     act = facts.get("hidden_act", "silu")
     require(act == "silu", f"hidden_act is {act!r}; the body is built with silu")
     require(not facts.get("use_sliding_window"), "use_sliding_window is true; the body attends to everything")
-    part = facts.get("partial_rotary_factor")
-    require(part in (None, 1), f"partial_rotary_factor is {part!r}; the body turns whole heads")
     lost = [name for name in _NEEDED if name not in facts]
     require(not lost, f"the config lacks {', '.join(lost)}")
 
@@ -123,14 +121,23 @@ def _head_dim(facts: Mapping[str, Any]) -> Any:
 
 
 def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings as transformers 5 writes them, or as older files do (`rope_theta`, `rope_scaling`)."""
-    parts = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    odd = [part for part in parts if not isinstance(part, Mapping)]
+    """Rotary settings as transformers 5 writes them, or as older files do; a setting in two places must be the same."""
+    places = [{key: facts.get(key) for key in ROPE_TOP}, *(facts.get(name) or {} for name in ROPE_DICTS)]
+    odd = [place for place in places if not isinstance(place, Mapping)]
     require(not odd, f"the rotary settings are {odd[:1]}; an object is wanted")
-    rope = {"rope_theta": facts.get("rope_theta", 10000.0), **parts[0], **parts[1]}
-    old_kind = rope.pop("type", None)
-    kind = rope["rope_type"] = rope.get("rope_type") or old_kind or "default"
-    require(kind in _ROPE_NEEDS, f"rope_type is {kind!r}; known are {', '.join(_ROPE_NEEDS)}")
+    rope: dict[str, Any] = {}
+    for key, value in ((key, value) for place in places for key, value in place.items() if value is not None):
+        key = "rope_type" if key == "type" else key
+        same = rope.setdefault(key, value) == value
+        require(same, f"{key} is {rope[key]!r} in one place of the config and {value!r} in another; say it once")
+    part = rope.pop("partial_rotary_factor", 1)
+    require(part == 1, f"partial_rotary_factor is {part!r}; the body turns whole heads")
+    rope.setdefault("rope_theta", facts.get("rope_theta", 10000.0))
+    kind = rope.setdefault("rope_type", "default")
+    require(kind in tuple(_ROPE_NEEDS), f"rope_type is {kind!r}; known are {', '.join(_ROPE_NEEDS)}")
     lost = [key for key in _ROPE_NEEDS[kind] if key not in rope]
     require(not lost, f"rotary scaling of type {kind} lacks {', '.join(lost)}")
+    known = {"rope_type", "rope_theta", _ORIGINAL, *_ROPE_NEEDS[kind], *(_YARN if kind == "yarn" else ())}
+    more = {key: value for key, value in rope.items() if key not in known}
+    require(not more, f"the rotary settings have {more}; one rotary of type {kind} has none")
     return rope

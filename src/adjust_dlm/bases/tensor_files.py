@@ -67,7 +67,7 @@ def open_safetensors(folder: Path) -> TensorFiles:
     from safetensors import safe_open
 
     index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
-    parts = {path: _header(path) for path in sorted(set(index.values())) or [_single(folder)]}
+    parts = {path: read_header(path) for path in sorted(set(index.values())) or [_single(folder)]}
     file_of = {name: path for path, part in parts.items() for name in part if index.get(name, path) == path}
     lost = sorted(index.keys() - file_of.keys())
     require(not lost, f"{folder / INDEX} names tensors that are not in their shards: {some(lost)}")
@@ -86,9 +86,8 @@ def read_index(path: Path, prefix: str = "") -> dict[str, Path]:
         InputError: no index, or one that names a file that is missing or lies elsewhere.
     """
     whole = read_json(path).get("weight_map")
-    named = {
-        name: str(file) for name, file in (whole if isinstance(whole, dict) else {}).items() if name.startswith(prefix)
-    }
+    items = (whole if isinstance(whole, dict) else {}).items()
+    named = {name: str(file) for name, file in items if name.startswith(prefix)}
     good = bool(named) and all(Path(file).name == file for file in named.values())
     require(good, f"{path} is not an index of shards: weight_map must give tensors {prefix}* files of the same folder")
     lost = sorted(name for name in set(named.values()) if not (path.parent / name).is_file())
@@ -104,8 +103,8 @@ def _single(folder: Path) -> Path:
     raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}; {hint}")
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes; opening also compares the file's length with what its header says."""
+def read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes; InputError for a file that is not as long as its header says, or a tensor that is no float."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -145,14 +144,18 @@ def gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
         kind: the file's architecture.
 
     Raises:
-        InputError: a fact is missing, or its rotary embedding is scaled.
+        InputError: a fact is missing, or its rotary embedding is scaled or turns a part of each head.
     """
-    scaling = meta.get(f"{kind}.rope.scaling.type")
-    require(scaling in (None, "none"), f"the GGUF scales its rotary embedding ({scaling}); not supported")
+    rope = {key: value for key, value in meta.items() if key.startswith(f"{kind}.rope.") and value != "none"}
+    rope.pop(f"{kind}.rope.freq_base", None)
+    turns = rope.pop(f"{kind}.rope.dimension_count", None)
+    require(not rope, f"the GGUF scales its rotary embedding ({rope}); not supported")
     keys = {ours: f"{kind}.{theirs}" for ours, theirs in _FACTS.items()}
     meta = {keys["num_key_value_heads"]: meta.get(keys["num_attention_heads"])} | meta
     lost = [key for key in (*keys.values(), _WORDS) if key not in meta]
     require(not lost, f"the GGUF has no metadata {', '.join(lost)}")
+    whole = turns is None or turns * meta[keys["num_attention_heads"]] == meta[keys["hidden_size"]]
+    require(whole, f"{kind}.rope.dimension_count is {turns}; the body turns whole heads")
     return {ours: meta[key] for ours, key in keys.items()} | {"vocab_size": len(meta[_WORDS])}
 
 
@@ -181,7 +184,7 @@ def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
     """Metadata and tensors of a GGUF, names and rows as the file has them.
 
     Raises:
-        InputError: not a GGUF, or damaged.
+        InputError: not a GGUF, or damaged; tensors that overlap or leave gaps are.
     """
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -191,7 +194,11 @@ def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
         meta = {key: _plain(field.contents()) for key, field in reader.fields.items()}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise InputError(f"{path} is damaged or no GGUF: {error}") from error
-    found = {tensor.name: tensor for tensor in reader.tensors}
+    found, place = {tensor.name: tensor for tensor in reader.tensors}, int(reader.data_offset)
+    for name, tensor in found.items():  # one behind the other, each padded to the alignment: llama.cpp's own rule
+        said = f"the data of {name} should start at byte {place}, not {tensor.data_offset}; download it again"
+        require(tensor.data_offset == place, f"{path} is damaged: {said}")
+        place += -(-int(tensor.n_bytes) // int(reader.alignment)) * int(reader.alignment)
     for kind, tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.items():
         try:
             dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)

@@ -47,7 +47,7 @@ def _check_ids(tokenizer: Any, said: dict[str, int]) -> None:
 
 
 class FileTokenizer:
-    """A `tokenizer.json` and a chat template.
+    """A `tokenizer.json`, the added tokens that only the files beside it name, and a chat template.
 
     Same answers as transformers' `PreTrainedTokenizerFast` for the calls that a base makes and templates that use
     nothing but the messages (a test compares them); `adjust adapt` writes such a template.
@@ -57,11 +57,21 @@ class FileTokenizer:
     """
 
     def __init__(self, file: Path, chat_template: str | None) -> None:
-        """Reads the file; raises InputError if it is no tokenizer."""
-        from tokenizers import Tokenizer
+        """Reads the files; raises InputError if they are no tokenizer, or give an added token an id it cannot get."""
+        from tokenizers import AddedToken, Tokenizer
 
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
+            sides = [file.with_name(name) for name in ("tokenizer_config.json", "added_tokens.json")]
+            config, old = (json.loads(side.read_text(encoding="utf-8")) if side.is_file() else {} for side in sides)
+            said = config.get("added_tokens_decoder", {n: {"content": token} for token, n in old.items()})
+            for n, token in sorted((int(n), token) for n, token in said.items()):
+                if self.encode(token["content"]) != [n]:
+                    self._tokenizer.add_tokens([AddedToken(**token)])
+                if self.encode(token["content"]) != [n]:
+                    raise ValueError(
+                        f"{token['content']!r} has id {n} in the files beside it, which it cannot get here"
+                    )
         except Exception as error:  # tokenizers raises nothing narrower
             raise InputError(f"cannot read the tokenizer {file}: {error}") from error
         self.chat_template = chat_template
