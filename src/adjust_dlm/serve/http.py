@@ -264,6 +264,7 @@ def _sse_response(pieces: AsyncIterator[str]) -> Response:
 async def _pieces(shape: Shape, events: Events, *, with_usage: bool) -> AsyncIterator[str]:
     """OpenAI's chunks: text from left to right as it is finished."""
     rows: list[Finished] = []
+    shape.head |= {"usage": None} if with_usage else {}
     try:
         if shape.chat:
             for index in range(len(shape.work.rows)):
