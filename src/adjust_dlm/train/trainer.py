@@ -42,7 +42,8 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     """Trains g and writes it to `config.output/sampler`; continues an interrupted run by itself.
 
     Returns:
-        Steps, windows, seconds, the last held-out metrics and the step of the best; of a dry run, see `preflight`.
+        Steps, windows, seconds, the last held-out metrics, the step of the best, and the folders of both samplers (None
+        where there is none yet); of a dry run, see `preflight`.
 
     Raises:
         InputError: no or too few trajectories, another base's trajectories, changed settings on resume.
@@ -84,7 +85,8 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     distributed.barrier()
     return {
         "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
-        "seconds": run.elapsed, "sampler": str(folder / LAST), "heldout": last, "divergence": law,
+        "seconds": run.elapsed, "heldout": last, "divergence": law,
+        "sampler": None if _unfinished(run) else str(folder / LAST),
         "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
     }  # fmt: skip
 
