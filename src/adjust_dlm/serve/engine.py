@@ -25,7 +25,7 @@ from adjust_dlm.decoders.fast.rounds import Held, Rounds
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.lane import Lane
-from adjust_dlm.serve.text import Words, Writer
+from adjust_dlm.serve.text import Words, Writer, ordinary
 from adjust_dlm.serve.work import Cost, Event, Row, Ticket, Work
 from adjust_dlm.types import DecodeConfig, InputError, require
 
@@ -79,7 +79,7 @@ class Engine:
             and (partner is not None or not entry.needs_partner)
         ]  # fmt: skip
         self._rounds = self._fast_rounds(eager)
-        self.draining = self._closing = False
+        self.draining = self._closing = self._ended = False
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -113,6 +113,7 @@ class Engine:
             self.base, work.config, decoder=work.decoder, sampler=self.sampler, partner=self.partner, **work.options
         )
 
+    @ordinary()
     def submit(self, work: Work, sink: Callable[[Event], object]) -> Ticket:
         """Puts a request into the queue; its events go to `sink`, in the engine's thread.
 
@@ -169,6 +170,11 @@ class Engine:
         with self._wake:
             return not (self._waiting or self._lanes or self._calls)
 
+    @property
+    def gone(self) -> bool:
+        """The thread has died: nobody is answered any more."""
+        return self._thread is not None and not self._thread.is_alive() and not self._ended
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread = threading.Thread(target=self._work, name="adjust-engine", daemon=True)
@@ -181,6 +187,7 @@ class Engine:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
+            self._give_up(_leaving())  # for a thread that did not come to it
 
     # The engine's thread ---------------------------------------------------------------------------------------
 
@@ -196,6 +203,7 @@ class Engine:
                 logger.exception("the engine failed")
                 self._give_up(error)
         self._give_up(_leaving())
+        self._ended = True
 
     def _give_up(self, error: Exception) -> None:
         with self._wake:
@@ -209,6 +217,7 @@ class Engine:
         for _, future in calls:
             future.set_exception(error)
 
+    @ordinary()
     def turn(self) -> None:
         """Rows nobody waits for leave, waiting ones come in, and the lane that waited longest plays one round."""
         self._do_calls()
@@ -231,7 +240,7 @@ class Engine:
         while self._calls:
             function, future = self._calls.popleft()
             try:
-                future.set_result(function())
+                future.set_result(ordinary()(function)())
             except Exception as error:
                 future.set_exception(error)
 
@@ -270,6 +279,7 @@ class Engine:
             with self._wake:  # only now: a row is always in one place or the other
                 self._waiting.popleft()
 
+    @ordinary()
     def _lane(self, row: Row) -> Lane:
         """A lane for the first row of its kind, whose rounds, or at least passes, are captured where they can be."""
         work, play = row.ticket.work, None

@@ -13,6 +13,7 @@ import torch
 
 from adjust_dlm.decoders import Plan
 from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
+from adjust_dlm.serve.text import ordinary
 from adjust_dlm.serve.work import Commit, Cost, Finished, Progress, Row
 from adjust_dlm.types import InputError
 
@@ -49,6 +50,7 @@ class Lane:
         self.rows, self.canvas = [row], self._canvas(row)
         self._coming: list[RoundCanvas] = []
 
+    @ordinary()
     def _canvas(self, row: Row) -> RoundCanvas:
         spec = row.spec
         canvas = RoundCanvas(
@@ -74,7 +76,7 @@ class Lane:
         if not coming:
             return
         try:
-            self.canvas = join([self.canvas, *coming])
+            self.canvas = ordinary()(join)([self.canvas, *coming])
         except Exception as error:
             logger.exception("%d rows could not come in", len(coming))
             for row in self.rows[-len(coming) :]:
@@ -106,6 +108,7 @@ class Lane:
             self._one_by_one(before, error)
         return self._report() if self.rows else Cost()
 
+    @ordinary()
     @torch.no_grad()
     def _round(self, canvas: RoundCanvas) -> None:
         if self._play is None:
@@ -169,6 +172,7 @@ def _fresh(tokens: Ints, order: Ints, before: int, chance: Floats | None) -> tup
     return tuple(map(Commit, at.tolist(), tokens[at].tolist(), order[at].tolist(), chances))
 
 
+@ordinary()
 def _tell(row: Row, tokens: Ints, masked: Ints, commits: tuple[Commit, ...]) -> None:
     new, open_ = len(row.spec.ids), np.flatnonzero(masked)
     done = not len(open_)
