@@ -170,7 +170,7 @@ def panic(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/canvas"])
 @pytest.mark.parametrize(
     ("place", "name"),
-    [("base", "hidden"), ("base tokenizer", "encode"), ("base tokenizer", "decode"), ("", "plan"), ("", "_drop")],
+    [("base", "hidden"), ("base tokenizer", "encode"), ("base tokenizer", "decode"), ("", "_lane"), ("", "_drop")],
 )
 def test_an_error_that_is_no_exception_fails_one_request(
     path: str, place: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -199,15 +199,15 @@ def test_a_call_between_rounds_may_panic_too() -> None:
 def test_a_server_whose_engine_is_gone_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits gets 503, and so does who looks; the server needs no signal."""
     with serving(typing_engine(Typist("xxx"))) as served:
-        tick = Server.on_tick
         monkeypatch.setattr(Server, "on_tick", uvicorn.Server.on_tick)
         monkeypatch.setattr(served.engine, "turn", panic)
+        monkeypatch.setattr(served.engine, "_give_up", panic)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(served.client.post, "/v1/completions", json=SHORT)
             wait_for(lambda: served.engine.gone)
             health = httpx.get(f"{served.url}/health")
             assert (health.status_code, health.json()["status"]) == (503, "failed")
-            monkeypatch.setattr(Server, "on_tick", tick)
+            monkeypatch.undo()
             assert asked.result().status_code == 503
         wait_for(lambda: served.server.should_exit)
 

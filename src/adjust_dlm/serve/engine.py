@@ -113,7 +113,6 @@ class Engine:
             self.base, work.config, decoder=work.decoder, sampler=self.sampler, partner=self.partner, **work.options
         )
 
-    @ordinary()
     def submit(self, work: Work, sink: Callable[[Event], object]) -> Ticket:
         """Puts a request into the queue; its events go to `sink`, in the engine's thread.
 
@@ -199,13 +198,13 @@ class Engine:
                     break
             try:
                 self.turn()
-            except Exception as error:  # a fault of ours: nobody may wait for ever, and the next request may work
+            except BaseException as error:  # a fault of ours: nobody may wait for ever, and the next request may work
                 logger.exception("the engine failed")
                 self._give_up(error)
         self._give_up(_leaving())
         self._ended = True
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         with self._wake:
             rows = [*self._waiting, *(row for lane in self._lanes.values() for row in lane.rows)]
             self._waiting.clear()
@@ -217,7 +216,6 @@ class Engine:
         for _, future in calls:
             future.set_exception(error)
 
-    @ordinary()
     def turn(self) -> None:
         """Rows nobody waits for leave, waiting ones come in, and the lane that waited longest plays one round."""
         self._do_calls()
@@ -241,7 +239,7 @@ class Engine:
             function, future = self._calls.popleft()
             try:
                 future.set_result(ordinary()(function)())
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(error)
 
     def _drop(self) -> None:
@@ -272,14 +270,13 @@ class Engine:
                     self._lanes[row.key] = self._lane(row)
                 else:
                     lane.add(row)
-            except Exception as error:
+            except BaseException as error:
                 if not isinstance(error, InputError):
                     logger.exception("a request failed")
                 row.ticket.tell(error)
             with self._wake:  # only now: a row is always in one place or the other
                 self._waiting.popleft()
 
-    @ordinary()
     def _lane(self, row: Row) -> Lane:
         """A lane for the first row of its kind, whose rounds, or at least passes, are captured where they can be."""
         work, play = row.ticket.work, None

@@ -121,7 +121,7 @@ class Service:
                 except TimeoutError:
                     yield None
                     continue
-                if isinstance(event, Exception):
+                if isinstance(event, BaseException):
                     raise errors.as_http(event)
                 if isinstance(event, Finished):
                     self.metrics.row(event)

@@ -13,7 +13,6 @@ import torch
 
 from adjust_dlm.decoders import Plan
 from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
-from adjust_dlm.serve.text import ordinary
 from adjust_dlm.serve.work import Commit, Cost, Finished, Progress, Row
 from adjust_dlm.types import InputError
 
@@ -50,7 +49,6 @@ class Lane:
         self.rows, self.canvas = [row], self._canvas(row)
         self._coming: list[RoundCanvas] = []
 
-    @ordinary()
     def _canvas(self, row: Row) -> RoundCanvas:
         spec = row.spec
         canvas = RoundCanvas(
@@ -76,8 +74,8 @@ class Lane:
         if not coming:
             return
         try:
-            self.canvas = ordinary()(join)([self.canvas, *coming])
-        except Exception as error:
+            self.canvas = join([self.canvas, *coming])
+        except BaseException as error:
             logger.exception("%d rows could not come in", len(coming))
             for row in self.rows[-len(coming) :]:
                 row.ticket.tell(error)
@@ -104,11 +102,10 @@ class Lane:
         before = self.canvas if self._play else take(self.canvas, range(len(self.rows)))
         try:
             self._round(self.canvas)
-        except Exception as error:
+        except BaseException as error:
             self._one_by_one(before, error)
         return self._report() if self.rows else Cost()
 
-    @ordinary()
     @torch.no_grad()
     def _round(self, canvas: RoundCanvas) -> None:
         if self._play is None:
@@ -116,7 +113,7 @@ class Lane:
         else:
             self._play(canvas)
 
-    def _one_by_one(self, before: RoundCanvas, error: Exception) -> None:
+    def _one_by_one(self, before: RoundCanvas, error: BaseException) -> None:
         """Plays the round for each row alone; those that fail leave."""
         if len(self.rows) > 1:
             logger.warning("a batch of %d rows failed (%s); each is tried alone", len(self.rows), error)
@@ -127,7 +124,7 @@ class Lane:
                 if len(self.rows) == 1:
                     raise error
                 self._round(part)
-            except Exception as own:
+            except BaseException as own:
                 if not isinstance(own, InputError):
                     logger.exception("a request failed")
                 row.ticket.tell(own)
@@ -156,7 +153,7 @@ class Lane:
             row.commits = commits
             try:
                 _tell(row, tokens, masked, fresh)
-            except Exception as error:  # text that cannot be decoded
+            except BaseException as error:  # text that cannot be decoded
                 logger.exception("a request failed")
                 row.ticket.tell(error)
         self._keep([b for b, row in enumerate(self.rows) if row.writer.reason is None and not row.ticket.over])
@@ -172,7 +169,6 @@ def _fresh(tokens: Ints, order: Ints, before: int, chance: Floats | None) -> tup
     return tuple(map(Commit, at.tolist(), tokens[at].tolist(), order[at].tolist(), chances))
 
 
-@ordinary()
 def _tell(row: Row, tokens: Ints, masked: Ints, commits: tuple[Commit, ...]) -> None:
     new, open_ = len(row.spec.ids), np.flatnonzero(masked)
     done = not len(open_)

@@ -24,10 +24,8 @@ def ordinary() -> Iterator[None]:
     """Makes an error that is no Exception, as a panic in the tokenizer's Rust, one: who waits must be told of it."""
     try:
         yield
-    except Exception:
-        raise
     except BaseException as error:
-        raise RuntimeError(repr(error)) from error
+        raise error if isinstance(error, Exception) else RuntimeError(repr(error))  # noqa: B904
 
 
 class Words:
