@@ -123,8 +123,8 @@ class Log:
         return {event.index: event for event in self.events if isinstance(event, Finished)}
 
     @property
-    def error(self) -> Exception:
-        (failed,) = [event for event in self.events if isinstance(event, Exception)]
+    def error(self) -> BaseException:
+        (failed,) = [event for event in self.events if isinstance(event, BaseException)]
         assert self.events[-1] is failed
         return failed
 

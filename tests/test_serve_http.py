@@ -90,7 +90,7 @@ def streamed(served: Served, path: str, body: dict[str, Any]) -> tuple[str, str,
     choices = [choice for piece in pieces for choice in piece["choices"]]
     reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     assert len(reasons) == 1 and choices[-1]["finish_reason"] == reasons[0]
-    assert pieces[-1]["choices"] == []
+    assert pieces[-1]["choices"] == [] and all(piece["usage"] is None for piece in pieces[:-1])
     return "".join(map(said, choices)), reasons[0], pieces[-1]["usage"]
 
 

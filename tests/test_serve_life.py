@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -33,7 +35,7 @@ from schemathesis.specs.openapi.checks import (
 from adjust_dlm.commands import serve as serve_command
 from adjust_dlm.commands.serve import ServeConfig, run
 from adjust_dlm.decoders.fast import engine as fast
-from adjust_dlm.serve.http import bound
+from adjust_dlm.serve.http import Server, bound
 from adjust_dlm.types import InputError
 from helpers import tiny_base
 from serving import Served, Typist, serving, typing_engine, wait_for
@@ -152,6 +154,62 @@ def _fuzz(operation: Any, checks: Any) -> None:
             case.call_and_validate(checks=checks, timeout=60)
 
         check()
+
+
+# Errors that are no Exception -------------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException."""
+
+
+def panic(*_: Any, **__: Any) -> Any:
+    raise Panic("made up")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/canvas"])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("base", "hidden"), ("base tokenizer", "encode"), ("base tokenizer", "decode"), ("", "_lane"), ("", "_drop")],
+)
+def test_an_error_that_is_no_exception_fails_one_request(
+    path: str, place: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the model, in the tokenizer at both ends, and in the engine; the next request is answered."""
+    base = Typist("xxx")
+    with serving(typing_engine(base)) as served:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": "write:"}], "max_tokens": 2}
+        body = asked if path == "/v1/chat/completions" else SHORT
+        with monkeypatch.context() as patch:
+            patch.setattr(functools.reduce(getattr, place.split(), served.engine), name, panic)
+            answer = served.client.post(path, json=body)
+        assert "internal" in answer.text and answer.status_code in ((500, 200) if path == "/v1/canvas" else (500,))
+        assert httpx.post(f"{served.url}{path}", json=body).status_code == 200  # uvicorn closes the failed connection
+        assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
+
+
+def test_a_call_between_rounds_may_panic_too() -> None:
+    with serving(typing_engine(Typist("xxx"))) as served:
+        with pytest.raises(RuntimeError, match="made up"):
+            served.engine.call(panic).result(5)
+        assert served.client.post("/v1/completions", json=SHORT).status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_whose_engine_is_gone_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits gets 503, and so does who looks; the server needs no signal."""
+    with serving(typing_engine(Typist("xxx"))) as served:
+        monkeypatch.setattr(Server, "on_tick", uvicorn.Server.on_tick)
+        monkeypatch.setattr(served.engine, "turn", panic)
+        monkeypatch.setattr(served.engine, "_give_up", panic)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(served.client.post, "/v1/completions", json=SHORT)
+            wait_for(lambda: served.engine.gone)
+            health = httpx.get(f"{served.url}/health")
+            assert (health.status_code, health.json()["status"]) == (503, "failed")
+            monkeypatch.undo()
+            assert asked.result().status_code == 503
+        wait_for(lambda: served.server.should_exit)
 
 
 # Draining --------------------------------------------------------------------------------------------------------

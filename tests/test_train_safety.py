@@ -148,6 +148,26 @@ def test_h19_every_step_after_a_resume_is_that_of_the_whole_run(
     assert len({str(entry) for entry in whole}) == 12 * 3  # no two steps, and no two micro-batches, are alike
 
 
+# --- two runs in one folder -------------------------------------------------------------------------------------
+
+HOLDS = (
+    "import sys, time; from pathlib import Path; from adjust_dlm.train.checkpoint import claim\n"
+    "held = claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+)
+
+
+def test_a_folder_in_use_is_refused_before_the_first_step(run: Run, folder: Path, tmp_path: Path) -> None:
+    """By a process without a checkpoint yet; once that is killed, the next run goes on."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        code, out, err = run(*flags(folder, tmp_path / "run"))
+        other.kill()
+    assert (code, out) == (2, "") and f"another run is writing to {tmp_path / 'run'}; wait for its end" in err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    assert run(*flags(folder, tmp_path / "run"))[0] == 0
+
+
 # --- the best and the last sampler -------------------------------------------------------------------------------
 
 
@@ -402,7 +422,8 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         got, _, err = run(*flags(folder, tmp_path / str(free)))
         assert got == code
-        assert (tmp_path / str(free)).exists() == (code == 0)
+        left = {path.name for path in (tmp_path / str(free)).iterdir()}
+        assert ("checkpoint.pt" in left) == (code == 0) and (code == 0 or left == {"run.lock"})
         wanted = f"checkpoints and samplers need {needed:,} bytes, {needed - 1:,} are free"
         assert (wanted in err) == (code == 1)
 
@@ -519,7 +540,7 @@ def test_ranks_that_would_go_on_from_different_steps_stop(
     monkeypatch.setattr(distributed, "from_all_ranks", lambda items: [5, *items])
     with pytest.raises(InputError, match="the step to go on from differs between ranks: 5, 0; all machines must see"):
         train(settings(folder, tmp_path / "run"), exact)
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

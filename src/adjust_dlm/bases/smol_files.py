@@ -95,7 +95,8 @@ def make_once(folder: Path, ready: Callable[[], bool], make: Callable[[Path], An
         with FileLock(f"{folder}.lock"):
             # Looked at again: another process may have made it while this one waited for the lock.
             if not ready():
-                logger.log(logging.WARNING if folder.exists() else logging.INFO, "building %s", folder)
+                level, why = (logging.WARNING, "again") if folder.exists() else (logging.INFO, "first start")
+                logger.log(level, "%s: building %s", why, folder)
                 with new_folder(folder) as made:
                     make(made)
     except OSError as error:

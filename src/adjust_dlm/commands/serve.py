@@ -59,7 +59,7 @@ class ServeConfig(DrawFlags):
 
 
 def run(flags: ServeConfig) -> Outcome:
-    """Serves until SIGTERM or Ctrl-C."""
+    """Serves until SIGTERM or Ctrl-C. An engine that has died is a problem of the outcome."""
     config = check(flags)
     from adjust_dlm.serve.http import Server, bound
 
@@ -73,7 +73,7 @@ def run(flags: ServeConfig) -> Outcome:
     sock.listen()  # before the log says so: who reads it is not refused
     logger.info("serving %s on http://%s:%d (decoders: %s)", config.model, where, port, ", ".join(engine.decoders))
     server.run(sockets=[sock])
-    return Outcome(results={})
+    return Outcome(results={"problems": ["the engine has died; what stands above says why"]} if engine.gone else {})
 
 
 def check(flags: ServeConfig) -> AppConfig:

@@ -12,6 +12,7 @@ from adjust_dlm.decoders import DECODERS
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.schemas import CanvasAsk, Sampling
+from adjust_dlm.serve.text import ordinary
 from adjust_dlm.serve.work import RowSpec, Work
 from adjust_dlm.types import DecodeConfig
 
@@ -60,6 +61,7 @@ class Prompt:
         return len(self.ids) - self.gaps
 
 
+@ordinary()
 def work_of(engine: Engine, defaults: AppConfig, ask: Sampling) -> tuple[Work, list[Prompt]]:
     """The work that a request asks for, and its prompts.
 

@@ -25,7 +25,7 @@ from adjust_dlm.decoders.fast.rounds import Held, Rounds
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.lane import Lane
-from adjust_dlm.serve.text import Words, Writer
+from adjust_dlm.serve.text import Words, Writer, ordinary
 from adjust_dlm.serve.work import Cost, Event, Row, Ticket, Work
 from adjust_dlm.types import DecodeConfig, InputError, require
 
@@ -79,7 +79,7 @@ class Engine:
             and (partner is not None or not entry.needs_partner)
         ]  # fmt: skip
         self._rounds = self._fast_rounds(eager)
-        self.draining = self._closing = False
+        self.draining = self._closing = self._ended = False
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -169,6 +169,11 @@ class Engine:
         with self._wake:
             return not (self._waiting or self._lanes or self._calls)
 
+    @property
+    def gone(self) -> bool:
+        """The thread has died: nobody is answered any more."""
+        return self._thread is not None and not self._thread.is_alive() and not self._ended
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread = threading.Thread(target=self._work, name="adjust-engine", daemon=True)
@@ -181,6 +186,7 @@ class Engine:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
+            self._give_up(_leaving())  # for a thread that did not come to it
 
     # The engine's thread ---------------------------------------------------------------------------------------
 
@@ -192,12 +198,13 @@ class Engine:
                     break
             try:
                 self.turn()
-            except Exception as error:  # a fault of ours: nobody may wait for ever, and the next request may work
+            except BaseException as error:  # a fault of ours: nobody may wait for ever, and the next request may work
                 logger.exception("the engine failed")
                 self._give_up(error)
         self._give_up(_leaving())
+        self._ended = True
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         with self._wake:
             rows = [*self._waiting, *(row for lane in self._lanes.values() for row in lane.rows)]
             self._waiting.clear()
@@ -231,8 +238,8 @@ class Engine:
         while self._calls:
             function, future = self._calls.popleft()
             try:
-                future.set_result(function())
-            except Exception as error:
+                future.set_result(ordinary()(function)())
+            except BaseException as error:
                 future.set_exception(error)
 
     def _drop(self) -> None:
@@ -263,7 +270,7 @@ class Engine:
                     self._lanes[row.key] = self._lane(row)
                 else:
                     lane.add(row)
-            except Exception as error:
+            except BaseException as error:
                 if not isinstance(error, InputError):
                     logger.exception("a request failed")
                 row.ticket.tell(error)

@@ -25,7 +25,7 @@ class ApiError(HTTPException):
         self.code, self.param = code, param
 
 
-def as_http(error: Exception) -> HTTPException:
+def as_http(error: BaseException) -> HTTPException:
     """What to tell a client about any exception: bad input is explained, a fault of ours is not."""
     if isinstance(error, HTTPException):
         return error

@@ -121,7 +121,7 @@ class Service:
                 except TimeoutError:
                     yield None
                     continue
-                if isinstance(event, Exception):
+                if isinstance(event, BaseException):
                     raise errors.as_http(event)
                 if isinstance(event, Finished):
                     self.metrics.row(event)
@@ -208,8 +208,9 @@ class Service:
     async def health(self) -> Response:
         """200 while requests are taken, 503 when not."""
         engine = self.engine
-        body = {"status": "draining" if engine.draining else "ok", "waiting": engine.waiting, "running": engine.running}
-        return JSONResponse(body, 503 if engine.draining else 200)
+        status = "failed" if engine.gone else "draining" if engine.draining else "ok"
+        body = {"status": status, "waiting": engine.waiting, "running": engine.running}
+        return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def show_metrics(self) -> Response:
         """Prometheus' text format."""
@@ -264,6 +265,7 @@ def _sse_response(pieces: AsyncIterator[str]) -> Response:
 async def _pieces(shape: Shape, events: Events, *, with_usage: bool) -> AsyncIterator[str]:
     """OpenAI's chunks: text from left to right as it is finished."""
     rows: list[Finished] = []
+    shape.head |= {"usage": None} if with_usage else {}
     try:
         if shape.chat:
             for index in range(len(shape.work.rows)):
@@ -344,7 +346,7 @@ class Server(uvicorn.Server):
         """Looks ten times a second whether it is time to go."""
         if self.engine.draining and self.engine.idle:
             self.should_exit = True
-        elif time.monotonic() > self._last_moment:
+        elif time.monotonic() > self._last_moment or self.engine.gone:
             await asyncio.to_thread(self.engine.close)
             self.should_exit = True
         return await super().on_tick(counter)

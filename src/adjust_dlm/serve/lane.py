@@ -75,7 +75,7 @@ class Lane:
             return
         try:
             self.canvas = join([self.canvas, *coming])
-        except Exception as error:
+        except BaseException as error:
             logger.exception("%d rows could not come in", len(coming))
             for row in self.rows[-len(coming) :]:
                 row.ticket.tell(error)
@@ -102,7 +102,7 @@ class Lane:
         before = self.canvas if self._play else take(self.canvas, range(len(self.rows)))
         try:
             self._round(self.canvas)
-        except Exception as error:
+        except BaseException as error:
             self._one_by_one(before, error)
         return self._report() if self.rows else Cost()
 
@@ -113,7 +113,7 @@ class Lane:
         else:
             self._play(canvas)
 
-    def _one_by_one(self, before: RoundCanvas, error: Exception) -> None:
+    def _one_by_one(self, before: RoundCanvas, error: BaseException) -> None:
         """Plays the round for each row alone; those that fail leave."""
         if len(self.rows) > 1:
             logger.warning("a batch of %d rows failed (%s); each is tried alone", len(self.rows), error)
@@ -124,7 +124,7 @@ class Lane:
                 if len(self.rows) == 1:
                     raise error
                 self._round(part)
-            except Exception as own:
+            except BaseException as own:
                 if not isinstance(own, InputError):
                     logger.exception("a request failed")
                 row.ticket.tell(own)
@@ -153,7 +153,7 @@ class Lane:
             row.commits = commits
             try:
                 _tell(row, tokens, masked, fresh)
-            except Exception as error:  # text that cannot be decoded
+            except BaseException as error:  # text that cannot be decoded
                 logger.exception("a request failed")
                 row.ticket.tell(error)
         self._keep([b for b, row in enumerate(self.rows) if row.writer.reason is None and not row.ticket.over])

@@ -7,7 +7,8 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from adjust_dlm.bases import Base, cut_at_end
@@ -16,6 +17,15 @@ from adjust_dlm.types import InputError, require
 logger = logging.getLogger(__name__)
 HALF = "\ufffd"  # what half a character decodes to
 FinishReason = Literal["stop", "length"]
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Makes an error that is no Exception, as a panic in the tokenizer's Rust, one: who waits must be told of it."""
+    try:
+        yield
+    except BaseException as error:
+        raise error if isinstance(error, Exception) else RuntimeError(repr(error))  # noqa: B904
 
 
 class Words:
@@ -52,6 +62,7 @@ class Words:
         """Text up to the first end token, special tokens dropped."""
         return self.whole(cut_at_end(ids, self.base.spec.end_ids))
 
+    @ordinary()
     def whole(self, ids: list[int]) -> str:
         """Text of all ids, whatever stands behind an end token; special tokens dropped."""
         if self.base.tokenizer is None:

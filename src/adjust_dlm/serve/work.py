@@ -118,7 +118,7 @@ class Finished:
     queued: float
 
 
-Event = Progress | Finished | Exception  # an exception: the whole request is over, and has no answer
+Event = Progress | Finished | BaseException  # an exception: the whole request is over, and has no answer
 
 
 class Ticket:
@@ -143,7 +143,7 @@ class Ticket:
         if self.over:
             return
         self.live -= isinstance(event, Finished)
-        if isinstance(event, Exception) or self.live == 0:
+        if isinstance(event, BaseException) or self.live == 0:
             self.over = True
         try:
             self._sink(event)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from adjust_dlm.files import naming, sweep, write_whole
 from adjust_dlm.types import InputError, require
@@ -49,6 +50,15 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     gone = sorted(key for key, then in settings.items() if then and key not in run)
     require(not gone, f"cannot resume {folder}: this version has no {', '.join(gone)}")
     return payload
+
+
+def claim(folder: Path) -> Any:
+    """Holds a run's folder until the block or the process ends; raises InputError if another run has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return FileLock(folder / "run.lock").acquire(blocking=False)
+    except Timeout:
+        raise InputError(f"another run is writing to {folder}; wait for its end, or give another output") from None
 
 
 def set_aside(folder: Path) -> None:

@@ -21,7 +21,7 @@ from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
-from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
 from adjust_dlm.train.one_pass import Pool, start_pool
@@ -42,51 +42,53 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
     """Trains g and writes it to `config.output/sampler`; continues an interrupted run by itself.
 
     Returns:
-        Steps, windows, seconds, the last held-out metrics and the step of the best; of a dry run, see `preflight`.
+        Steps, windows, seconds, last held-out metrics, best step, samplers (None: not yet); of a dry run: `preflight`.
 
     Raises:
-        InputError: no or too few trajectories, another base's trajectories, changed settings on resume.
+        InputError: no or too few trajectories, or of another base; other settings on resume; another run in the folder.
         FloatingPointError: the loss is not finite; the step is named.
         OSError: no room on the disk, before the first step or when something is to be saved.
     """
     rank, world, _ = distributed.start()
     run = _prepare(config, base, rank, world)
     folder = Path(config.output)
-    saved = load_checkpoint(folder, run.settings()) if config.resume == "auto" else None
-    if saved:
-        _restore(run, saved)
-        log.info("resumed %s at step %d", folder, run.step)
-    distributed.require_same("the step to go on from", run.step)
-    if config.dry_run:
-        return preflight(run, folder, step=_step, evaluate=_held_out)
-    trackers = []
-    if rank == 0:
-        if _unfinished(run):
-            check_disk(run, folder)
-        if config.resume == "never":
-            set_aside(folder)
-        trackers = start_trackers(config.track, folder, run.settings(), resume_step=run.step)
-    metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, trackers=trackers)
-    try:
-        with StopSignal() as stop:
-            last = _loop(run, folder, metrics, stop)
-    finally:
-        for tracker in trackers:
-            tracker.finish()
-    law: dict[str, Any] = {}
-    if rank == 0 and not _unfinished(run):
-        save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
-        law = divergence(run.base, run.sampler, *_held_rows(run), config, _autocast(run))
-        told = {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
-        log.info("KL(q || p), nats a token: %s", told or law.get("no_divergence", "not measured"))
-        if law:
-            save_sampler(run, folder / LAST, heldout=last, divergence=law)
-    distributed.barrier()
-    return {
-        "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
-        "seconds": run.elapsed, "sampler": str(folder / LAST), "heldout": last, "divergence": law,
-        "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
-    }  # fmt: skip
+    with claim(folder) if rank == 0 and not config.dry_run else nullcontext():
+        saved = load_checkpoint(folder, run.settings()) if config.resume == "auto" else None
+        if saved:
+            _restore(run, saved)
+            log.info("resumed %s at step %d", folder, run.step)
+        distributed.require_same("the step to go on from", run.step)
+        if config.dry_run:
+            return preflight(run, folder, step=_step, evaluate=_held_out)
+        trackers = []
+        if rank == 0:
+            if _unfinished(run):
+                check_disk(run, folder)
+            if config.resume == "never":
+                set_aside(folder)
+            trackers = start_trackers(config.track, folder, run.settings(), resume_step=run.step)
+        metrics = MetricsLog(folder, resume_step=run.step, enabled=rank == 0, trackers=trackers)
+        try:
+            with StopSignal() as stop:
+                last = _loop(run, folder, metrics, stop)
+        finally:
+            for tracker in trackers:
+                tracker.finish()
+        law: dict[str, Any] = {}
+        if rank == 0 and not _unfinished(run):
+            save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
+            law = divergence(run.base, run.sampler, *_held_rows(run), config, _autocast(run))
+            told = {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
+            log.info("KL(q || p), nats a token: %s", told or law.get("no_divergence", "not measured"))
+            if law:
+                save_sampler(run, folder / LAST, heldout=last, divergence=law)
+        distributed.barrier()
+        return {
+            "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
+            "seconds": run.elapsed, "heldout": last, "divergence": law,
+            "sampler": None if _unfinished(run) else str(folder / LAST),
+            "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
+        }  # fmt: skip
 
 
 def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> Run:
