@@ -183,6 +183,13 @@ class Sampler(nn.Module):
             z_BND = layer(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
         return self._out(h_BND, z_BND)
 
+    def beside(self, h_BND: Tensor, tokens_BN: Tensor, positions_BN: Tensor, keys: Memory, mask_BHNM: Tensor) -> Tensor:
+        """One step at columns that stand behind those of `keys`, as `TransformerBase.hidden_beside` has them."""
+        z_BND = self._mixed(h_BND, tokens_BN)
+        for n, layer in enumerate(self.layers):
+            z_BND = layer.beside(z_BND, positions_BN, mask_BHNM, keys.beside(n))
+        return self._out(h_BND, z_BND)
+
     def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
         """The columns [B, L] whose input holds the embedding of a marked position's token."""
         if self.config.pairing == "token":

@@ -344,6 +344,10 @@ class BidirectionalLayer(_WithRotary):
             return self.layer(z_BND, mask_BHNL, rotary, keep)
         return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BND, mask_BHNL, rotary)
 
+    def beside(self, z_BND: Tensor, positions_BN: Tensor, mask_BHNM: Tensor, keep: KeepKeys) -> Tensor:
+        """As `forward`, for columns that see others' keys, which `keep` knows, as a mask says."""
+        return self.layer(z_BND, mask_BHNM, self.rotary(positions_BN, z_BND.dtype), keep)
+
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""
         normed_BLD = self.layer.input_layernorm(z_BLD)

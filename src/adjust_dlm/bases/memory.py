@@ -47,6 +47,18 @@ class Memory:
 
         return written
 
+    def beside(self, n: int) -> KeepKeys:
+        """What layer n of a pass over other columns does: they see these behind which they stand, and write nothing.
+
+        The rows of the pass are those here, once or several times over.
+        """
+
+        def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            known = (part.repeat(len(k) // len(part), 1, 1, 1) for part in self.kept[n].unbind(1))
+            return torch.cat([next(known), k], 2), torch.cat([next(known), v], 2)
+
+        return joined
+
     def take(self, index_B: Tensor, first: int) -> Memory:
         """A copy of some rows, without the columns left of `first`."""
         out = Memory()

@@ -91,6 +91,18 @@ class TransformerBase(Base):
         framed_BLD = self.to_frame(states_BLD, state)
         return states_BLD.clone() if framed_BLD is states_BLD else framed_BLD
 
+    @torch.no_grad()
+    def hidden_beside(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, mask_BHNM: Tensor) -> Tensor:
+        """States [B, N, D or more] of columns that stand behind those of a memory, which stay as they are.
+
+        Args:
+            tokens_BN: their ids; the rows are those of the memory, once or several times over.
+            positions_BN: rotary positions.
+            memory: of a pass of `hidden_again`.
+            mask_BHNM: False on what a column may not see of both, the memory's first.
+        """
+        return self.model(tokens_BN, None, positions_BN, remember=memory.beside, mask_BHNL=mask_BHNM, keep=self.keep)
+
     def _states(
         self, state: State, tokens_BN: Tensor, positions_BN: Tensor, *, column_BN: Tensor | None = None, **how: Any
     ) -> Tensor:

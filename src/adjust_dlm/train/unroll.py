@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,12 +82,14 @@ class Frames:
         h_BLD: f(x).
         rank_BL: commits until a position is revealed; negative where it is not masked or the state does not count.
         text_SN: which text a state belongs to; -1 is filler. A window stays within one text.
+        around: of a block base: makes the sampler a step on rows that are blocks (see `train.blocks`).
     """
 
     x: State
     h_BLD: Tensor
     rank_BL: Tensor
     text_SN: Tensor
+    around: Any = None
 
 
 def observe(base: Base, slices: Slices) -> Frames:
@@ -140,9 +143,9 @@ def unroll(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
     """
     text_SN = frames.text_SN
     out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
-    h_k = out.stale_BLD
+    h_k, g = out.stale_BLD, sampler if frames.around is None else frames.around.step(sampler)
     for k in range(1, rollout + 1):  # line 8
-        h_k = sampler(h_k, rows_of(frames.x, out.rows(k)))  # line 9
+        h_k = g(h_k, rows_of(frames.x, out.rows(k)))  # line 9
         out.student.append(h_k)
         begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
         out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[out.rows(k)], -NEVER))
