@@ -20,7 +20,7 @@ from torch import Tensor
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
-from adjust_dlm.data.corpus import Corpus
+from adjust_dlm.data.corpus import KINDS, Corpus
 from adjust_dlm.train import adapt as adapt_module
 from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
@@ -181,11 +181,31 @@ def test_ranks_split_one_global_batch() -> None:
         halves = [make(rank=r, world=2).step(step, 3) for r in (0, 1)]
         assert torch.equal(torch.cat([b.tokens_BL for b in halves[0]]), one.tokens_BL[::2])
         assert torch.equal(torch.cat([b.masked_BL for b in halves[1]]), one.masked_BL[1::2])
-        total = sum(float(b.weights_R.sum()) for half in halves for b in half) / 2
+        total = sum(float(b.weights_R.sum()) for half in halves for b in half)
         assert total == pytest.approx(float(one.weights_R.sum()))
     seen = [row for step in range(15) for row in whole.step(step, 12)[0].tokens_BL.tolist()]
     counts = [seen.count(row) for row in tokens_BL.tolist()]
     assert counts == [4] * 30 + [6] * 10  # 120 texts over 30 canvases, 60 list tasks over 10: whole permutations
+
+
+def test_a_step_is_the_same_however_it_is_cut() -> None:
+    """Canvases with prompts of any length, in passes of 8 to 1 on one or two ranks: losses and gradients add up."""
+    adapter = live_adapter()
+    tokens_BL, prompt_B = canvases(rows=8)
+    corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(8, dtype=torch.int8))
+    found = []
+    for world, micro in ((1, 8), (1, 4), (1, 1), (2, 4), (2, 2)):
+        ranks = [
+            CanvasBatches(corpus, dict.fromkeys(KINDS, 1.0), batch_size=8, seed=4, rank=r, world=world)
+            for r in range(world)
+        ]
+        loss = sum(adapter.loss(batch) for rank in ranks for batch in rank.step(3, micro))
+        gradient = torch.autograd.grad(loss, list(adapter.trainables().values()))
+        found.append((loss.item(), torch.cat([g.flatten() for g in gradient])))
+    assert found[0][0] > 1
+    for loss, gradient in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        assert (gradient - found[0][1]).norm() < 1e-6 * found[0][1].norm()
 
 
 def test_largest_remainder() -> None:

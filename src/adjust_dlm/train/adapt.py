@@ -239,7 +239,7 @@ class AdaptTrainer:
             loss = self.adapter.loss(batch.to(self.device))
             loss.backward()
             total += loss.detach()
-        distributed.average_gradients(self.parameters)
+        distributed.sum_gradients(self.parameters)
         torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -252,8 +252,9 @@ class AdaptTrainer:
 
     def _look(self, stop: StopSignal) -> bool:
         """Everything that waits for the device or the other ranks; True when the run must stop."""
-        clock = torch.tensor([time.monotonic() - (self._began or 0.0), float(stop.requested)], device=self.device)
-        *losses, now, stopped = distributed.mean(torch.cat([torch.stack(self.losses), clock])).tolist()
+        seconds = (time.monotonic() - (self._began or 0.0)) / self.world
+        clock = torch.tensor([seconds, float(stop.requested)], device=self.device)
+        *losses, now, stopped = distributed.total(torch.cat([torch.stack(self.losses), clock])).tolist()
         for step, loss in enumerate(losses, start=self.step - len(losses)):
             if not math.isfinite(loss):
                 raise FloatingPointError(
@@ -300,7 +301,7 @@ class AdaptTrainer:
             batch = masked_batch(part.tokens_NL[index], masked_NL[index], weights_B)
             loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
-        ce, count = distributed.mean(total).tolist()
+        ce, count = distributed.total(total).tolist()
         return float(ce / max(count, 1.0))
 
     def _save(self) -> None:

@@ -31,7 +31,7 @@ from adjust_dlm.train.record import BEST, LAST, check_unseen, keep_best, save_sa
 from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.run import Run
 from adjust_dlm.train.trackers import start_trackers
-from adjust_dlm.train.unroll import Frames, Slices
+from adjust_dlm.train.unroll import Frames, Slices, states_compared
 from adjust_dlm.types import Trajectory
 
 __all__ = ["Run", "TrainConfig", "train"]
@@ -163,18 +163,21 @@ def _held_rows(run: Run) -> tuple[Sequence[Trajectory], list[int]]:
 
 
 def _step(run: Run) -> dict[str, float]:
-    """One optimiser step over `accumulate` micro-batches; the same set whatever the number of ranks."""
+    """One optimiser step: the mean over the states of all micro-batches and ranks."""
     config = run.config
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
     share = max(run.step / config.steps, run.elapsed / config.max_seconds if config.max_seconds else 0.0)
     scale = learning_rate(run.step, share, warmup=config.warmup, decay=config.decay)
     total = torch.zeros((), device=run.device)
-    for j in range(config.accumulate):
-        loss = _micro_loss(run, run.rank * config.accumulate + j) / config.accumulate
+    firsts = [(run.rank * config.accumulate + j) * config.slices for j in range(config.accumulate)]
+    parts = [_draw(run, first) for first in firsts]
+    states = distributed.total(torch.stack([states_compared(part, config.rollout) for part in parts]).sum(0))
+    for first, part in zip(firsts, parts, strict=True):
+        loss = _micro_loss(run, first, part, states)
         loss.backward()
         total += loss.detach()
-    distributed.average_gradients(run.sampler.parameters())
+    distributed.sum_gradients(run.sampler.parameters())
     norm = torch.nn.utils.clip_grad_norm_(run.sampler.parameters(), config.clip)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -192,26 +195,28 @@ def _settle(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float]:
         value, size = torch.stack([loss, norm]).tolist()
         run.elapsed, run.stopping = run.now(), run.stop.requested
         return value, size
-    own = [torch.full_like(loss, x) for x in (run.now(), run.stop.requested)]
-    value, run.elapsed, stopped, size = torch.stack([*distributed.mean(torch.stack([loss, *own])), norm]).tolist()
+    own = [torch.full_like(loss, x) for x in (run.now() / run.world, run.stop.requested)]
+    value, run.elapsed, stopped, size = torch.stack([*distributed.total(torch.stack([loss, *own])), norm]).tolist()
     run.stopping = stopped > 0
     return value, size
 
 
-def _micro_loss(run: Run, micro: int) -> Tensor:
+def _draw(run: Run, first: int) -> Slices | Frames:
+    """A micro-batch, from slice `first` of the step on."""
     config = run.config
-    key = (config.seed, run.step, micro)
-    g = run.sampler if run.step_g is None else run.step_g
     if run.pool is not None:
-        seen: Slices | Frames = run.pool.frames()  # decoding: not under autocast
-    else:
-        slices = random_slices(
-            run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
-            key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
-        )  # fmt: skip
-        seen = to_device(slices, run.device)
+        return run.pool.frames()
+    slices = random_slices(
+        run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
+        key=(config.seed, run.step), pad_id=run.base.spec.pad_id, first=first, pad_to=run.pad_to,
+    )  # fmt: skip
+    return to_device(slices, run.device)
+
+
+def _micro_loss(run: Run, first: int, part: Slices | Frames, states: Tensor) -> Tensor:
+    g, key = run.sampler if run.step_g is None else run.step_g, (run.config.seed, run.step)
     with _autocast(run):
-        return batch_loss(run.base, g, seen, config, key=key, delta=run.delta)
+        return batch_loss(run.base, g, part, run.config, key=key, delta=run.delta, first=first, states=states)
 
 
 def _autocast(run: Run) -> Any:
