@@ -1,5 +1,6 @@
 """Adaptation: the loss recomputed naively, training that resumes bit for bit, and a folder that loads as a base."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -24,6 +25,7 @@ from adjust_dlm.data.corpus import KINDS, Corpus
 from adjust_dlm.train import adapt as adapt_module
 from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
+from adjust_dlm.train.checkpoint import claim
 from adjust_dlm.train.masked_ce import (
     MIN_T,
     CanvasBatches,
@@ -403,6 +405,30 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
         assert {k: v for k, v in a.items() if "second" not in k} == {k: v for k, v in b.items() if "second" not in k}
     with pytest.raises(InputError, match=r"lr was 0\.01 and is now 0\.02"):
         adapt(run_config(tmp_path, "parts", corpus=config.corpus, eval_every=3, lr=0.02))
+
+
+def test_a_folder_in_use_is_refused_before_any_work(tmp_path: Path) -> None:
+    """Nothing is written while another run has it; afterwards the run goes on, and leaves no lock."""
+    config = run_config(tmp_path, steps=1)
+    with claim(config.output):
+        with pytest.raises(InputError, match=f"another run is writing to {config.output}; wait for its end"):
+            adapt(config)
+        assert [path.name for path in config.output.iterdir()] == ["run.lock"]
+    assert not config.output.exists()
+    assert adapt(config)["finished"] and not (config.output / "run.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"text_files": (Path("nowhere"),)}, "there is no file"), ({"chat": 4}, "lacks <|im_start|>")]
+)
+def test_a_refused_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, said: str) -> None:
+    read = adapt_module.read_vocabulary
+    monkeypatch.setattr(
+        adapt_module, "read_vocabulary", lambda *given, **more: dataclasses.replace(read(*given, **more), chat=False)
+    )
+    with pytest.raises(InputError, match=re.escape(said)):
+        adapt(run_config(tmp_path, **changes))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_begun_anew_sets_the_checkpoint_of_the_one_before_aside(

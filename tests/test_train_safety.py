@@ -32,7 +32,7 @@ from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import load_sampler
 from adjust_dlm.train import distributed, preflight, record, trainer
 from adjust_dlm.train.batches import pack
-from adjust_dlm.train.checkpoint import load_checkpoint, save_checkpoint
+from adjust_dlm.train.checkpoint import claim, load_checkpoint, save_checkpoint
 from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import states_compared, unrolled_kl
@@ -156,7 +156,7 @@ def test_h19_every_step_after_a_resume_is_that_of_the_whole_run(
 
 HOLDS = (
     "import sys, time; from pathlib import Path; from adjust_dlm.train.checkpoint import claim\n"
-    "held = claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    "with claim(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 )
 
 
@@ -168,8 +168,20 @@ def test_a_folder_in_use_is_refused_before_the_first_step(run: Run, folder: Path
         code, out, err = run(*flags(folder, tmp_path / "run"))
         other.kill()
     assert (code, out) == (2, "") and f"another run is writing to {tmp_path / 'run'}; wait for its end" in err
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]  # the other one's
     assert run(*flags(folder, tmp_path / "run"))[0] == 0
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_refused_run_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    """Neither the folders that it made, nor a lock in one that was there."""
+    for there, left in ((tmp_path / "there", True), (tmp_path / "new" / "run", False)):
+        if left:
+            there.mkdir()
+        with pytest.raises(RuntimeError, match="refused"), claim(there):
+            assert [path.name for path in there.iterdir()] == ["run.lock"]
+            raise RuntimeError("refused")
+        assert there.exists() == left and sum(1 for _ in tmp_path.rglob("*")) == 1
 
 
 # --- the best and the last sampler -------------------------------------------------------------------------------
@@ -430,8 +442,8 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         got, _, err = run(*flags(folder, tmp_path / str(free)))
         assert got == code
-        left = {path.name for path in (tmp_path / str(free)).iterdir()}
-        assert ("checkpoint.pt" in left) == (code == 0) and (code == 0 or left == {"run.lock"})
+        left = {path.name for path in (tmp_path / str(free)).glob("*")}
+        assert ("checkpoint.pt" in left) == (code == 0) and (code == 0 or not left)
         wanted = f"checkpoints and samplers need {needed:,} bytes, {needed - 1:,} are free"
         assert (wanted in err) == (code == 1)
 
@@ -684,7 +696,7 @@ def test_ranks_that_would_go_on_from_different_steps_stop(
     monkeypatch.setattr(distributed, "from_all_ranks", lambda items: [5, *items])
     with pytest.raises(InputError, match="the step to go on from differs between ranks: 5, 0; all machines must see"):
         train(settings(folder, tmp_path / "run"), exact)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    assert not (tmp_path / "run").exists()
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------

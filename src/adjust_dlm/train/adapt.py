@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
 from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
-from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.masked_ce import CanvasBatches, draw_masks, masked_batch
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.types import require
@@ -138,7 +139,7 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
         training, `tokens_per_second`, and `ce`: kind -> t -> held-out masked cross-entropy in nats a token.
 
     Raises:
-        InputError: see `read_vocabulary`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
+        InputError: see `read_vocabulary`, `claim`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
         FloatingPointError: the loss of a step is not finite.
     """
     rank, world, device = distributed.start()
@@ -146,13 +147,20 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     half = device.type == "cuda"
     model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
     vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
+    with claim(config.output) if rank == 0 else nullcontext():
+        return _adapted(config, Source(model, tokenizer, vocabulary), rank, world)
+
+
+def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict[str, Any]:
+    model, vocabulary = source.model, source.vocabulary
     folder = config.corpus or config.output / "corpus"
-    build_corpus(folder, config, Source(model, tokenizer, vocabulary), rank=rank, world=world)
+    distributed.barrier()  # nobody writes before the first rank has the folder
+    build_corpus(folder, config, source, rank=rank, world=world)
     distributed.barrier()
     adapter = AdapterModel(
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar
     )
-    if half:
+    if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the sampler's caches
         if config.compile:
             adapter.compile_passes()
