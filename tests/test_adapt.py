@@ -383,6 +383,36 @@ def test_a_merge_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert [path.suffix for path in (tmp_path / "cache" / "merged").iterdir()] == [".lock"]
 
 
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+
+
+@pytest.mark.parametrize(("call", "step"), [(2, 0), (8, 3), (20, 8)])
+def test_a_signal_in_an_evaluation_is_heard_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
+) -> None:
+    """In that one of six parts of the evaluations at steps 0, 3, 6 and 8; then the run goes on bit for bit."""
+    whole = adapt(run_config(tmp_path, "whole", eval_every=3))
+    config = run_config(tmp_path, "parts", corpus=tmp_path / "whole" / "corpus", eval_every=3)
+    calls, draw = itertools.count(1), adapt_module.draw_masks
+
+    def killed(*given: Any) -> Tensor:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapt_module, "draw_masks", killed)
+        stopped = adapt(config)
+    assert (stopped["finished"], stopped["step"], next(calls)) == (False, step, call + 1)
+    assert not (config.output / "base.json").exists()
+    assert sum("ce" in line for line in log_of(config.output)) == -(-step // 3)
+    assert adapt(config)["ce"] == whole["ce"]
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
+
+
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert adapt(run_config(tmp_path, "whole", eval_every=3))["finished"]
     step = AdaptTrainer._train_step
@@ -396,13 +426,11 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(AdaptTrainer, "_train_step", killed_in_step_3)
         stopped = adapt(config)
-    assert (stopped["finished"], stopped["step"]) == (False, 4)
+    assert (stopped["finished"], stopped["step"]) == (False, 3)
     assert not (config.output / "base.json").exists()
     assert adapt(config)["step"] == 8
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parts")]
-    for a, b in itertools.zip_longest(*([json.loads(line) for line in log] for log in logs)):
-        assert {k: v for k, v in a.items() if "second" not in k} == {k: v for k, v in b.items() if "second" not in k}
+    assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
     with pytest.raises(InputError, match=r"lr was 0\.01 and is now 0\.02"):
         adapt(run_config(tmp_path, "parts", corpus=config.corpus, eval_every=3, lr=0.02))
 

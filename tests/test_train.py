@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjust_dlm import cli
 from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.bases.family import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.layers import new_model
@@ -404,6 +405,38 @@ def test_a_stop_between_evaluations_leaves_the_same_metrics(exact: ExactBase, fo
     assert train(settings(folder, tmp_path / "parts"), exact)["steps"] == 12
     assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
     assert [line["step"] for line in metrics_of(tmp_path / "whole")] == [6, 12]
+
+
+@pytest.mark.parametrize(("at", "step"), [(14, 6), (34, 12)])
+def test_a_signal_in_an_evaluation_is_heard_before_its_end(
+    exact: ExactBase,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    at: int,
+    step: int,
+) -> None:
+    """In the second of its eight passes, behind 12 of six steps; the run goes on with that evaluation."""
+    train(settings(folder, tmp_path / "whole"), exact)
+    base = stopping(exact, at)
+    monkeypatch.setattr(trainer, "load_base", lambda *_, **__: base)
+    flags = {
+        "base": "exact", "trajectories": folder, "output": tmp_path / "parts", "slice-states": 4, "slices": 8,
+        "heldout": 64, "warmup": 5, "steps": 12, "eval-every": 6, "checkpoint-every": 5, "accumulate": 2,
+    }  # fmt: skip
+    code = cli.main(["train", *(f"--{name}={value}" for name, value in flags.items())])
+    assert (code, next(base.passes)) == (130, at + 1)
+    out = capsys.readouterr()
+    assert "stopped before the end; the same command goes on from here" in out.err and "Traceback" not in out.err
+    assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["step"] == step
+    assert [line["step"] for line in metrics_of(tmp_path / "parts")] == [6][: step // 12]
+    result = json.loads((tmp_path / "parts" / "result.json").read_text())["results"]
+    assert (result["finished"], result["steps"], result["sampler"]) == (False, step, None)
+    assert train(settings(folder, tmp_path / "parts"), exact)["finished"]
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[k], parts[k]) for k in whole)
 
 
 def test_a_finished_run_started_again_changes_nothing(exact: ExactBase, folder: Path, tmp_path: Path) -> None:

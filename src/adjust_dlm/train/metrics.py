@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
 @torch.no_grad()
 def held_out(
     base: Base, sampler: Sampler, data: Sequence[Trajectory], rows: Sequence[int], config: Any, autocast: Any,
-    pad_to: int = 0,
+    pad_to: int = 0, check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:  # fmt: skip
     """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row's token.
 
@@ -37,6 +37,7 @@ def held_out(
     The same windows at every call (see `looked_at`), in batches of 16. Means over all states that count at a depth; a
     depth that no trajectory is long enough for is left out. A window costs rollout + 1 base passes and rollout steps
     of g over one row, and the head on its masked rows: once for g, once for h_0 and twice for the teacher a depth.
+    `check` is called before each batch and may raise.
     """
     if not rows:
         return {}
@@ -44,6 +45,7 @@ def held_out(
     counts: dict[int, int] = {}
     windows = looked_at(rows, config.seed)
     for first in range(0, len(windows), _BATCH):
+        check()
         some = [(data[row], at) for row, at in windows[first : first + _BATCH]]
         starts = [int(at * max(1, x.commits - 1)) for x, at in some]
         slices = pack([x for x, _ in some], starts, config.rollout + 1, base.spec.pad_id, pad_to=pad_to)

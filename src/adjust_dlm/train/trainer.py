@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,15 @@ from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
-from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
+from adjust_dlm.train.checkpoint import (
+    MetricsLog,
+    Stopped,
+    StopSignal,
+    claim,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside,
+)
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
 from adjust_dlm.train.one_pass import Pool, start_pool
@@ -75,7 +83,8 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
             for tracker in trackers:
                 tracker.finish()
         law: dict[str, Any] = {}
-        if rank == 0 and not _unfinished(run):
+        finished = not run.stopping and not _unfinished(run)
+        if rank == 0 and finished:
             save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
             law = divergence(run.base, run.sampler, *_held_rows(run), config, _autocast(run))
             told = {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
@@ -84,9 +93,9 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
                 save_sampler(run, folder / LAST, heldout=last, divergence=law)
         distributed.barrier()
         return {
-            "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
+            "finished": finished, "steps": run.step, "windows": windows_of(run, run.step),
             "seconds": run.elapsed, "heldout": last, "divergence": law,
-            "sampler": None if _unfinished(run) else str(folder / LAST),
+            "sampler": str(folder / LAST) if finished else None,
             "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
         }  # fmt: skip
 
@@ -127,35 +136,52 @@ def _unfinished(run: Run) -> bool:
     return run.step < run.config.steps and (limit is None or run.elapsed < limit)
 
 
+def _leaves(run: Run) -> bool:
+    return run.stopping or not _unfinished(run)
+
+
 def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict[str, float]:
     """Steps until the end, a clock or a signal; saves on the way and when leaving."""
     config = run.config
-    last = {} if _unfinished(run) else _held_out(run)  # a finished run that is started again
     run.began, run.stop = time.monotonic() - run.elapsed, stop
-    while _unfinished(run):
+    last: dict[str, float] = {}
+    if run.losses is not None or not _unfinished(run):  # stopped in an evaluation, or finished and started again
+        last = _evaluate(run, folder, metrics)
+    while not _leaves(run):
         losses = _step(run)
         run.step += 1
         if run.step <= config.untimed:
             run.began, run.elapsed = time.monotonic(), 0.0
-        leaving = run.stopping or not _unfinished(run)
         if run.step % config.eval_every == 0 or not _unfinished(run):
-            last = _held_out(run)
-            keep_best(run, folder, last)
-            metrics.write(run.step, **losses, seconds=run.elapsed, **last)
-            log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
-        if run.step % config.checkpoint_every == 0 or leaving:
+            run.losses = losses
+            last = _evaluate(run, folder, metrics)
+        if run.step % config.checkpoint_every == 0 or _leaves(run):
             payload = _payload(run)  # on every rank: their pools are gathered
             if run.rank == 0:
                 save_checkpoint(folder, payload)
-        if run.stopping:
-            break
+    return last
+
+
+def _evaluate(run: Run, folder: Path, metrics: MetricsLog) -> dict[str, float]:
+    """Held-out metrics of the present step, logged if they were due; none, and they stay due, after a signal."""
+    last: dict[str, float] | None = None
+    with suppress(Stopped):
+        last = _held_out(run)
+    run.stopping |= bool(distributed.total(torch.tensor(float(run.stop.requested), device=run.device)) > 0)
+    if last is None:
+        return {}
+    if run.losses is not None:
+        keep_best(run, folder, last)
+        metrics.write(run.step, **run.losses, seconds=run.elapsed, **last)
+        log.info("step %d loss %.4f %s", run.step, run.losses["loss"], {k: round(v, 4) for k, v in last.items()})
+        run.losses = None
     return last
 
 
 def _held_out(run: Run) -> dict[str, float]:
     if run.pool is not None:  # here, where every rank is; g is saved by the first alone
         run.pool_end = max(distributed.from_all_ranks([run.pool.end]))
-    return held_out(run.base, run.sampler, *_held_rows(run), run.config, _autocast(run), run.pad_to)
+    return held_out(run.base, run.sampler, *_held_rows(run), run.config, _autocast(run), run.pad_to, run.stop.check)
 
 
 def _held_rows(run: Run) -> tuple[Sequence[Trajectory], list[int]]:
@@ -229,13 +255,14 @@ def _payload(run: Run) -> dict[str, Any]:
     return {
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
         "optimizers": [o.state_dict() for o in run.optimizers], "best": run.best, "started_from": run.started_from,
+        "losses": run.losses,
         "pools": None if run.pool is None else distributed.from_all_ranks([run.pool.state()]),
     }  # fmt: skip
 
 
 def _restore(run: Run, saved: dict[str, Any]) -> None:
     run.step, run.elapsed, run.best = saved["step"], saved["elapsed"], saved.get("best", {})
-    run.started_from = saved.get("started_from")
+    run.started_from, run.losses = saved.get("started_from"), saved.get("losses")
     run.sampler.load_state_dict(saved["sampler"])
     if run.pool is not None:
         run.pool.load(saved["pools"][run.rank])
