@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from adjust_dlm.bases.base import BaseSpec
+from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
@@ -32,22 +33,41 @@ class BlockSlices:
         texts: the texts' final tokens [N, J S]; real up to the edge of a text's last block.
         inside_NL: real without those surplus positions: what g sees.
         views: the blocks [N J, S]; commit numbers count from the first commit of each block.
+        lag: of the base. With 1 a row is the column that scores a position, and a block's first position, which the
+            clean block before scores, is no row.
     """
 
     texts: State
     inside_NL: Tensor
     views: Slices
+    lag: int
+
+    @property
+    def text_SN(self) -> Tensor:
+        """0, or -1 where there is no state."""
+        return torch.where(self.views.start_N < NEVER, self.views.text_SN, -1)
+
+    @property
+    def rank_BL(self) -> Tensor:
+        """Commits from each state until the position that a row scores is revealed (see `Slices.rank_BL`)."""
+        return F.pad(self.views.rank_BL, (0, self.lag), value=-NEVER)[:, self.lag :]
+
+    def frames(self, base: TransformerBase) -> Frames:
+        """See `observe_blocks`."""
+        return observe_blocks(base, self)
 
     def to(self, device: torch.device) -> BlockSlices:
         """A copy there."""
-        parts = (self.texts.tokens_BL, self.texts.real_BL, self.texts.masked_BL)
-        texts = State(*(part.to(device, non_blocking=True) for part in parts))
-        return BlockSlices(texts, self.inside_NL.to(device, non_blocking=True), to_device(self.views, device))
+        tokens_BL, real_BL, masked_BL, inside_NL = (
+            part.to(device, non_blocking=True)
+            for part in (self.texts.tokens_BL, self.texts.real_BL, self.texts.masked_BL, self.inside_NL)
+        )
+        return BlockSlices(State(tokens_BL, real_BL, masked_BL), inside_NL, to_device(self.views, device), self.lag)
 
 
 def random_blocks(
     trajectories: Sequence[Trajectory], rows: Sequence[int], *, count: int, length: int, rollout: int,
-    key: tuple[int, ...], spec: BaseSpec,
+    key: tuple[int, ...], base: Base, first: int = 0,
 ) -> BlockSlices:  # fmt: skip
     """`count` random texts with a random start for every block.
 
@@ -60,21 +80,22 @@ def random_blocks(
         count: N.
         length: C.
         rollout: unrolled steps; a block's slice holds C - rollout windows.
-        key: integers that decide the draw, for example (seed, step, micro-batch).
-        spec: of the base.
+        key: (seed, step), which with a text's number decide what is drawn.
+        base: whose blocks these are.
+        first: number of the first text in the step.
     """
-    generator = np.random.default_rng(key)
-    chosen = [trajectories[rows[i]] for i in generator.integers(len(rows), size=count)]
+    generators = [np.random.default_rng((*key, first + n)) for n in range(count)]
+    chosen = [trajectories[rows[int(generator.integers(len(rows)))]] for generator in generators]
 
-    def start(commits: int) -> int:
-        return int(generator.integers(rollout + 1 - length, max(1, commits - 1)))
+    def start(n: int, commits: int) -> int:
+        return int(generators[n].integers(rollout + 1 - length, max(1, commits - 1)))
 
-    return pack_blocks(chosen, start, length, spec)
+    return pack_blocks(chosen, start, length, base)
 
 
-def pack_blocks(chosen: Sequence[Trajectory], start: Callable[[int], int], length: int, spec: BaseSpec) -> BlockSlices:
-    """Lays texts out in blocks; `start` says where the slice of a block with that many commits begins."""
-    size = spec.block or 1
+def pack_blocks(chosen: Sequence[Trajectory], start: Callable[[int, int], int], length: int, base: Base) -> BlockSlices:
+    """Lays texts out in blocks; `start` says where the slice of text n's block with so many commits begins."""
+    size, spec = base.spec.block or 1, base.spec
     count = max(-(-len(x.tokens_L) // size) for x in chosen)
     tokens_NL = torch.full((len(chosen), count * size), spec.mask_id)
     order_NL = torch.full(tokens_NL.shape, MASKED)
@@ -88,17 +109,13 @@ def pack_blocks(chosen: Sequence[Trajectory], start: Callable[[int], int], lengt
     time_MS = torch.where(order_MS >= 0, order_MS - first_M1, order_MS)
     commits_M = (order_MS >= 0).sum(-1).tolist()
     # A block without commits is filler: its slice lies behind its end.
-    starts = torch.tensor([start(commits) if commits else NEVER for commits in commits_M])
-    views = Slices(tokens_MS, time_MS, real_NL.view(-1, size), starts, length)
-    return BlockSlices(State(tokens_NL, real_NL, order_NL == MASKED), inside_NL, views)
+    starts = [start(m // count, commits) if commits else NEVER for m, commits in enumerate(commits_M)]
+    views = Slices(tokens_MS, time_MS, real_NL.view(-1, size), torch.tensor(starts), length)
+    return BlockSlices(State(tokens_NL, real_NL, order_NL == MASKED), inside_NL, views, base.lag)
 
 
 def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
-    """Algorithm 2, lines 3-7 for all blocks at once: a pass over the clean texts, one over the views beside them.
-
-    In a shifted frame a row is the column that scores a position, and a block's first position, which the clean block
-    before scores, is no row.
-    """
+    """Algorithm 2, lines 3-7 for all blocks at once: a pass over the clean texts, one over the views beside them."""
     size, count = base.spec.block or 1, seen.views.length
     x = seen.views.states(base.spec.mask_id)
     n, width = seen.texts.tokens_BL.shape
@@ -107,15 +124,9 @@ def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
     h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
     tokens_VL = x.tokens_BL.view(count * n, width)
     h_VLD = base.hidden_beside(tokens_VL, every_NL[:1], clean, views_mask(seen.texts.real_BL, size, count))
-    rank_CMS = seen.views.rank()
-    if base.lag:
-        rank_CMS = torch.nn.functional.pad(rank_CMS[..., 1:], (0, 1), value=-NEVER)
-    valid_CM = (seen.views.t_SN >= 0) & (seen.views.start_N < NEVER)
+    h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
     finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
-    return Frames(
-        x, h_VLD.unflatten(1, (-1, size)).flatten(0, 1), rank_CMS.flatten(0, 1), torch.where(valid_CM, 0, -1),
-        Finished(finished, h_NLD),
-    )  # fmt: skip
+    return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, Finished(finished, h_NLD))
 
 
 @dataclass

@@ -156,7 +156,7 @@ class CanvasBatches:
         self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def step(self, step: int, micro: int) -> list[MaskedBatch]:
-        """This rank's part of global batch `step`, in passes of `micro` canvases; the weights sum over all passes."""
+        """This rank's part of batch `step`, in passes of `micro` canvases; losses add up over passes and ranks."""
         generator = torch.Generator().manual_seed(_mixed(self.seed, 0, step))
         members = [self._take(kind, step * count, count) for kind, count in self.counts.items() if count]
         index_B = torch.cat(members)
@@ -166,8 +166,7 @@ class CanvasBatches:
         t_B = stratified_times(len(index_B), generator)
         masked_BL = draw_masks(prompt_B, t_B, length, generator)
         mine = slice(self.rank, None, self.world)
-        local = len(index_B) // self.world
-        weights_B = 1 / (t_B * (length - prompt_B.double()).clamp_min(1) * local)
+        weights_B = 1 / (t_B * (length - prompt_B.double()).clamp_min(1) * len(index_B))
         parts = (x[mine].split(micro) for x in (tokens_BL, masked_BL, weights_B))
         return [masked_batch(*part) for part in zip(*parts, strict=True)]
 
