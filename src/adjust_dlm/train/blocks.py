@@ -22,7 +22,7 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train.batches import to_device
 from adjust_dlm.train.unroll import NEVER, Frames, Slices
-from adjust_dlm.types import MASKED, State, Trajectory
+from adjust_dlm.types import GIVEN, MASKED, State, Trajectory
 
 
 @dataclass
@@ -98,7 +98,7 @@ def pack_blocks(chosen: Sequence[Trajectory], start: Callable[[int, int], int], 
     size, spec = base.spec.block or 1, base.spec
     count = max(-(-len(x.tokens_L) // size) for x in chosen)
     tokens_NL = torch.full((len(chosen), count * size), spec.mask_id)
-    order_NL = torch.full(tokens_NL.shape, MASKED)
+    order_NL = torch.full(tokens_NL.shape, GIVEN)  # surplus masks are no rows
     inside_NL, real_NL = (torch.zeros(tokens_NL.shape, dtype=torch.bool) for _ in range(2))
     for n, x in enumerate(chosen):
         long = len(x.tokens_L)
