@@ -167,8 +167,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerBase, s
 def test_training_on_a_block_base_lowers_the_heldout_divergence(stored: Any, tmp_path: Path) -> None:
     base, folder = stored
     settings: dict[str, Any] = {
-        "trajectories": (folder,), "base": "tiny", "steps": 200, "reverse": 0.5, "slices": 8, "slice_states": 6, "rollout": 2,
-        "heldout": 6, "heldout_texts": 6, "eval_every": 200, "checkpoint_every": 100, "warmup": 5,
+        "trajectories": (folder,), "base": "tiny", "steps": 200, "reverse": 0.5, "slices": 8, "slice_states": 6,
+        "rollout": 2, "heldout": 6, "heldout_texts": 6, "eval_every": 200, "checkpoint_every": 100, "warmup": 5,
         "features": (1,),
     }  # fmt: skip
     result = train(TrainConfig(output=str(tmp_path / "g"), **settings), base)

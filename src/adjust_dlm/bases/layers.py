@@ -288,8 +288,8 @@ def new_model(config: Any) -> Body:
     return body
 
 
-def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Body:
-    """The body in a folder with `config.json` and one `model.safetensors`: strict.
+def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device, block: int | None = None) -> Body:
+    """The body in a folder with `config.json` and one `model.safetensors`: strict; `block` is not in the config.
 
     Raises:
         InputError: unreadable or truncated file; a missing, extra, misshapen or integer tensor, by name.
@@ -299,7 +299,7 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
 
     try:
         with torch.device("meta"):
-            body = Body(Shape.of(json.loads((folder / "config.json").read_text())))
+            body = Body(Shape.of(json.loads((folder / "config.json").read_text()), block))
         weights = load_file(folder / "model.safetensors", device=str(device))
         odd = [f"{name} is {w.dtype}" for name, w in weights.items() if not w.is_floating_point() or w.itemsize < 2]
         require(not odd, f"{', '.join(odd[:3])}; weights must be floats of 16 bits or more")
