@@ -1,6 +1,6 @@
 """Short questions by chat: how many each decoder answers right, on the default model.
 
-    python recipes/answers.py [--device cuda] [--temperatures 0 0.6] [--limit 107]
+    python recipes/answers.py [--base DIR --sampler DIR] [--device cuda] [--temperatures 0 0.6] [--limit 107]
 
 An answer is right if the wanted word stands in it. Joint, parallel and ADJUST decoding, the latter with the positions
 of the base's pass and with those that g chooses (`candidates=0`); 24 new tokens, seed 3, one draw of each.
@@ -43,12 +43,13 @@ def main() -> None:
     """Prints a line for each decoder and temperature."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="smol")
+    parser.add_argument("--sampler")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
     parser.add_argument("--limit", type=int, default=107)
     args = parser.parse_args()
     base = load_base(args.base, device=args.device)
-    g = load_sampler(None, base)
+    g = load_sampler(args.sampler, base)
     asked = questions()[: args.limit]
     prompts = [base.encode_messages([{"role": "user", "content": question}]) for question, _ in asked]
     for temperature in args.temperatures:

@@ -102,7 +102,7 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     Raises:
         InputError: another architecture, or other weights than those that the sampler was exported with.
     """
-    shape = Shape.of(model.config)
+    shape = Shape.of(model.config, facts["spec"].get("block"))
     wanted, found = facts["shape"], _shape_facts(shape)
     odd = [key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)]
     said = "; ".join(f"{key} is {found.get(key)!r}, wanted {wanted.get(key)!r}" for key in sorted(odd))

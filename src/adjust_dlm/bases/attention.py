@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.kernels import HAS_TRITON
+
+_MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def fuses(h: Tensor) -> bool:
@@ -124,5 +129,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Tensor | None) -> Tensor:
     grouped = share > 1 and mask_BHLL is None and q.is_cuda
     if share > 1 and not grouped:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BHLL, enable_gqa=grouped)
+    # cuDNN's form has no plan for some masks with gradients.
+    with sdpa_kernel(_MASKED) if mask_BHLL is not None and q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BHLL, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)

@@ -5,8 +5,7 @@ Shape suffixes: B rows, T tokens, D width, V vocabulary, H key/value heads, E wi
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +121,7 @@ def ar_sample(
     """Samples continuations of one prefix from a causal `LlamaForCausalLM` or `Qwen2ForCausalLM`.
 
     Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
-    `batch_size` or its neighbours beyond the rounding of the model's own kernels. On a GPU the filter is compiled.
+    `batch_size` or its neighbours beyond the rounding of the model's own kernels.
 
     Args:
         model: the causal LM in eval mode; its dtype is the dtype of the pass.
@@ -142,10 +141,10 @@ def ar_sample(
     require(len(prefix_ids) >= 1, "the prefix is empty; a causal model needs at least one token to start from")
     settings, weight_VD = DecodeConfig(temperature=temperature, top_p=top_p), model.lm_head.weight
     device, on_gpu = weight_VD.device, weight_VD.device.type == "cuda"
-    bias_V, filtered = forbid_bias(len(weight_VD), forbid, device), _filter(settings, on_gpu)
+    bias_V = forbid_bias(len(weight_VD), forbid, device)
 
     def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
-        return draw(filtered(h_CD @ weight_VD.T, bias_V), u_C, temperature)
+        return draw(process((h_CD @ weight_VD.T).float() + bias_V, settings), u_C, temperature)
 
     grain = HEAD_ROWS if on_gpu else 1
     rows = min(batch_size, -(-count // grain) * grain)
@@ -165,17 +164,6 @@ def ar_sample(
             tokens_BT = out_BT[:, step : step + 1]
         parts.append(out_BT.cpu())
     return torch.cat(parts)[:count]
-
-
-@functools.cache
-def _filter(settings: DecodeConfig, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """(logits [C, V], bias [V]) -> filtered fp32 logits; cached, so that it is compiled once in a process."""
-
-    def filtered(logits_CV: Tensor, bias_V: Tensor) -> Tensor:
-        return process(logits_CV.float() + bias_V, settings)
-
-    # Only the filter: it is the part with dozens of passes over the vocabulary.
-    return torch.compile(filtered, dynamic=False) if compiled else filtered
 
 
 def forbid_bias(size: int, forbid: Sequence[int], device: torch.device | str) -> Tensor:

@@ -123,7 +123,7 @@ def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
     clean = Memory()
     h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
     tokens_VL = x.tokens_BL.view(count * n, width)
-    h_VLD = base.hidden_beside(tokens_VL, every_NL[:1], clean, views_mask(seen.texts.real_BL, size, count))
+    h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, views_mask(seen.texts.real_BL, size, count))
     h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
     finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
     return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, Finished(finished, h_NLD))
@@ -150,7 +150,9 @@ class Finished:
         def g(h_RSD: Tensor, x: State) -> Tensor:
             h_VLD = h_RSD.view(-1, width, h_RSD.shape[-1])
             mask = views_mask(self.texts.real_BL, size, len(h_VLD) // n)
-            return sampler.beside(h_VLD, x.tokens_BL.view(-1, width), place_1L, keys, mask).view_as(h_RSD)
+            return sampler.beside(
+                h_VLD, x.tokens_BL.view(-1, width), place_1L.expand(len(h_VLD), -1), keys, mask
+            ).view_as(h_RSD)
 
         return g
 
