@@ -31,11 +31,12 @@ from adjust_dlm.train.checkpoint import (
     save_checkpoint,
     set_aside,
 )
-from adjust_dlm.train.masked_ce import CanvasBatches, draw_masks, masked_batch
+from adjust_dlm.train.masked_ce import CanvasBatches, block_batch, draw_masks, masked_batch, open_positions
 from adjust_dlm.train.optim import learning_rate
-from adjust_dlm.types import require
+from adjust_dlm.types import require, require_count
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
+FIRST = 0.0  # in their place: the first positions of blocks
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
 # Settings that may differ between a run and its resumption: they change no weight.
 _FREE = (
@@ -71,6 +72,8 @@ class AdaptConfig(CorpusConfig):
         lr: peak learning rate of AdamW; after the warm-up flat for 30 % of the run, then linear to 0.
         warmup: steps of linear warm-up.
         clip: largest norm of the gradient.
+        block_size: S of a block base (see `bases.blocks`), which reads finished blocks through an exact cache; none
+            makes a base that sees a whole canvas. Canvases must be multiples of it long (`length`).
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
         mask_id: id that becomes MASK; None: the first known unused token of the tokenizer.
@@ -95,6 +98,7 @@ class AdaptConfig(CorpusConfig):
     lr: float = 2e-3
     warmup: int = 100
     clip: float = 1.0
+    block_size: int | None = None
     lora_rank: int = 64
     lora_alpha: int = 64
     mask_id: int | None = None
@@ -112,6 +116,13 @@ class AdaptConfig(CorpusConfig):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         for name in ("lr", "clip", "lora_alpha"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
+        require_count("block_size", self.block_size, 1, optional=True)
+        size = self.block_size or 1
+        near = self.length // size * size or size
+        require(
+            self.length % size == 0,
+            f"length is {self.length}; with block_size {size} it must be a multiple of that, such as {near}",
+        )
         require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
         for kind, share in self.shares.items():
             require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
@@ -168,15 +179,16 @@ def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict
     build_corpus(folder, config, source, rank=rank, world=world)
     distributed.barrier()
     adapter = AdapterModel(
-        model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar
-    )
+        model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar,
+        block=config.block_size,
+    )  # fmt: skip
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the sampler's caches
         if config.compile:
             adapter.compile_passes()
     batches = CanvasBatches(
         load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
-        world=world,
+        world=world, block=config.block_size, end_ids=vocabulary.end_ids,
     )  # fmt: skip
     trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
     # A finished base is not written again: its fingerprint would follow the rounding of the last evaluation.
@@ -188,6 +200,7 @@ def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict
             "pad_id": vocabulary.end_ids[0], "bos_id": vocabulary.bos_id, "token_limit": vocabulary.token_limit,
             "context": model.config.max_position_embeddings, "order": "entropy", "order_on": "processed",
             **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
+            **({} if config.block_size is None else {"block": config.block_size}),
             "training": {**result, "settings": config.run(), "torch": torch.__version__},
         }  # fmt: skip
         adapter.save(config.output, facts)
@@ -295,11 +308,13 @@ class AdaptTrainer:
     def evaluate(self) -> CE | None:
         """Held-out masked cross-entropy: kind -> t -> nats per masked token, the masks fixed by the seed.
 
+        Of a block base `first` are the first positions of blocks, which are scored before the block is looked at.
         None, and it stays due, if a signal comes first. Gradients stay enabled, so that the compiled training graph
         serves here too.
         """
         parts = {kind: self.heldout.of_kind(kind) for kind in KINDS}
-        asked = [(kind, t) for kind in KINDS if len(parts[kind].tokens_NL) for t in EVAL_TIMES]
+        times = EVAL_TIMES if self.config.block_size is None else (*EVAL_TIMES, 1.0, FIRST)
+        asked = [(kind, t) for kind in KINDS if len(parts[kind].tokens_NL) for t in times]
         total_E2 = torch.zeros(len(asked) + 1, 2, dtype=torch.float64, device=self.device)
         with suppress(Stopped):
             for e, (kind, t) in enumerate(asked):
@@ -311,7 +326,7 @@ class AdaptTrainer:
             return None
         out = CE()
         for (kind, t), (ce, count) in zip(asked, found, strict=True):
-            out.setdefault(kind, {})[str(t)] = ce / max(count, 1.0)
+            out.setdefault(kind, {})["first" if t == FIRST else str(t)] = ce / max(count, 1.0)
         if self.rank == 0:
             logger.info("step %d: held-out masked CE by kind and t: %s", self.step, out)
         self.metrics.write(self.step, ce=out)
@@ -331,7 +346,13 @@ class AdaptTrainer:
             fill = self.micro - len(index)
             weights_B = torch.cat([torch.ones(len(index)), torch.zeros(fill)])
             index = torch.cat([index, index.new_zeros(fill)])
-            batch = masked_batch(part.tokens_NL[index], masked_NL[index], weights_B)
+            tokens_BL, masked_BL, size = part.tokens_NL[index], masked_NL[index], self.config.block_size
+            if size is None:
+                batch = masked_batch(tokens_BL, masked_BL, weights_B)
+            else:
+                open_BL = open_positions(tokens_BL, part.prompt_len_N[index], self.batches.end_ids, size)
+                shown_3 = torch.tensor([t == FIRST, t != FIRST, False])
+                batch = block_batch(tokens_BL, open_BL, masked_BL, weights_B[:, None] * shown_3, size)
             loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
         return total

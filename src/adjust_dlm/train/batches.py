@@ -17,7 +17,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.sampling import ORDER, uniform
-from adjust_dlm.train.unroll import Frames, Slices, Step, observe, unroll, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Slices, Step, unroll, unrolled_kl
 from adjust_dlm.types import GIVEN, Trajectory
 
 _LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
@@ -88,7 +88,7 @@ def to_device(slices: Slices, device: torch.device) -> Slices:
 
 
 def batch_loss(
-    base: Base, g: Step, seen: Slices | Frames, config: Any, *, key: tuple[int, ...], delta: Delta, first: int = 0,
+    base: Base, g: Step, seen: Any, config: Any, *, key: tuple[int, ...], delta: Delta, first: int = 0,
     states: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The loss of a micro-batch: the mean KL over depths.
@@ -96,14 +96,14 @@ def batch_loss(
     Args:
         base: f and W.
         g: the sampler, or its compiled twin.
-        seen: slices on the base's device, or frames that one-pass training has decoded.
+        seen: slices (of blocks, too) on the base's device, or frames that one-pass training has decoded.
         config: `TrainConfig`.
         key: (seed, step), which decide what is drawn.
         delta: from `pick_delta`, with `config.reverse`.
         first: number of the first slice in the step.
         states: of the whole step, see `unrolled_kl`.
     """
-    frames = seen if isinstance(seen, Frames) else observe(base, seen)
+    frames = seen if isinstance(seen, Frames) else seen.frames(base)
     run, share_BL = unroll(g, frames, rollout=config.rollout), None
     if config.rows is not None:
         share_BL = row_shares(run.rank_BL, config.rows, lots(run.rank_BL, run.n, key, first))

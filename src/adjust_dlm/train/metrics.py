@@ -17,8 +17,8 @@ from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS, SCORES
 from adjust_dlm.train.batches import pack, to_device
+from adjust_dlm.train.blocks import pack_blocks
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
-from adjust_dlm.train.unroll import observe as observe_slices
 from adjust_dlm.types import CERTAINTY, DecodeConfig, Trajectory
 
 _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
@@ -47,17 +47,24 @@ def held_out(
     for first in range(0, len(windows), _BATCH):
         check()
         some = [(data[row], at) for row, at in windows[first : first + _BATCH]]
-        starts = [int(at * max(1, x.commits - 1)) for x, at in some]
-        slices = pack([x for x, _ in some], starts, config.rollout + 1, base.spec.pad_id, pad_to=pad_to)
+        slices = _slices_at(base, [x for x, _ in some], [at for _, at in some], config.rollout + 1, pad_to)
         with autocast:
-            seen = observe_slices(base, to_device(slices, base.device))
-            run = unroll(sampler, seen, rollout=config.rollout)
+            run = unroll(sampler, slices.frames(base), rollout=config.rollout)
             for k in range(1, config.rollout + 1):
                 count, means = _depth(base, run, k, config)
                 counts[k] = counts.get(k, 0) + count
                 for name, value in means.items():
                     sums[f"{name}_{k}"] = sums.get(f"{name}_{k}", 0.0) + count * value
     return {name: value / counts[int(name.rpartition("_")[2])] for name, value in sums.items()}
+
+
+def _slices_at(base: Base, texts: list[Trajectory], moments: list[float], length: int, pad_to: int) -> Any:
+    """Slices that begin at a share of each text, or of each of its blocks, on the base's device."""
+    if base.spec.block is not None:
+        blocks = pack_blocks(texts, lambda n, commits: int(moments[n] * max(1, commits - 1)), length, base)
+        return blocks.to(base.device)
+    starts = [int(at * max(1, x.commits - 1)) for x, at in zip(texts, moments, strict=True)]
+    return to_device(pack(texts, starts, length, base.spec.pad_id, pad_to=pad_to), base.device)
 
 
 def divergence(

@@ -20,6 +20,7 @@ from adjust_dlm.losses import pick_delta
 from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
+from adjust_dlm.train.blocks import BlockSlices, random_blocks
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import (
     MetricsLog,
@@ -40,7 +41,7 @@ from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.run import Run
 from adjust_dlm.train.trackers import start_trackers
 from adjust_dlm.train.unroll import Frames, Slices, states_compared
-from adjust_dlm.types import Trajectory
+from adjust_dlm.types import Trajectory, require
 
 __all__ = ["Run", "TrainConfig", "train"]
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
     base = base.with_features(config.features)
+    _check_blocks(config, base)
     data: Sequence[Trajectory] = ()
     held: Sequence[Trajectory] | None
     pool: Pool | None = None
@@ -129,6 +131,17 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         run.pad_to = longest(run)
         run.step_g = torch.compile(sampler, dynamic=False)
     return run
+
+
+def _check_blocks(config: TrainConfig, base: Base) -> None:
+    """Raises InputError for settings that a block base does not know."""
+    size, most = base.spec.block, (base.spec.block or 0) + config.rollout
+    if size is None:
+        return
+    require(not config.one_pass, f"one_pass decodes whole canvases; base {base.spec.name!r} writes in blocks")
+    require(not config.compile, f"compile is true; base {base.spec.name!r} writes in blocks: leave it out")
+    long = f"slice_states is {config.slice_states}; blocks of {size} have at most {most} states with this rollout"
+    require(config.slice_states <= most, long)
 
 
 def _unfinished(run: Run) -> bool:
@@ -227,19 +240,22 @@ def _settle(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float]:
     return value, size
 
 
-def _draw(run: Run, first: int) -> Slices | Frames:
+def _draw(run: Run, first: int) -> Slices | BlockSlices | Frames:
     """A micro-batch, from slice `first` of the step on."""
     config = run.config
     if run.pool is not None:
         return run.pool.frames()
-    slices = random_slices(
-        run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
-        key=(config.seed, run.step), pad_id=run.base.spec.pad_id, first=first, pad_to=run.pad_to,
-    )  # fmt: skip
-    return to_device(slices, run.device)
+    drawn: dict[str, Any] = {
+        "count": config.slices, "length": config.slice_states, "rollout": config.rollout, "first": first,
+        "key": (config.seed, run.step),
+    }  # fmt: skip
+    if run.base.spec.block is not None:
+        return random_blocks(run.data, run.training_rows, **drawn, base=run.base).to(run.device)
+    pads: dict[str, Any] = {"pad_id": run.base.spec.pad_id, "pad_to": run.pad_to}
+    return to_device(random_slices(run.data, run.training_rows, **drawn, **pads), run.device)
 
 
-def _micro_loss(run: Run, first: int, part: Slices | Frames, states: Tensor) -> Tensor:
+def _micro_loss(run: Run, first: int, part: Slices | BlockSlices | Frames, states: Tensor) -> Tensor:
     g, key = run.sampler if run.step_g is None else run.step_g, (run.config.seed, run.step)
     with _autocast(run):
         return batch_loss(run.base, g, part, run.config, key=key, delta=run.delta, first=first, states=states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,10 @@ class Slices:
         goes_on_SN1 = ((rank_SNL >= 0) & ~never_NL).any(-1, keepdim=True)
         return torch.where(goes_on_SN1 | ~never_NL, rank_SNL, -NEVER).flatten(0, 1)
 
+    def frames(self, base: Base) -> Frames:
+        """See `observe`."""
+        return observe(base, self)
+
     def states(self, mask_id: int) -> State:
         """The canvases before commits start .. start+S-1, as one batch of S*N rows (state-major)."""
         t_SN1 = self.t_SN[..., None]
@@ -87,12 +92,14 @@ class Frames:
         h: f(x), in pieces of whole rows.
         rank_BL: commits until a position is revealed; negative where it is not masked or the state does not count.
         text_SN: which text a state belongs to; -1 is filler. A window stays within one text.
+        around: of a block base: makes the sampler a step on rows that are blocks (see `train.blocks`).
     """
 
     x: State
     h: Sequence[Tensor]
     rank_BL: Tensor
     text_SN: Tensor
+    around: Any = None
 
 
 def observe(base: Base, slices: Slices) -> Frames:
@@ -101,8 +108,8 @@ def observe(base: Base, slices: Slices) -> Frames:
     return Frames(x, [base.hidden(x)], slices.rank_BL, slices.text_SN)
 
 
-def states_compared(seen: Slices | Frames, rollout: int) -> Tensor:
-    """How many states the windows compare at depths 1 .. rollout; int64 [rollout]."""
+def states_compared(seen: Any, rollout: int) -> Tensor:
+    """How many states the windows of slices or frames compare at depths 1 .. rollout; int64 [rollout]."""
     masked_SN = (seen.rank_BL >= 0).any(-1).view_as(seen.text_SN)
     windows = len(masked_SN) - rollout
     return torch.stack(
@@ -161,9 +168,9 @@ def unroll(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
     text_SN = frames.text_SN
     h_BLD = frames.h[0] if len(frames.h) == 1 else torch.cat([*frames.h])
     out = Unrolled(h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
-    h_k = out.stale_BLD
+    h_k, g = out.stale_BLD, sampler if frames.around is None else frames.around.step(sampler)
     for k in range(1, rollout + 1):  # line 8
-        h_k = sampler(h_k, rows_of(frames.x, out.rows(k)))  # line 9
+        h_k = g(h_k, rows_of(frames.x, out.rows(k)))  # line 9
         out.student.append(h_k)
         begun_N1 = _begun(text_SN, k, out.windows).flatten()[:, None]
         out.rank.append(torch.where(begun_N1, frames.rank_BL[out.rows(k)], -NEVER))
