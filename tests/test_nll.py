@@ -205,11 +205,11 @@ def test_cut_at_end() -> None:
 
 def test_right_padded_covers_every_text_once() -> None:
     lists = [[5], [6, 7, 8], [], [9, 10]]
-    batches = list(right_padded(lists, 2, CPU, start=3))
-    assert [rows for rows, _, _ in batches] == [[1, 3], [0]]
+    batches = list(right_padded(lists, 2, CPU, [[3], [3], [3], [4, 5, 3]]))
+    assert [rows for rows, _, _ in batches] == [[3, 1], [0]]
     _, ids_BL, real_BL = batches[0]
-    assert ids_BL.tolist() == [[3, 6, 7, 8], [3, 9, 10, 0]]
-    assert real_BL.tolist() == [[False, True, True, True], [False, True, True, False]]
+    assert ids_BL.tolist() == [[4, 5, 3, 9, 10], [3, 6, 7, 8, 0]]
+    assert real_BL.tolist() == [[False] * 3 + [True] * 2, [False, True, True, True, False]]
 
 
 def test_a_bidirectional_judge_is_refused(llama) -> None:
@@ -244,7 +244,7 @@ def test_bad_input_is_named(llama, texts, batch_size, message) -> None:
 
 
 def test_bad_judge_is_named(llama) -> None:
-    with pytest.raises(InputError, match=r"start id 61 is not in the judge's 0..60"):
+    with pytest.raises(InputError, match=r"text 0 has token id \[61\]; the judge knows 0..60"):
         score_nll(llama, [[1]], condition_id=61, batch_size=1)
     with pytest.raises(InputError, match="LlamaModel has no output embedding"):
         score(LlamaModel(llama.config).eval(), [[1]])

@@ -77,7 +77,21 @@ def test_nll_is_that_of_a_naive_loop_over_the_judges_own_tokens(judge: Judge, tm
     (row,) = out["rows"]
     assert row["nll"] == pytest.approx(sum(values) / len(values), rel=1e-5)
     assert (row["n"], row["n_empty"], row["n_tokens"]) == (4, 1, len(values))
-    assert out["rule"] == "every token up to the first end token, given <|endoftext|> (id 0) and those before it"
+    assert out["rule"] == (
+        "every token up to the first end token, given <|endoftext|> (id 0), what its line says was given, and those "
+        "before it"
+    )
+
+
+def test_what_a_text_continues_is_seen_and_not_scored(judge: Judge, tmp_path: Path) -> None:
+    """Of two lines one has a prompt, a special token in it; a limit on tokens is one on the text."""
+    encode, given = judge.tokenizer.encode, "<|im_start|>the cat"
+    before, text, alone = (encode(x, add_special_tokens=False) for x in (given, "sat on", "the"))
+    assert before[0] == IM_START
+    values = [*naive(judge.model, [*before, *text[:4]], BOS)[len(before) :], *naive(judge.model, alone, BOS)]
+    file = jsonl(tmp_path / "a.jsonl", [{"text": "sat on", "given": given}, {"text": "the"}])
+    (row,) = run_nll(NllConfig(files=(file,), max_tokens=4), judge)["rows"]
+    assert row["nll"] == pytest.approx(sum(values) / len(values), rel=1e-5) and row["n_tokens"] == 4 + len(alone)
 
 
 def test_h12_the_mean_is_over_tokens(judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +168,16 @@ def test_a_start_token_and_a_length_may_be_named(folder: Path, judge: Judge, tmp
 # Files ---------------------------------------------------------------------------------------------------------
 
 
+def items_of(path: Path, split: Any = "line") -> dict[str, list[Any]]:
+    return {group: [line.item for line in lines] for group, lines in read_texts(str(path), split).items()}
+
+
 def test_what_a_text_is(tmp_path: Path) -> None:
     plain = tmp_path / "a.txt"
     plain.write_text("one\n\ntwo \u2028 still two\r\n  \nthree\n", encoding="utf-8")
-    assert read_texts(str(plain)) == {"": ["one", "", "two \u2028 still two", "", "three"]}
+    assert items_of(plain) == {"": ["one", "", "two \u2028 still two", "", "three"]}
     plain.write_text("one\nmore of it\n\n \n\ntwo\n")
-    assert read_texts(str(plain), "paragraph") == {"": ["one\nmore of it", "two"]}
+    assert items_of(plain, "paragraph") == {"": ["one\nmore of it", "two"]}
     lines = [
         {"text": "a\u2028b", "decoder": "joint", "tokens_per_step": 1, "temperature": 0.6, "tokens": [1, 2]},
         {"text": "c", "decoder": "adjust", "tokens_per_step": 4},
@@ -167,11 +185,11 @@ def test_what_a_text_is(tmp_path: Path) -> None:
         {"text": "d", "decoder": "threshold:tau=0.9", "tokens_per_step": 0},
     ]
     jsonl(tmp_path / "b.jsonl", lines)
-    assert read_texts(str(tmp_path / "b.jsonl")) == {
+    assert items_of(tmp_path / "b.jsonl") == {
         "joint K=1 T=0.6": ["a\u2028b"], "adjust K=4": ["c", ""], "threshold:tau=0.9": ["d"],
     }  # fmt: skip
     jsonl(tmp_path / "c.jsonl", [{"row": 0, "tokens": [4, 5]}, {"row": 1, "tokens": []}])
-    assert read_texts(str(tmp_path / "c.jsonl")) == {"": [[4, 5], []]}
+    assert items_of(tmp_path / "c.jsonl") == {"": [[4, 5], []]}
 
 
 def test_decoders_of_one_file_are_scored_apart(judge: Judge, tmp_path: Path) -> None:
@@ -211,6 +229,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "none.jsonl": (lambda f: None, "no file .*none.jsonl"),
     "empty.txt": (lambda f: f.write_text("\n \n"), "there is no text in .*empty.txt"),
     "blank.jsonl": (lambda f: texts(f, ["", ""]), "none of the 2 texts in .*blank.jsonl has a token"),
+    "given.jsonl": (lambda f: jsonl(f, [{"text": "a", "given": 3}]), "row 1: given is 3; it must be a text"),
     "odd.jsonl": (lambda f: f.write_text('{"text": "a"}\n{"words": "a"}\n'), "row 2 has neither `text` nor `tokens`"),
     "broken.jsonl": (lambda f: f.write_text('{"text'), "line 1 is not JSON"),
     "bytes.txt": (lambda f: f.write_bytes(b"\xff\xfe\xff"), "cannot read .*bytes.txt"),
@@ -313,7 +332,7 @@ def test_packed_files_are_read(tmp_path: Path) -> None:
     line = '{"text": "one", "decoder": "joint"}\n'
     for name, pack in (("a.jsonl.xz", lzma.compress), ("a.jsonl.gz", gzip.compress), ("a.jsonl", bytes)):
         (tmp_path / name).write_bytes(pack(line.encode()))
-        assert read_texts(str(tmp_path / name)) == {"joint": ["one"]}
+        assert items_of(tmp_path / name) == {"joint": ["one"]}
     (tmp_path / "b.jsonl.xz").write_bytes(b"no xz")
     with pytest.raises(InputError, match="cannot read"):
         read_texts(str(tmp_path / "b.jsonl.xz"))

@@ -592,20 +592,33 @@ CUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # slices, accumulate; with two ranks ha
 FORMS: list[dict[str, Any]] = [{}, {"loss": "released", "weights": "uniform"}, {"rows": 3}]
 
 
+def mixed_base(block: int | None = None) -> Any:
+    return tiny_base("dream", end_ids=(1, 3, 4, 5), **({} if block is None else {"block": block}))
+
+
+Mixed = list[tuple[Path, int | None]]
+
+
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts behind prompts of several lengths, some of which end early."""
-    out, base = tmp_path_factory.mktemp("mixed") / "t", tiny_base("dream", end_ids=(1, 3, 4, 5))
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixed:
+    """Texts behind prompts of several lengths, some of which end early: of a whole base, and of one in blocks of 4."""
+    found: Mixed = [(tmp_path_factory.mktemp(f"mixed-{block}") / "t", block) for block in (None, 4)]
     source = PromptSource("mixed", [[2, *range(6, 6 + n)] for n in (3, 0, 6, 1)])
-    config = TrajectoriesConfig(base="dream", num=64, output=str(out), max_new_tokens=9, batch_size=64, shard_rows=64)
-    make_trajectories(config, base=base, source=source)
-    return out
+    for out, block in found:
+        made = {"num": 64, "max_new_tokens": 9, "batch_size": 64, "shard_rows": 64}
+        make_trajectories(
+            TrajectoriesConfig(base="dream", output=str(out), **made), base=mixed_base(block), source=source
+        )
+    return found
 
 
-def cut_run(data: Path, rank: int, world: int, slices: int, accumulate: int, changes: dict[str, Any]) -> trainer.Run:
+def cut_run(
+    stored: tuple[Path, int | None], rank: int, world: int, slices: int, accumulate: int, changes: dict[str, Any]
+) -> trainer.Run:
+    data, block = stored
     given = {"heldout": 8, "slice_states": 5, "rollout": 2, "clip": 1e9, **changes}
     config = settings(data, data / "run", slices=slices, accumulate=accumulate, **given)
-    return trainer._prepare(config, tiny_base("dream", end_ids=(1, 3, 4, 5)), rank, world)
+    return trainer._prepare(config, mixed_base(block), rank, world)
 
 
 def stepped(run: trainer.Run, steps: int = 1) -> tuple[dict[str, float], Tensor]:
@@ -615,34 +628,36 @@ def stepped(run: trainer.Run, steps: int = 1) -> tuple[dict[str, float], Tensor]
     return losses, torch.cat([x.grad.flatten() for x in run.sampler.parameters() if x.grad is not None])
 
 
-def one_of_two(rank: int, data: Path, port: int) -> None:
+def one_of_two(rank: int, mixed: Mixed, port: int) -> None:
     """A rank of two: the first step of every cut in every form, and five steps of one."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     distributed.start()
-    cuts = [stepped(cut_run(data, rank, 2, s // 2, a, form)) for form in FORMS for s, a in CUTS[:3]]
-    longer = stepped(cut_run(data, rank, 2, 4, 1, {}), steps=5)
-    if rank == 0:
-        torch.save([*cuts, longer], data / "two.pt")
+    for stored in mixed:
+        cuts = [stepped(cut_run(stored, rank, 2, s // 2, a, form)) for form in FORMS for s, a in CUTS[:3]]
+        longer = stepped(cut_run(stored, rank, 2, 4, 1, {}), steps=5)
+        if rank == 0:
+            torch.save([*cuts, longer], stored[0] / "two.pt")
     distributed.finish()
 
 
-def test_a_step_is_the_same_however_it_is_cut(mixed: Path) -> None:
+def test_a_step_is_the_same_however_it_is_cut(mixed: Mixed) -> None:
     """Slices x accumulate x ranks over the same eight slices: one loss, one gradient; two ranks bit for bit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(one_of_two, (mixed, port), nprocs=2)
-    *two, longer = torch.load(mixed / "two.pt")
-    for n, form in enumerate(FORMS):
-        one = [stepped(cut_run(mixed, 0, 1, s, a, form)) for s, a in CUTS]
-        loss, gradient = one[0]
-        assert loss["loss"] > 0.1 and gradient.norm() > 0.1
-        for other_loss, other in [*one[1:], *two[3 * n : 3 * n + 3]]:
-            assert other_loss["loss"] == pytest.approx(loss["loss"], rel=1e-6)
-            assert (other - gradient).norm() < 1e-6 * gradient.norm()
-        assert torch.equal(two[3 * n][1], one[1][1])  # the sum of the same two
-    assert torch.equal(longer[1], stepped(cut_run(mixed, 0, 1, 4, 2, {}), steps=5)[1])
+    for stored in mixed:
+        *two, longer = torch.load(stored[0] / "two.pt")
+        for n, form in enumerate(FORMS):
+            one = [stepped(cut_run(stored, 0, 1, s, a, form)) for s, a in CUTS]
+            loss, gradient = one[0]
+            assert loss["loss"] > 0.1 and gradient.norm() > 0.1
+            for other_loss, other in [*one[1:], *two[3 * n : 3 * n + 3]]:
+                assert other_loss["loss"] == pytest.approx(loss["loss"], rel=1e-6)
+                assert (other - gradient).norm() < 1e-6 * gradient.norm()
+            assert torch.equal(two[3 * n][1], one[1][1])  # the sum of the same two
+        assert torch.equal(longer[1], stepped(cut_run(stored, 0, 1, 4, 2, {}), steps=5)[1])
 
 
 @pytest.mark.parametrize("cut", [(4, 2), (2, 4)])
@@ -655,7 +670,7 @@ def test_a_step_of_one_pass_is_the_same_however_it_is_cut(tmp_path: Path, cut: t
     found = []
     for slices, accumulate in ((8, 1), cut):
         form = replace(config, slices=slices, accumulate=accumulate)
-        run = trainer._prepare(form, tiny_base("dream", end_ids=(1, 3, 4, 5)), 0, 1)
+        run = trainer._prepare(form, mixed_base(), 0, 1)
         assert run.pool is not None
         while run.pool.group or run.pool.passes < 24:
             run.pool.frames()

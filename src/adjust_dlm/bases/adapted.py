@@ -1,7 +1,7 @@
 """A base that `adjust adapt` made: an autoregressive model plus a LoRA adapter and a mask embedding.
 
 Folder: `base.json` (facts), `adapter_config.json` and `adapter_model.safetensors` (peft's own format),
-`mask_embedding.safetensors`. The merged weights are cached once as bf16, so a second start reads one file.
+`mask_embedding.safetensors`. The merged weights are cached once as bf16: a second start reads and checks one file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adjust_dlm.bases.base import Base, BaseSpec, register_base
 from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.placement import Quantize, check_placement, quantize_body
-from adjust_dlm.bases.smol_files import cache_dir, make_once, smol_ar_dir
+from adjust_dlm.bases.smol_files import cache_dir, flaw, make_once, seal, smol_ar_dir
 from adjust_dlm.bases.tensor_files import read_header
 from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
@@ -32,14 +32,18 @@ _SPEC = ("mask_id", "pad_id", "bos_id", "context", "order", "order_on")  # facts
 FILES = (FACTS, LORA, ADAPTER, MASK_EMBEDDING)  # all of them make the fingerprint
 
 
-def ar_folder(source: str) -> Path:
+def ar_folder(source: str, *, weights: bool = False) -> Path:
     """Folder of the autoregressive model: `smol` (fetched on first use), a path, or a Hub id's snapshot.
+
+    Args:
+        source: which one.
+        weights: whether they will be read; those of `smol` are checked then.
 
     Raises:
         InputError: no model there, and none of that id on the Hub or in its cache.
     """
     if source == "smol":
-        return smol_ar_dir()
+        return smol_ar_dir(weights=weights)
     folder = local(source, PATTERNS)
     require((folder / "config.json").is_file(), f"no autoregressive model at {source!r} (config.json is missing)")
     return folder
@@ -54,7 +58,7 @@ def load_ar(source: str, *, device: torch.device | str = "cpu", dtype: torch.dty
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    folder = ar_folder(source)
+    folder = ar_folder(source, weights=True)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -105,12 +109,8 @@ def load_adapted(
     facts = _facts(path)
     digest = file_digest(*(path / name for name in FILES))
     merged = cache_dir() / "merged" / digest
-    ready = (merged / "model.safetensors").is_file
-    make_once(merged, ready, lambda made: _write_merged(_merge(path, facts), made), "300 MB")
-    try:
-        model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"))
-    except InputError as error:
-        raise InputError(f"{error}; delete {merged}, it is made again") from error
+    make_once(merged, lambda: flaw(merged, {}), lambda made: _write_merged(_merge(path, facts), made), "300 MB")
+    model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"))
     tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
     base = wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
     quantize_body(base, quantize)
@@ -181,3 +181,4 @@ def _write_merged(body: Any, folder: Path) -> None:
     # save, not save_file: a full disk is then an OSError like any other.
     tensors = save(weights, {"format": "pt"})
     write_whole({folder / "model.safetensors": tensors, folder / "config.json": json.dumps(config, indent=2)})
+    seal(folder, {})

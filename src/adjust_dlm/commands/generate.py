@@ -122,7 +122,7 @@ def _decode_all(
 def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> None:
     """One sample on stdout: text alone, or under its row number, or as JSON."""
     if flags.json:
-        hidden = {"prompt"} if flags.num_samples > 1 else {"prompt", "row"}
+        hidden = {"prompt", "given"} if flags.num_samples > 1 else {"prompt", "given", "row"}
         say(to_json({key: value for key, value in record.items() if key not in hidden}))
     elif not flags.watch:
         say(f"--- row {record['row']} ---\n{record['text']}" if several else record["text"])

@@ -1,7 +1,7 @@
 """Negative log-likelihood of texts under an autoregressive judge.
 
-The rule, the same for every text: it is conditioned on one start id, so each of its tokens is scored,
-and the score is the mean over all scored tokens of all texts (not a mean of per-text means).
+The rule, the same for every text: it is conditioned on one start id and on the prompt that it continues, so each of
+its tokens is scored, and the score is the mean over all scored tokens of all texts (not a mean of per-text means).
 
 Shape suffixes: N texts, S bootstrap resamples, B rows, L positions, R scored rows, D width, V vocabulary.
 """
@@ -57,7 +57,9 @@ class NllScore:
     tokens_N: Ints
 
 
-def score_nll(model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int) -> NllScore:
+def score_nll(
+    model: PreTrainedModel, token_lists: Tokens, *, condition_id: int, batch_size: int, given: Tokens | None = None
+) -> NllScore:
     """Scores token lists with a causal LM; the result does not depend on `batch_size` beyond rounding.
 
     Args:
@@ -66,6 +68,7 @@ def score_nll(model: PreTrainedModel, token_lists: Tokens, *, condition_id: int,
         token_lists: N lists of the judge's token ids, without end tokens and pads (see `cut_at_end`).
         condition_id: the id put before every text, such as that of `<|endoftext|>`; not scored itself.
         batch_size: texts per pass.
+        given: ids between `condition_id` and each text, which are not scored; none by default.
 
     Raises:
         InputError: nothing to score, ids the judge does not have, a text beyond its context, a model that
@@ -73,11 +76,12 @@ def score_nll(model: PreTrainedModel, token_lists: Tokens, *, condition_id: int,
     """
     require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
     require(any(token_lists), f"none of the {len(token_lists)} texts has a token to score")
-    require_ids(model, token_lists, start=condition_id)
+    fronts = [[condition_id, *ids] for ids in given or [[]] * len(token_lists)]
+    require_ids(model, [[*front, *ids] for front, ids in zip(fronts, token_lists, strict=True)])
     require_plain_head(model, require_causal(model, condition_id, model.device))
     tokens_N = np.array([len(ids) for ids in token_lists], dtype=np.int64)
     sum_nll_N = np.zeros(len(token_lists))
-    for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, model.device, start=condition_id):
+    for rows, ids_BL, real_BL in right_padded(token_lists, batch_size, model.device, fronts):
         sum_nll_N[rows] = _sum_nll(model, ids_BL, real_BL).numpy()
     return summarize(sum_nll_N, tokens_N)
 
@@ -133,38 +137,36 @@ def mean_nll(base: Base, partner: Partner, prompt: list[int], completion: list[i
 
 
 def right_padded(
-    token_lists: Tokens, batch_size: int, device: torch.device | str, *, start: int | None = None
+    token_lists: Tokens, batch_size: int, device: torch.device | str, fronts: Tokens | None = None
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
     """Batches of non-empty texts of similar length, longest first (so memory peaks at once, not at the end).
 
     Pads stand on the right, where causal attention keeps them out of every real token's past, and need no mask.
 
     Yields:
-        The texts' indices, int64 ids [B, L] with `start`, if given, in front, and bool [B, L]: True on the text's
-        own tokens, False on `start` and pads.
+        The texts' indices, int64 ids [B, L] with what stands in front of each, and bool [B, L]: True on the text's
+        own tokens, False on what stands in front and on pads.
     """
-    front = [] if start is None else [start]
-    by_length = sorted((i for i, ids in enumerate(token_lists) if len(ids)), key=lambda i: -len(token_lists[i]))
+    fronts = fronts or [[]] * len(token_lists)
+    whole = [[*front, *ids] for front, ids in zip(fronts, token_lists, strict=True)]
+    by_length = sorted((i for i, ids in enumerate(token_lists) if len(ids)), key=lambda i: -len(whole[i]))
     for first in range(0, len(by_length), batch_size):
         rows = by_length[first : first + batch_size]
-        longest = len(token_lists[rows[0]])
+        longest = len(whole[rows[0]])
         # The pad is any valid id: nothing it produces is ever read.
-        ids = [front + list(token_lists[i]) + [0] * (longest - len(token_lists[i])) for i in rows]
-        real = [[False] * len(front) + [j < len(token_lists[i]) for j in range(longest)] for i in rows]
+        ids = [whole[i] + [0] * (longest - len(whole[i])) for i in rows]
+        real = [[len(fronts[i]) <= j < len(whole[i]) for j in range(longest)] for i in rows]
         yield rows, torch.tensor(ids, device=device), torch.tensor(real, device=device)
 
 
-def require_ids(model: PreTrainedModel, token_lists: Tokens, *, start: int | None = None) -> None:
+def require_ids(model: PreTrainedModel, token_lists: Tokens) -> None:
     """Raises `InputError` on ids outside the judge's vocabulary and on texts longer than its context."""
     vocabulary = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     context = getattr(model.config, "max_position_embeddings", None) or math.inf
-    fronts = 0 if start is None else 1
-    require(start is None or 0 <= start < vocabulary, f"start id {start} is not in the judge's 0..{vocabulary - 1}")
     for i, ids in enumerate(token_lists):
         wrong = [token for token in ids if not 0 <= token < vocabulary]
         require(not wrong, f"text {i} has token id {wrong[:1]}; the judge knows 0..{vocabulary - 1}")
-        length = fronts + len(ids)
-        require(length <= context, f"text {i} takes {length} positions; the judge has {context}")
+        require(len(ids) <= context, f"text {i} takes {len(ids)} positions; the judge has {context}")
 
 
 @torch.inference_mode()

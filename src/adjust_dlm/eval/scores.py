@@ -6,7 +6,8 @@ one file are scored apart.
 
 Texts are tokenised with the judge's own tokenizer, without special tokens, and cut at its first end token. Each is
 conditioned on the judge's `<|endoftext|>`, or else its start token, or else its end token, so that every token of a
-text is scored; the one in front is not.
+text is scored; the one in front is not. Behind it stands what the text continues, where a line has that (`given`, which
+`adjust generate` and `adjust compare` write); it is not scored, either. MAUVE looks at texts alone.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ from adjust_dlm.bases.base import cut_at_end, pick_device
 from adjust_dlm.bases.hub import local
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import Pooling, features, mauve
-from adjust_dlm.eval.nll import score_nll
+from adjust_dlm.eval.nll import NllScore, score_nll
 from adjust_dlm.eval.tasks.task_files import read_rows, read_text
 from adjust_dlm.types import require
 
 END_OF_TEXT = "<|endoftext|>"
 Split = Literal["line", "paragraph"]
-Item = str | list[int]  # a text, or its ids
+
+
+class Line(NamedTuple):
+    """A text, or its ids, and what it continues."""
+
+    item: str | list[int]
+    given: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,27 +102,29 @@ class MauveConfig(NllConfig):
         require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")
 
 
-def read_texts(file: str, split: Split = "line") -> dict[str, list[Item]]:
+def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
     """Decoder -> its texts, or token lists; "" where the file names no decoder.
 
     Raises:
-        InputError: no such file, nothing in it, or a line without text and tokens.
+        InputError: no such file, nothing in it, a line without text and tokens, or whose `given` is no text.
     """
     path = Path(file)
     if ".jsonl" in path.suffixes[-2:]:
-        groups: dict[str, list[Item]] = {}
+        groups: dict[str, list[Line]] = {}
         for number, row in enumerate(read_rows(file), start=1):
             item: Any = row.get("text", row.get("tokens"))
             ids = isinstance(item, list) and all(isinstance(token, int) for token in item)
             require(isinstance(item, str) or ids, f"{file}, row {number} has neither `text` nor `tokens`")
-            groups.setdefault(_group(row), []).append(item)
+            given = row.get("given", "")
+            require(isinstance(given, str), f"{file}, row {number}: given is {given!r}; it must be a text")
+            groups.setdefault(_group(row), []).append(Line(item, given))
         return groups
     content = read_text(path)
     require(bool(content.strip()), f"there is no text in {file}")
     if split == "line":
-        return {"": [line.strip() for line in content.removesuffix("\n").split("\n")]}
+        return {"": [Line(line.strip()) for line in content.removesuffix("\n").split("\n")]}
     parts = "\n".join(line.rstrip() for line in content.split("\n")).split("\n\n")
-    return {"": [part.strip() for part in parts if part.strip()]}
+    return {"": [Line(part.strip()) for part in parts if part.strip()]}
 
 
 def _group(line: dict[str, Any]) -> str:
@@ -133,6 +142,15 @@ class Judge(NamedTuple):
     tokenizer: Any
     start_id: int
     end_ids: frozenset[int]
+
+    def ids(self, text: str) -> list[int]:
+        """What is scored of a text."""
+        return cut_at_end(self.tokenizer.encode(text, add_special_tokens=False), self.end_ids)
+
+    def score(self, texts: Sequence[Sequence[int]], given: Sequence[str], batch_size: int) -> NllScore:
+        """NLL of texts, from their ids, behind what each of them continues."""
+        before = [self.tokenizer.encode(text, add_special_tokens=False) for text in given]
+        return score_nll(self.model, texts, condition_id=self.start_id, batch_size=batch_size, given=before)
 
 
 def load_judge(config: NllConfig) -> Judge:
@@ -173,26 +191,28 @@ def end_ids(tokenizer: Any, model: Any) -> frozenset[int]:
     return frozenset(one for one in ids if isinstance(one, int))
 
 
-def encoded(config: NllConfig, judge: Judge, files: Sequence[str]) -> Iterator[tuple[str, str, list[list[int]]]]:
-    """File, decoder, and its texts as the judge's ids.
+def encoded(
+    config: NllConfig, judge: Judge, files: Sequence[str]
+) -> Iterator[tuple[str, str, list[list[int]], list[str]]]:
+    """File, decoder, its texts as the judge's ids, and what each of them continues.
 
     Raises:
         InputError: ids of nobody, or a decoder that has nothing to score.
     """
     words = None if config.tokens_of in ("", config.judge) else _tokenizer(config.tokens_of)
 
-    def encode(item: Item, where: str) -> list[int]:
+    def encode(item: str | list[int], where: str) -> list[int]:
         if isinstance(item, list):
             require(bool(config.tokens_of), f"{where} holds token ids; say whose they are with --tokens-of")
             item = item if words is None else str(words.decode(item, skip_special_tokens=True))
-        ids = item if isinstance(item, list) else judge.tokenizer.encode(item, add_special_tokens=False)
-        return cut_at_end(ids, judge.end_ids)[: config.max_tokens or None]
+        ids = cut_at_end(item, judge.end_ids) if isinstance(item, list) else judge.ids(item)
+        return ids[: config.max_tokens or None]
 
     for name in files:
-        for group, items in read_texts(name, config.split).items():
-            rows = [encode(item, name) for item in items]
+        for group, lines in read_texts(name, config.split).items():
+            rows = [encode(line.item, name) for line in lines]
             require(any(rows), f"none of the {len(rows)} texts {f'of {group} ' if group else ''}in {name} has a token")
-            yield name, group, rows
+            yield name, group, rows, [line.given for line in lines]
 
 
 def _tokenizer(source: str) -> Any:
@@ -211,14 +231,14 @@ def run_nll(config: NllConfig, judge: Judge | None = None) -> dict[str, Any]:
         perplexity.
     """
     judge, rows = judge or load_judge(config), []
-    for name, group, texts in encoded(config, judge, config.files):
-        found = score_nll(judge.model, texts, condition_id=judge.start_id, batch_size=config.batch_size)
+    for name, group, texts, given in encoded(config, judge, config.files):
+        found = judge.score(texts, given, config.batch_size)
         rows.append({
             "file": name, "decoder": group, "n": found.n_texts, "n_empty": found.n_empty, "n_tokens": found.n_tokens,
             "nll": found.nll, "nll_ci95": found.ci95, "perplexity": math.exp(found.nll),
         })  # fmt: skip
     front = f"{judge.tokenizer.convert_ids_to_tokens(judge.start_id)} (id {judge.start_id})"
-    rule = f"every token up to the first end token, given {front} and those before it"
+    rule = f"every token up to the first end token, given {front}, what its line says was given, and those before it"
     return {"judge": judge.name, "rule": rule, "max_tokens": config.max_tokens, "rows": rows}
 
 
@@ -230,12 +250,12 @@ def run_mauve(config: MauveConfig, judge: Judge | None = None) -> dict[str, Any]
         per_seed, and the settings with their warnings.
     """
     judge, rows = judge or load_judge(config), []
-    groups = {group: texts for _, group, texts in encoded(config, judge, [config.reference])}
+    groups = {group: texts for _, group, texts, _ in encoded(config, judge, [config.reference])}
     require(len(groups) == 1, f"the reference {config.reference} has texts of {len(groups)} decoders "
             f"({', '.join(groups)}); it must have one")  # fmt: skip
     about = {"model": judge.name, "pooling": config.pooling, "max_tokens": config.max_tokens}
     p = features(judge.model, next(iter(groups.values())), config.batch_size, config.pooling)
-    for name, group, texts in encoded(config, judge, config.files):
+    for name, group, texts, _ in encoded(config, judge, config.files):
         q = features(judge.model, texts, config.batch_size, config.pooling)
         found = mauve(p, q, seeds=config.seeds, buckets=config.buckets or None, scale=config.scale, about=about)
         rows.append({

@@ -70,6 +70,14 @@ class Words:
         with self._lock:
             return str(self.base.tokenizer.decode(ids, skip_special_tokens=True))
 
+    def spelled(self, ids: list[int]) -> str:
+        """Text of a prompt, special tokens by their names, its start token left out; nothing without a tokenizer."""
+        ids = ids[1:] if ids[:1] == [self.base.spec.bos_id] else ids
+        if self.base.tokenizer is None:
+            return ""
+        with self._lock:
+            return str(self.base.tokenizer.decode(ids, skip_special_tokens=False))
+
     def piece(self, token: int) -> dict[str, Any]:
         """A token alone: `text`, and `bytes` where it is no whole number of characters and its bytes are known."""
         text = self.whole([token])

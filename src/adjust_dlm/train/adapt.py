@@ -22,15 +22,7 @@ from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
 from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
-from adjust_dlm.train.checkpoint import (
-    MetricsLog,
-    Stopped,
-    StopSignal,
-    claim,
-    load_checkpoint,
-    save_checkpoint,
-    set_aside,
-)
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.masked_ce import CanvasBatches, block_batch, draw_masks, masked_batch, open_positions
 from adjust_dlm.train.optim import learning_rate
 from adjust_dlm.types import require, require_count
@@ -40,15 +32,8 @@ FIRST = 0.0  # in their place: the first positions of blocks
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
 # Settings that may differ between a run and its resumption: they change no weight.
 _FREE = (
-    "output",
-    "corpus",
-    "micro_batch",
-    "sample_batch",
-    "eval_every",
-    "log_every",
-    "checkpoint_every_seconds",
-    "resume",
-)
+    "output", "corpus", "micro_batch", "sample_batch", "eval_every", "log_every", "checkpoint_every_seconds", "resume",
+)  # fmt: skip
 CE = dict[str, dict[str, float]]
 logger = logging.getLogger(__name__)
 
@@ -316,7 +301,7 @@ class AdaptTrainer:
         times = EVAL_TIMES if self.config.block_size is None else (*EVAL_TIMES, 1.0, FIRST)
         asked = [(kind, t) for kind in KINDS if len(parts[kind].tokens_NL) for t in times]
         total_E2 = torch.zeros(len(asked) + 1, 2, dtype=torch.float64, device=self.device)
-        with suppress(Stopped):
+        with suppress(InterruptedError):
             for e, (kind, t) in enumerate(asked):
                 total_E2[e] = self._masked_ce(parts[kind], t, KINDS.index(kind))
         total_E2[-1] = float(self.stop.requested)

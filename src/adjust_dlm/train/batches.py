@@ -65,7 +65,7 @@ def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_i
     )
 
 
-def lots(rank_BL: Tensor, count: int, key: tuple[int, ...], first: int = 0) -> Tensor:
+def lots(rank_BL: Tensor, count: int, key: tuple[int, ...], first: int = 0, blocks: int = 1) -> Tensor:
     """Uniforms [B, L] that decide which rows a limited loss looks at, the same on any device, behind any pads.
 
     Args:
@@ -73,12 +73,14 @@ def lots(rank_BL: Tensor, count: int, key: tuple[int, ...], first: int = 0) -> T
         count: slices.
         key: (seed, step).
         first: number of the first slice in the step.
+        blocks: rows of a slice, in each state.
     """
-    (states, length), device = rank_BL.shape, rank_BL.device
-    row_B = torch.arange(states, device=device)
-    row_B1 = (((row_B // count) << 32) + row_B % count + first)[:, None]
-    at_L = torch.arange(length, device=device).flip(0)
-    return uniform(key[0], row_B1, torch.full((), key[1], device=device), at_L, _LOTS)
+    (size, length), device = rank_BL.shape, rank_BL.device
+    parts = (torch.arange(part, device=device) for part in (size // (count * blocks), count, blocks))
+    state_S, slice_N, block_J = parts
+    row_SNJ = (state_S[:, None, None] << 48) + (block_J << 32) + (first + slice_N[:, None])
+    at_L, step = torch.arange(length, device=device).flip(0), torch.full((), key[1], device=device)
+    return uniform(key[0], row_SNJ.view(-1, 1), step, at_L, _LOTS)
 
 
 def to_device(slices: Slices, device: torch.device) -> Slices:
@@ -106,7 +108,8 @@ def batch_loss(
     frames = seen if isinstance(seen, Frames) else seen.frames(base)
     run, share_BL = unroll(g, frames, rollout=config.rollout), None
     if config.rows is not None:
-        share_BL = row_shares(run.rank_BL, config.rows, lots(run.rank_BL, run.n, key, first))
+        some = lots(run.rank_BL, config.slices, key, first, run.n // config.slices)
+        share_BL = row_shares(run.rank_BL, config.rows, some)
     return unrolled_kl(
         base, run, depth_shares(config, key), weights=config.weights, next_decay=config.next_decay,
         next_share=config.next_share, suppress_eos=config.suppress_eos, delta=delta, share_BL=share_BL, states=states,

@@ -115,19 +115,15 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-class Stopped(Exception):
-    """The process was told to stop in the middle of an evaluation."""
-
-
 class StopSignal:
     """Context manager: after SIGTERM or SIGINT, `requested` is True and the loop saves and leaves."""
 
     requested = False
 
     def check(self) -> None:
-        """Raises `Stopped` after a signal."""
+        """Raises InterruptedError after a signal."""
         if self.requested:
-            raise Stopped
+            raise InterruptedError
 
     def __enter__(self) -> StopSignal:
         """Installs the handlers (main thread only)."""

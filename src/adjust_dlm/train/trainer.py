@@ -22,15 +22,7 @@ from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
 from adjust_dlm.train.blocks import BlockSlices, random_blocks
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
-from adjust_dlm.train.checkpoint import (
-    MetricsLog,
-    Stopped,
-    StopSignal,
-    claim,
-    load_checkpoint,
-    save_checkpoint,
-    set_aside,
-)
+from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
 from adjust_dlm.train.one_pass import Pool, start_pool
@@ -178,7 +170,7 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
 def _evaluate(run: Run, folder: Path, metrics: MetricsLog) -> dict[str, float]:
     """Held-out metrics of the present step, logged if they were due; none, and they stay due, after a signal."""
     last: dict[str, float] | None = None
-    with suppress(Stopped):
+    with suppress(InterruptedError):
         last = _held_out(run)
     run.stopping |= bool(distributed.total(torch.tensor(float(run.stop.requested), device=run.device)) > 0)
     if last is None:
@@ -230,10 +222,6 @@ def _step(run: Run) -> dict[str, float]:
 
 def _settle(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float]:
     """Loss and gradient norm, and in `run` the time and whether to stop: one wait for the device, one all-reduce."""
-    if run.world == 1:
-        value, size = torch.stack([loss, norm]).tolist()
-        run.elapsed, run.stopping = run.now(), run.stop.requested
-        return value, size
     own = [torch.full_like(loss, x) for x in (run.now() / run.world, run.stop.requested)]
     value, run.elapsed, stopped, size = torch.stack([*distributed.total(torch.stack([loss, *own])), norm]).tolist()
     run.stopping = stopped > 0
