@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from adjust_dlm.bench.records import COSTS, Block, Measured, Result, Row, label_of, line_of, rank
+from adjust_dlm.words import title_of
 
 TEXT = ("kl_qp", "kl_pq", "nll", "mauve")
-TITLES = {
-    "kl_qp": "KL(q||p)", "kl_pq": "KL(p||q)", "nll": "NLL", "mauve": "MAUVE", "tokens_per_pass": "tokens/pass",
-    "tokens_per_second": "tokens/s", "base_calls": "base passes", "sampler_calls": "g passes",
-    "partner_calls": "AR passes",
-}  # fmt: skip
+NATS = "KL and NLL are in nats a token"
 Cell = Measured | str | int | float | None
 
 
@@ -46,11 +43,6 @@ class Table:
         return max(found, key=found.__getitem__) if sign and len(found) > 1 else None
 
 
-def title_of(name: str) -> str:
-    """A measure or cost as a heading."""
-    return TITLES.get(name, name.replace("_", " "))
-
-
 def sign_of(measure: str) -> int:
     """+1 where more is better; distinct-n and the gap are facts about a text, not scores."""
     return {"kl_qp": -1, "kl_pq": -1, "nll": -1, "gap closed": 0, "distinct-2": 0}.get(measure, 1)
@@ -76,7 +68,7 @@ def by_k(block: Block) -> Table:
         [name, *(found.get((name, k), {}).get(m) for k, m in columns)] for name in dict.fromkeys(n for n, _ in found)
     ]
     head = ("decoder", *(f"{title_of(m)}, K={k}" for k, m in columns))
-    note = f"{block.about}. At K = 1 Parallel and ADJUST are joint decoding. Bold: the best mean of a column."
+    note = f"{block.about}. At K = 1 Parallel and ADJUST are joint decoding. {NATS}. Bold: the best mean of a column."
     return Table("text", f"Text by K: {block.title}", note, head, rows, (0, *(sign_of(m) for _, m in columns)))
 
 
@@ -151,7 +143,7 @@ def every(block: Block) -> Table:
         for row in block.rows
     ]  # fmt: skip
     head = ("decoder", "n", *map(title_of, (*costs, *measures)))
-    note = f"{block.about}. Passes and seconds are means a row; +- is half of a 95 % interval."
+    note = f"{block.about}. Passes and seconds are means a row; {NATS}; +- is half of a 95 % interval."
     return Table("decoders", f"Every decoder: {block.title}", note, head, rows)
 
 
@@ -172,7 +164,9 @@ def scored(results: Iterable[Result]) -> Table:
         for found in out["rows"]:
             value = None if found[name] is None else Measured(found[name], found[f"{name}_ci95"], found["n"])
             rows.append([found["file"], found["decoder"], title_of(name), out["judge"], found["n"], value])
-    return Table("scored", "Texts from files", "", ("file", "decoder", "measure", "judge", "texts", "value"), rows)
+    return Table(
+        "scored", "Texts from files", f"{NATS}.", ("file", "decoder", "measure", "judge", "texts", "value"), rows
+    )
 
 
 def summary(blocks: Sequence[Block]) -> Table:
@@ -189,9 +183,8 @@ def summary(blocks: Sequence[Block]) -> Table:
                     share = closed(joint, parallel, adjust, sign_of(measure), own)
                     rows.append([block.title, title_of(measure), k, joint, parallel, adjust, share])
     head = ("task", "measure", "K", "joint, K=1", "parallel", "ADJUST", "gap closed")
-    note = (
-        "Gap closed: (ADJUST - parallel) / (joint - parallel); no gap where the intervals of joint and parallel meet."
-    )
+    gap = "Gap closed: (ADJUST - parallel) / (joint - parallel); no gap where the intervals of joint and parallel meet."
+    note = f"{gap} {NATS}."
     return Table("summary", "What ADJUST keeps of what parallel decoding loses", note, head, rows)
 
 
@@ -226,11 +219,12 @@ def table_files(tables: Sequence[Table]) -> dict[str, bytes]:
 
 
 def show(cell: Cell) -> str:
-    """A cell in words: three decimals for means, four digits for other fractions, nothing for None."""
+    """A cell in words: three decimals for means, some digits for other fractions, nothing for None and no number."""
     if isinstance(cell, Measured):
         return f"{cell.mean:.3f}" + ("" if cell.ci95 is None else f" +- {cell.ci95:.3f}")
     if isinstance(cell, float):
-        return f"{cell:.1f}" if abs(cell) >= 100 else f"{cell:.3g}"
+        shown = f"{cell:.1f}".removesuffix(".0") if abs(cell) >= 100 else f"{cell:.3g}"
+        return "" if cell != cell else shown
     return "" if cell is None else str(cell)
 
 

@@ -244,7 +244,9 @@ def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    writer.writerows(
+        {k: ("" if v != v else f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows
+    )
     return out.getvalue()
 
 
