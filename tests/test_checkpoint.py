@@ -1,6 +1,7 @@
 """Published checkpoints: written here with the families' own names, loaded by `load_base`, compared and damaged."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -241,6 +242,23 @@ def rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
 def test_h14_tensors_that_are_not_those_of_the_config(tmp_path: Path, change: Any, said: str) -> None:
     rewrite(write(tmp_path, "dream", shards=1), change)
     with pytest.raises(InputError, match=said):
+        load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, torch.float32), (math.inf, torch.bfloat16), (1e6, torch.half)])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(write(tmp_path, "dream", shards=1), lambda w: w[name][3, 5].fill_(value))
+    with pytest.raises(InputError, match=rf"{re.escape(name)} holds numbers that are not finite in {dtype}"):
+        load_base(str(tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
+def test_a_name_twice_in_a_file_is_refused(tmp_path: Path, file: str) -> None:
+    write_dream_tokenizer(write(tmp_path, "dream"))
+    text = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(text.replace("{", '{"twice": 1, "twice": 2, ', 1))
+    with pytest.raises(InputError, match="'twice' stands there twice"):
         load_base(str(tmp_path))
 
 

@@ -370,6 +370,9 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
         ("seed: 1\ntop_p: 1\nseed: 2", "seed stands there twice; give it once"),
         ("max-new-tokens: 4\nmax_new_tokens: 8", "max_new_tokens stands there twice; give it once"),
         ("a: {x: 1, x: 2}", "x stands there twice; give it once"),
+        ("seed: 010", "YAML reads 010 in base 8 or 60; write it without 0 in front and without colons"),
+        ("max_new_tokens: 1:30", "YAML reads 1:30 in base 8 or 60"),
+        ("temperature: 1:30.5", "YAML reads 1:30.5 in base 8 or 60"),
         ("top_p: 2", "top_p is 2.0; it must lie in (0, 1]"),
     ],
 )

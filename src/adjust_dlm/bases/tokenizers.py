@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from adjust_dlm.bases.hub import once
 from adjust_dlm.types import InputError, require
 
 
@@ -45,7 +46,7 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def _json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once) if file.is_file() else {}
 
 
 def _added(folder: Path) -> dict[int, dict[str, Any]]:

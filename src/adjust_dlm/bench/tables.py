@@ -8,7 +8,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adjust_dlm.bench.records import COSTS, Block, Measured, Result, Row, label_of, line_of, rank
+from adjust_dlm.bench.records import (
+    COSTS,
+    Block,
+    Measured,
+    Result,
+    Row,
+    damage_named,
+    label_of,
+    line_of,
+    measured,
+    rank,
+)
 from adjust_dlm.words import title_of
 
 TEXT = ("kl_qp", "kl_pq", "nll", "mauve")
@@ -150,9 +161,11 @@ def every(block: Block) -> Table:
 def paired(results: Iterable[Result]) -> Table:
     """Differences that `eval paired` measured."""
     rows: list[list[Cell]] = []
-    for found in (result.results for result in results if result.command == "eval paired"):
-        gap = Measured(found["difference"], (found["high"] - found["low"]) / 2, found["n"])
-        rows.append([found["a"], found["b"], found["metric"], found["n"], gap, found["mcnemar_p"]])
+    for result in (result for result in results if result.command == "eval paired"):
+        with damage_named(result):
+            found = result.results
+            gap = Measured(found["difference"], (found["high"] - found["low"]) / 2, found["n"])
+            rows.append([found["a"], found["b"], found["metric"], found["n"], gap, found["mcnemar_p"]])
     head = ("A", "B", "metric", "problems", "B - A", "McNemar p")
     return Table("paired", "Paired comparisons", "The same problems, one by one; exact McNemar test.", head, rows)
 
@@ -160,13 +173,14 @@ def paired(results: Iterable[Result]) -> Table:
 def scored(results: Iterable[Result]) -> Table:
     """Texts that `eval nll` and `eval mauve` scored."""
     rows: list[list[Cell]] = []
-    for name, out in ((x.command.split()[1], x.results) for x in results if x.command in ("eval nll", "eval mauve")):
-        for found in out["rows"]:
-            value = None if found[name] is None else Measured(found[name], found[f"{name}_ci95"], found["n"])
-            rows.append([found["file"], found["decoder"], title_of(name), out["judge"], found["n"], value])
-    return Table(
-        "scored", "Texts from files", f"{NATS}.", ("file", "decoder", "measure", "judge", "texts", "value"), rows
-    )
+    for result in (result for result in results if result.command in ("eval nll", "eval mauve")):
+        name, out = result.command.split()[1], result.results
+        with damage_named(result):
+            for found in out["rows"]:
+                value = measured(found[name], found[f"{name}_ci95"], found["n"])
+                rows.append([found["file"], found["decoder"], title_of(name), out["judge"], found["n"], value])
+    head = ("file", "decoder", "measure", "judge", "texts", "value")
+    return Table("scored", "Texts from files", f"{NATS}.", head, rows)
 
 
 def summary(blocks: Sequence[Block]) -> Table:
