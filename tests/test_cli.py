@@ -28,7 +28,7 @@ from adjust_dlm.decoders.divergence import MEASURES
 from adjust_dlm.eval.table import score_line
 from adjust_dlm.sampler import WEIGHTS, default_sampler
 from adjust_dlm.types import DecodeConfig, InputError
-from adjust_dlm.words import TITLES
+from adjust_dlm.words import TITLES, by_depth
 from helpers import BOS, tiny_base, tiny_sampler
 from tiny_ar import tiny_partner
 
@@ -339,6 +339,7 @@ def test_every_measure_has_words() -> None:
     ]
     known = [name for name in known if name not in ("decoder", "n", "rounds") and not name.endswith("_ci95")]
     assert [name for name in known if name not in TITLES] == []
+    assert by_depth({"kl_1": 0.5, "top1_1": 1.0, "kl_2": 0.75}) == "KL(base||g) 0.5 / 0.75; same likeliest token 1"
     assert not any("_" in word for words in TITLES.values() for word in words)
 
 

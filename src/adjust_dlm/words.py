@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # Key -> words, or words and unit.
 TITLES: dict[str, tuple[str, ...]] = {
     "temperature": ("T",), "tokens_per_step": ("K", "tokens/pass asked"), "tokens_per_pass": ("tokens/pass",),
@@ -16,7 +18,9 @@ TITLES: dict[str, tuple[str, ...]] = {
     "distinct_4": ("distinct 4-grams", "share"),
     "repeated": ("texts that repeat themselves", "share"), "gap_closed": ("gap closed", "share"),
     "accuracy": ("accuracy", "share"), "mcnemar_p": ("McNemar p",), "mean_a": ("mean of A",),
-    "mean_b": ("mean of B",), "difference": ("B - A",), "low": ("95 % interval from",), "high": ("95 % interval to",),
+    "mean_b": ("mean of B",), "difference": ("B - A",), "only_a": ("solved by A alone",),
+    "only_b": ("solved by B alone",), "both": ("solved by both",), "neither": ("solved by neither",),
+    "low": ("95 % interval from",), "high": ("95 % interval to",),
     "n_empty": ("empty texts",), "n_reference": ("reference texts",), "n_tokens": ("tokens",),
     "base_fingerprint": ("fingerprint of the base",), "kl": ("KL(base||g)", "nats/token"),
     "stale": ("KL(base||earlier state)", "nats/token"), "top1": ("same likeliest token", "share"),
@@ -33,3 +37,11 @@ def title_of(key: str, *, unit: bool = False) -> str:
         words, depth = key, ""
     name, *of = TITLES.get(words, (words.replace("_", " "),))
     return name + (f", depth {depth}" if depth else "") + (f" ({of[0]})" if of and unit else "")
+
+
+def by_depth(values: Mapping[str, float]) -> str:
+    """Values of `kl_1`, `kl_2`, ... in one line: KL(base||g) 0.61 / 0.93; and so on."""
+    found: dict[str, list[str]] = {}
+    for key, value in values.items():
+        found.setdefault(title_of(key.rpartition("_")[0]), []).append(f"{value:.4g}")
+    return "; ".join(f"{name} {' / '.join(shown)}" for name, shown in found.items())

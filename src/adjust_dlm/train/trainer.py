@@ -33,6 +33,7 @@ from adjust_dlm.train.run import Run
 from adjust_dlm.train.trackers import start_trackers
 from adjust_dlm.train.unroll import Frames, Slices
 from adjust_dlm.types import Trajectory
+from adjust_dlm.words import by_depth
 
 __all__ = ["Run", "TrainConfig", "train"]
 log = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
             last = _held_out(run)
             keep_best(run, folder, last)
             metrics.write(run.step, **losses, seconds=run.elapsed, **last)
-            log.info("step %d loss %.4f %s", run.step, losses["loss"], {k: round(v, 4) for k, v in last.items()})
+            log.info("step %d: loss %.4f; by depth: %s", run.step, losses["loss"], by_depth(last))
         if run.step % config.checkpoint_every == 0 or leaving:
             payload = _payload(run)  # on every rank: their pools are gathered
             if run.rank == 0:
