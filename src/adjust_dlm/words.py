@@ -26,7 +26,8 @@ TITLES: dict[str, tuple[str, ...]] = {
     "stale": ("KL(base||earlier state)", "nats/token"), "top1": ("same likeliest token", "share"),
     "position": ("same next position", "share"), "own_kl": ("KL(base||g) at g's position", "nats/token"),
     "own_back": ("KL(g||base) at g's position", "nats/token"),
-    "heldout": ("held-out trajectories",), "no_divergence": ("no KL, because",),
+    "memory_gib": ("memory", "GiB"),
+    "disk_gib": ("disk", "GiB"), "heldout": ("held-out trajectories",), "no_divergence": ("no KL, because",),
 }  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
     lines = any("\n" in str(cell) for row in rows for cell in row)
     table = Table(title=title, title_justify="left", show_lines=lines)
     for n, name in enumerate(columns):
-        numbers = all(isinstance(row[n], int | float) or row[n] is None for row in rows)
+        numbers = all(isinstance(row[n], int | float) or row[n] is None or " +- " in str(row[n]) for row in rows)
         table.add_column(name, justify="right" if numbers and rows else "left", overflow="fold", no_wrap=numbers)
     for row in rows:
         table.add_row(*(Text(show_value(cell)) for cell in row))
@@ -133,14 +133,14 @@ def show_results(results: Mapping[str, Any]) -> None:
     for key, value in {"": single, **results}.items():
         if isinstance(value, dict) and value and not any(isinstance(item, dict | list) for item in value.values()):
             cells = [(title_of(name, unit=True), value[name]) for name in _with_intervals([value])]
-            show_table(("", "value"), cells, title=title_of(key) or None)
+            show_table(("", "value"), cells, title=title_of(key, unit=True) or None)
             continue
         if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
             value = [{"": name, **row} for name, row in value.items()]
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
             columns = [name for name in _with_intervals(value) if _worth_showing([row.get(name) for row in value])]
             heads = [title_of(name, unit=True) for name in columns]
-            show_table(heads, [[row.get(name) for name in columns] for row in value], title=title_of(key))
+            show_table(heads, [[row.get(name) for name in columns] for row in value], title=title_of(key, unit=True))
 
 
 def _with_intervals(rows: list[dict[str, Any]]) -> list[str]:
