@@ -23,7 +23,7 @@ from torch import Tensor
 from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import Memory
-from adjust_dlm.decoders.machinery.cache import with_prefix_cache
+from adjust_dlm.decoders.machinery.cache import with_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.pick import pick, rows_at_once
 from adjust_dlm.sampler import Sampler
@@ -67,7 +67,7 @@ def cache_errors(base: Base, config: DecodeConfig, rows: int, periods: list[int]
                 twins[period] = copy.copy(canvas)
                 twins[period].memory = Memory(rows, base.device)
             twin = twins[period]
-            reused_BLD = with_prefix_cache(base, config.but(cache_period=period)).hidden(twin)
+            reused_BLD = with_cache(base, config.but(cache_period=period)).hidden(twin)
             age = int(twin.memory.counts_B3[0, 0]) - 1
             kl, same, _ = divergences(base, h_BLD, reused_BLD, canvas.open_BL)
             out[f"{period}", age] += [kl]

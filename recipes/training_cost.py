@@ -160,8 +160,9 @@ def training_parts(bench: Bench, form: Form, frames: Callable[[], Frames]) -> li
     def micro_batch() -> None:
         with torch.autocast("cuda", torch.bfloat16) if half else contextlib.nullcontext():
             seen = frames()
-            share_BL = None if form.rows is None else row_shares(seen.rank_BL, form.rows, lots(seen.rank_BL, (0, 0, 0)))
-            run = unroll(bench.step_g, seen, rollout=options.rollout)
+            run, share_BL = unroll(bench.step_g, seen, rollout=options.rollout), None
+            if form.rows is not None:
+                share_BL = row_shares(run.rank_BL, form.rows, lots(run.rank_BL, run.n, (0, 0)))
             loss = unrolled_kl(base, run, range(1, options.rollout + 1), delta=counted, share_BL=share_BL)
         loss.backward()
 

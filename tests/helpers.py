@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from adjust_dlm.bases import Base, BaseSpec, load_base
 from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.family import DreamBase, dream_base, dream_config, llada_base, llada_config
 from adjust_dlm.bases.layers import new_model
+from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.train.unroll import Slices, Unrolled, observe, unroll
@@ -48,17 +50,20 @@ def tiny_config(family: str, **changes: Any) -> Any:
     return make(**{**shape, **changes})
 
 
-def tiny_base(family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), **changes: Any) -> TransformerBase:
-    """A random Dream or LLaDA; the same seed gives the same weights."""
+def tiny_base(
+    family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), block: int | None = None, **changes: Any
+) -> TransformerBase:
+    """A random Dream or LLaDA, with blocks if asked; the same seed gives the same weights."""
     build = {"dream": dream_base, "llada": llada_base}[family]
     config = tiny_config(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = new_model(config)
+        model = new_model(replace(Shape.of(config), block=block))
         head_weight = torch.randn(config.vocab_size, config.hidden_size) / 2
     return build(
-        config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model, head_weight=head_weight
-    )
+        config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model, head_weight=head_weight,
+        block=block,
+    )  # fmt: skip
 
 
 def two_sentences() -> tuple[ExactBase, list[str]]:

@@ -1,5 +1,6 @@
 """Adaptation: the loss recomputed naively, training that resumes bit for bit, and a folder that loads as a base."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -20,10 +21,11 @@ from torch import Tensor
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
-from adjust_dlm.data.corpus import Corpus
+from adjust_dlm.data.corpus import KINDS, Corpus
 from adjust_dlm.train import adapt as adapt_module
 from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
+from adjust_dlm.train.checkpoint import claim
 from adjust_dlm.train.masked_ce import (
     MIN_T,
     CanvasBatches,
@@ -181,11 +183,31 @@ def test_ranks_split_one_global_batch() -> None:
         halves = [make(rank=r, world=2).step(step, 3) for r in (0, 1)]
         assert torch.equal(torch.cat([b.tokens_BL for b in halves[0]]), one.tokens_BL[::2])
         assert torch.equal(torch.cat([b.masked_BL for b in halves[1]]), one.masked_BL[1::2])
-        total = sum(float(b.weights_R.sum()) for half in halves for b in half) / 2
+        total = sum(float(b.weights_R.sum()) for half in halves for b in half)
         assert total == pytest.approx(float(one.weights_R.sum()))
     seen = [row for step in range(15) for row in whole.step(step, 12)[0].tokens_BL.tolist()]
     counts = [seen.count(row) for row in tokens_BL.tolist()]
     assert counts == [4] * 30 + [6] * 10  # 120 texts over 30 canvases, 60 list tasks over 10: whole permutations
+
+
+def test_a_step_is_the_same_however_it_is_cut() -> None:
+    """Canvases with prompts of any length, in passes of 8 to 1 on one or two ranks: losses and gradients add up."""
+    adapter = live_adapter()
+    tokens_BL, prompt_B = canvases(rows=8)
+    corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(8, dtype=torch.int8))
+    found = []
+    for world, micro in ((1, 8), (1, 4), (1, 1), (2, 4), (2, 2)):
+        ranks = [
+            CanvasBatches(corpus, dict.fromkeys(KINDS, 1.0), batch_size=8, seed=4, rank=r, world=world)
+            for r in range(world)
+        ]
+        loss = sum(adapter.loss(batch) for rank in ranks for batch in rank.step(3, micro))
+        gradient = torch.autograd.grad(loss, list(adapter.trainables().values()))
+        found.append((loss.item(), torch.cat([g.flatten() for g in gradient])))
+    assert found[0][0] > 1
+    for loss, gradient in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        assert (gradient - found[0][1]).norm() < 1e-6 * found[0][1].norm()
 
 
 def test_largest_remainder() -> None:
@@ -361,6 +383,36 @@ def test_a_merge_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert [path.suffix for path in (tmp_path / "cache" / "merged").iterdir()] == [".lock"]
 
 
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+
+
+@pytest.mark.parametrize(("call", "step"), [(2, 0), (8, 3), (20, 8)])
+def test_a_signal_in_an_evaluation_is_heard_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
+) -> None:
+    """In that one of six parts of the evaluations at steps 0, 3, 6 and 8; then the run goes on bit for bit."""
+    whole = adapt(run_config(tmp_path, "whole", eval_every=3))
+    config = run_config(tmp_path, "parts", corpus=tmp_path / "whole" / "corpus", eval_every=3)
+    calls, draw = itertools.count(1), adapt_module.draw_masks
+
+    def killed(*given: Any) -> Tensor:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return draw(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapt_module, "draw_masks", killed)
+        stopped = adapt(config)
+    assert (stopped["finished"], stopped["step"], next(calls)) == (False, step, call + 1)
+    assert not (config.output / "base.json").exists()
+    assert sum("ce" in line for line in log_of(config.output)) == -(-step // 3)
+    assert adapt(config)["ce"] == whole["ce"]
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
+
+
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert adapt(run_config(tmp_path, "whole", eval_every=3))["finished"]
     step = AdaptTrainer._train_step
@@ -374,15 +426,37 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(AdaptTrainer, "_train_step", killed_in_step_3)
         stopped = adapt(config)
-    assert (stopped["finished"], stopped["step"]) == (False, 4)
+    assert (stopped["finished"], stopped["step"]) == (False, 3)
     assert not (config.output / "base.json").exists()
     assert adapt(config)["step"] == 8
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parts")]
-    for a, b in itertools.zip_longest(*([json.loads(line) for line in log] for log in logs)):
-        assert {k: v for k, v in a.items() if "second" not in k} == {k: v for k, v in b.items() if "second" not in k}
+    assert log_of(tmp_path / "parts") == log_of(tmp_path / "whole")
     with pytest.raises(InputError, match=r"lr was 0\.01 and is now 0\.02"):
         adapt(run_config(tmp_path, "parts", corpus=config.corpus, eval_every=3, lr=0.02))
+
+
+def test_a_folder_in_use_is_refused_before_any_work(tmp_path: Path) -> None:
+    """Nothing is written while another run has it; afterwards the run goes on, and leaves no lock."""
+    config = run_config(tmp_path, steps=1)
+    with claim(config.output):
+        with pytest.raises(InputError, match=f"another run is writing to {config.output}; wait for its end"):
+            adapt(config)
+        assert [path.name for path in config.output.iterdir()] == ["run.lock"]
+    assert not config.output.exists()
+    assert adapt(config)["finished"] and not (config.output / "run.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"text_files": (Path("nowhere"),)}, "there is no file"), ({"chat": 4}, "lacks <|im_start|>")]
+)
+def test_a_refused_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, said: str) -> None:
+    read = adapt_module.read_vocabulary
+    monkeypatch.setattr(
+        adapt_module, "read_vocabulary", lambda *given, **more: dataclasses.replace(read(*given, **more), chat=False)
+    )
+    with pytest.raises(InputError, match=re.escape(said)):
+        adapt(run_config(tmp_path, **changes))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_begun_anew_sets_the_checkpoint_of_the_one_before_aside(

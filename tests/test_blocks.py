@@ -13,7 +13,7 @@ from torch import Tensor
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
-from adjust_dlm.decoders.machinery.cache import with_prefix_cache
+from adjust_dlm.decoders.machinery.cache import with_cache
 from adjust_dlm.decoders.machinery.canvas import Picks, best_columns, columns_of
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
@@ -284,7 +284,7 @@ def test_what_is_reused_and_what_is_not(family: str, window: int | None, stops: 
     base = tiny_base(family, end_ids=NO_END)
     canvas = Canvas(base, [[BOS, 5, 6, 7]], DecodeConfig(max_new_tokens=6, cache_period=3, cache_window=window))
     firsts, hand = spied(base), ByHand(base)
-    cached = with_prefix_cache(base, canvas.config)
+    cached = with_cache(base, canvas.config)
     for n, (position, stop) in enumerate(zip((4, 6, 5, 8, 7, 9), stops, strict=True)):
         now = State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL.clone(), padded=False)
         h_BLD = cached.hidden(canvas)

@@ -127,7 +127,7 @@ def test_depths_and_their_shares() -> None:
     assert depth_shares(TrainConfig(loss="last"), (0,)) == {3: 1.0}
 
 
-KEY = (4, 1, 2)
+KEY = (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -159,21 +159,22 @@ def test_every_setting_of_the_objective_reaches_loss_and_gradient(
         how = {"depths": (1, 2), **counted}
         limit = how.pop("rows", None)
         if limit:
-            how["share_BL"] = row_shares(run.rank_BL, limit, lots(run.rank_BL, KEY))
+            how["share_BL"] = row_shares(run.rank_BL, limit, lots(run.rank_BL, 3, KEY, 5))
         return both(unrolled_kl(base, run, **how))
 
     config = TrainConfig(rollout=2, slice_states=4, slices=3, **changes)
-    got = both(batch_loss(base, g, slices, config, key=KEY, delta=kl_and_delta))
+    got = both(batch_loss(base, g, slices, config, key=KEY, delta=kl_and_delta, first=5))
     torch.testing.assert_close(got, by_hand(counted), rtol=1e-4, atol=1e-5)
     assert (by_hand({})[1] - got[1]).abs().max() > 1e-2
 
 
-def test_lots_are_others_for_every_seed_step_and_micro_batch() -> None:
-    rank = torch.zeros(3, 50, dtype=torch.long)
-    drawn = [lots(rank, key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+def test_lots_are_others_for_every_seed_step_and_slice() -> None:
+    """Three slices of two states; the same for a slice behind more left pads, and in a micro-batch of its own."""
+    rank = torch.zeros(6, 50, dtype=torch.long)
+    drawn = [lots(rank, 3, key, first) for key, first in (((0, 0), 0), ((1, 0), 0), ((0, 1), 0), ((0, 0), 3))]
     numbers = torch.stack(drawn).flatten()
-    assert len(numbers.unique()) == 4 * 3 * 50 and (numbers >= 0).all() and (numbers < 1).all()
-    assert torch.equal(lots(rank, (0, 1, 0)), drawn[2])
+    assert len(numbers.unique()) == 4 * 6 * 50 and (numbers >= 0).all() and (numbers < 1).all()
+    assert torch.equal(lots(torch.zeros(2, 60), 1, (0, 0), 4)[:, 10:], drawn[3][1::3])
 
 
 def test_the_store_knows_the_temperature_of_each_row(exact: ExactBase, tmp_path: Path) -> None:
@@ -364,7 +365,7 @@ def test_a_run_with_features_trains_and_its_g_decodes(
         g = Sampler(base, config.sampler_config())
     store = TrajectoryStore(tmp_path / "t")
     rows = Run(config, base, g, store, 0, 1, CPU).rows(False)
-    slices = random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0, 0), pad_id=base.spec.pad_id)
+    slices = random_slices(store, rows, count=8, length=4, rollout=3, key=(0, 0), pad_id=base.spec.pad_id)
     run = unroll_slices(g.on(base), g, slices, rollout=3)
     loss = sum(unrolled_kl(base, run, k).item() for k in (1, 2, 3)) / 3
     assert lines[0]["loss"] == pytest.approx(loss, rel=1e-4)

@@ -69,7 +69,7 @@ def test_a_pass_commits_up_to_the_first_rank_that_is_not_allowed() -> None:
     base = TableBase(torch.tensor([[3.0, 0], [2.5, 0], [2, 0], [1.5, 0], [1, 0]]))
     canvas = Canvas(base, [[]], DecodeConfig(max_new_tokens=5))
 
-    def gap(score_BN: torch.Tensor) -> torch.Tensor:
+    def gap(score_BN: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return torch.tensor([True, True, False, True, True])[: score_BN.shape[1]].expand_as(score_BN)
 
     fill_by_rule(base, canvas, largest_probability, gap)

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,16 +26,19 @@ from adjust_dlm import cli
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.data import store
+from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import load_sampler
 from adjust_dlm.train import distributed, preflight, record, trainer
 from adjust_dlm.train.batches import pack
-from adjust_dlm.train.checkpoint import load_checkpoint, save_checkpoint
+from adjust_dlm.train.checkpoint import claim, load_checkpoint, save_checkpoint
+from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.trainer import TrainConfig, train
-from adjust_dlm.train.unroll import unrolled_kl
+from adjust_dlm.train.unroll import states_compared, unrolled_kl
 from adjust_dlm.types import InputError, State, Trajectory
 from helpers import tiny_base, unroll_slices
+from test_one_pass import run_settings as one_pass_settings
 from test_train import settings, weights
 
 CPU = torch.device("cpu")
@@ -152,7 +156,7 @@ def test_h19_every_step_after_a_resume_is_that_of_the_whole_run(
 
 HOLDS = (
     "import sys, time; from pathlib import Path; from adjust_dlm.train.checkpoint import claim\n"
-    "held = claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    "with claim(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 )
 
 
@@ -164,8 +168,20 @@ def test_a_folder_in_use_is_refused_before_the_first_step(run: Run, folder: Path
         code, out, err = run(*flags(folder, tmp_path / "run"))
         other.kill()
     assert (code, out) == (2, "") and f"another run is writing to {tmp_path / 'run'}; wait for its end" in err
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]  # the other one's
     assert run(*flags(folder, tmp_path / "run"))[0] == 0
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_refused_run_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    """Neither the folders that it made, nor a lock in one that was there."""
+    for there, left in ((tmp_path / "there", True), (tmp_path / "new" / "run", False)):
+        if left:
+            there.mkdir()
+        with pytest.raises(RuntimeError, match="refused"), claim(there):
+            assert [path.name for path in there.iterdir()] == ["run.lock"]
+            raise RuntimeError("refused")
+        assert there.exists() == left and sum(1 for _ in tmp_path.rglob("*")) == 1
 
 
 # --- the best and the last sampler -------------------------------------------------------------------------------
@@ -291,7 +307,9 @@ def test_another_base_is_named_on_the_command_line(run: Run, tmp_path: Path) -> 
 
 def test_nan_is_one_line_and_exit_1(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = trainer._micro_loss
-    monkeypatch.setattr(trainer, "_micro_loss", lambda run, j: loss(run, j) * (float("nan") if run.step == 2 else 1))
+    monkeypatch.setattr(
+        trainer, "_micro_loss", lambda r, *parts: loss(r, *parts) * (float("nan") if r.step == 2 else 1)
+    )
     code, out, err = run(*flags(folder, tmp_path))
     assert (code, out) == (1, "") and "loss nan, gradient norm nan at step 2: training stopped" in err
 
@@ -303,7 +321,7 @@ def test_a_loss_that_is_not_finite_leaves_nothing_of_its_step(
     config = settings(folder, tmp_path / "whole", eval_every=3, checkpoint_every=1)
     train(config, exact)
     loss = trainer._micro_loss
-    monkeypatch.setattr(trainer, "_micro_loss", lambda run, j: loss(run, j) * (math.inf if run.step == 5 else 1))
+    monkeypatch.setattr(trainer, "_micro_loss", lambda r, *parts: loss(r, *parts) * (math.inf if r.step == 5 else 1))
     config = replace(config, output=str(tmp_path / "parts"))
     with pytest.raises(FloatingPointError, match="loss inf, gradient norm nan at step 5: training stopped"):
         train(config, exact)
@@ -336,7 +354,7 @@ def test_a_step_waits_once_a_micro_batch_and_once_at_its_end(
     dream_run: trainer.Run, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the number of rows that go through the head, and for loss and gradient norm, when all is under way."""
-    given = {"key": (0, 0, 0), "pad_id": dream_run.base.spec.pad_id, "count": 4, "length": 6, "rollout": 3}
+    given = {"key": (0, 0), "pad_id": dream_run.base.spec.pad_id, "count": 4, "length": 6, "rollout": 3}
     slices = trainer.random_slices(dream_run.data, dream_run.training_rows, **given)
     monkeypatch.setattr(trainer, "random_slices", lambda *_, **__: slices)  # the CPU's work on any device
     run = replace(dream_run, config=replace(dream_run.config, accumulate=accumulate, rows=3))
@@ -359,21 +377,23 @@ def test_a_step_waits_once_a_micro_batch_and_once_at_its_end(
 def test_ranks_tell_each_other_all_scalars_in_one_all_reduce(
     dream_run: trainer.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two made-up ranks of equal gradients and losses; the other one is at 8 s and was told to stop."""
+    """Two made-up ranks of equal states, gradients and losses; the other one is at 8 s and was told to stop."""
     sizes: list[int] = []
 
     def both(x: Tensor) -> None:
         sizes.append(x.numel())
-        x += torch.tensor([float(x[0]), 8.0, 1.0]) if x.numel() == 3 else x.clone()
+        x += torch.tensor([float(x[0]), 4.0, 1.0]) if x.numel() == 3 and x.is_floating_point() else x.clone()
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", both)
     run = replace(dream_run, world=2, elapsed=4.0, step=50)
     parameters = sum(p.numel() for p in run.sampler.parameters())
-    expected = sum(trainer._micro_loss(run, micro).item() for micro in (0, 1)) / 2
+    parts = [trainer._draw(run, first) for first in (0, 4)]
+    states = sum(2 * states_compared(part, 3) for part in parts)
+    expected = 2 * sum(trainer._micro_loss(run, 4 * j, part, states).item() for j, part in enumerate(parts))
     losses = trainer._step(run)
-    assert sizes == [parameters, 3] and losses["loss"] == pytest.approx(expected, rel=1e-6)
+    assert sizes == [3, parameters, 3] and losses["loss"] == pytest.approx(expected, rel=1e-6)
     assert (run.elapsed, run.stopping) == (6.0, True)
 
 
@@ -422,8 +442,8 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_step(
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         got, _, err = run(*flags(folder, tmp_path / str(free)))
         assert got == code
-        left = {path.name for path in (tmp_path / str(free)).iterdir()}
-        assert ("checkpoint.pt" in left) == (code == 0) and (code == 0 or left == {"run.lock"})
+        left = {path.name for path in (tmp_path / str(free)).glob("*")}
+        assert ("checkpoint.pt" in left) == (code == 0) and (code == 0 or not left)
         wanted = f"checkpoints and samplers need {needed:,} bytes, {needed - 1:,} are free"
         assert (wanted in err) == (code == 1)
 
@@ -509,6 +529,142 @@ def test_memory_is_what_training_holds_and_a_measured_peak(dream_run: trainer.Ru
     assert preflight.windows_of(run, 10) == 10 * per_state * (run.config.slice_states - run.config.rollout)
 
 
+# --- how a step is cut ---------------------------------------------------------------------------------------------
+
+
+class Lettered(OneNat):
+    """`OneNat`, whose states say how many masks their window began with, and a student with a weight on each number.
+
+    A row's loss moves by 1/e - 1 with its window's weight, so the gradient tells what the window weighs.
+    """
+
+    def hidden(self, state: State) -> Tensor:
+        masks_BL1 = state.masked_BL.sum(-1)[:, None, None].expand(-1, state.masked_BL.shape[1], 1)
+        return torch.cat([super().hidden(state), masks_BL1], -1)
+
+    class Weighed(torch.nn.Module):
+        def __init__(self, length: int) -> None:
+            super().__init__()
+            self.move_KT = torch.nn.Parameter(torch.zeros(3, length))
+
+        def forward(self, h_BLD: Tensor, state: State) -> Tensor:
+            began_BL, length = h_BLD[..., 4].long(), self.move_KT.shape[1]
+            depth_BL = began_BL - state.masked_BL.sum(-1)[:, None]
+            first_BL = OneNat.student(h_BLD[..., :4], state)
+            move_BL = self.move_KT[depth_BL.clamp(1, 3) - 1, (length - began_BL).clamp(0, length - 1)]
+            return torch.cat([first_BL + move_BL[..., None] * torch.eye(4)[0], h_BLD[..., 4:]], -1)
+
+
+def counted(slices: Any) -> Tensor:
+    """[depth, window start] of texts of 16 tokens, by hand."""
+    out = torch.zeros(3, 16)
+    for start in slices.start_N.tolist():
+        for t in range(max(0, start), start + 4):
+            for k in range(1, 4):
+                out[k - 1, t : t + 1] += t + k < 16  # something is masked in state t + k
+    return out
+
+
+def test_every_window_of_a_step_weighs_the_same(folder: Path, tmp_path: Path) -> None:
+    """--slices 1 --slice-states 7 --accumulate 16: at each depth one share for every window, 0 and T - 2 among them."""
+    texts = [Trajectory(torch.zeros(16, dtype=torch.long), torch.arange(16), row, 0) for row in range(8)]
+    config = settings(folder, tmp_path, slices=1, slice_states=7, accumulate=16, heldout=0, clip=1e9, weights="uniform")
+    run = trainer.Run(config, Lettered(), Lettered.Weighed(16), texts, 0, 1, CPU)  # type: ignore[arg-type]
+    run.began = 0.0
+    given = {"count": 16, "length": 7, "rollout": 3, "pad_id": 0}
+    for run.step in range(12):
+        run.sampler.zero_grad()
+        losses = trainer._step(run)
+        assert losses["loss"] == pytest.approx(1.0, abs=1e-5)
+        count_KT = counted(trainer.random_slices(texts, range(8), key=(0, run.step), **given))
+        weight_KT = run.sampler.move_KT.grad / (1 / math.e - 1)
+        torch.testing.assert_close(weight_KT, count_KT / count_KT.sum(-1, keepdim=True) / 3, rtol=1e-4, atol=1e-6)
+    total_KT = torch.zeros(3, 16)
+    for step in range(1500):
+        count_KT = counted(trainer.random_slices(texts, range(8), key=(0, step), **given))
+        total_KT += count_KT / count_KT.sum(-1, keepdim=True)
+    for k, total_T in enumerate(total_KT, start=1):
+        assert total_T[16 - k :].eq(0).all()
+        assert ((total_T[: 16 - k] / total_T.sum() * (16 - k) - 1).abs() < 0.1).all()
+
+
+CUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # slices, accumulate; with two ranks half as many slices
+FORMS: list[dict[str, Any]] = [{}, {"loss": "released", "weights": "uniform"}, {"rows": 3}]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts behind prompts of several lengths, some of which end early."""
+    out, base = tmp_path_factory.mktemp("mixed") / "t", tiny_base("dream", end_ids=(1, 3, 4, 5))
+    source = PromptSource("mixed", [[2, *range(6, 6 + n)] for n in (3, 0, 6, 1)])
+    config = TrajectoriesConfig(base="dream", num=64, output=str(out), max_new_tokens=9, batch_size=64, shard_rows=64)
+    make_trajectories(config, base=base, source=source)
+    return out
+
+
+def cut_run(data: Path, rank: int, world: int, slices: int, accumulate: int, changes: dict[str, Any]) -> trainer.Run:
+    given = {"heldout": 8, "slice_states": 5, "rollout": 2, "clip": 1e9, **changes}
+    config = settings(data, data / "run", slices=slices, accumulate=accumulate, **given)
+    return trainer._prepare(config, tiny_base("dream", end_ids=(1, 3, 4, 5)), rank, world)
+
+
+def stepped(run: trainer.Run, steps: int = 1) -> tuple[dict[str, float], Tensor]:
+    """Losses and gradient of the last step."""
+    for run.step in range(steps):
+        losses = trainer._step(run)
+    return losses, torch.cat([x.grad.flatten() for x in run.sampler.parameters() if x.grad is not None])
+
+
+def one_of_two(rank: int, data: Path, port: int) -> None:
+    """A rank of two: the first step of every cut in every form, and five steps of one."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    distributed.start()
+    cuts = [stepped(cut_run(data, rank, 2, s // 2, a, form)) for form in FORMS for s, a in CUTS[:3]]
+    longer = stepped(cut_run(data, rank, 2, 4, 1, {}), steps=5)
+    if rank == 0:
+        torch.save([*cuts, longer], data / "two.pt")
+    distributed.finish()
+
+
+def test_a_step_is_the_same_however_it_is_cut(mixed: Path) -> None:
+    """Slices x accumulate x ranks over the same eight slices: one loss, one gradient; two ranks bit for bit."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(one_of_two, (mixed, port), nprocs=2)
+    *two, longer = torch.load(mixed / "two.pt")
+    for n, form in enumerate(FORMS):
+        one = [stepped(cut_run(mixed, 0, 1, s, a, form)) for s, a in CUTS]
+        loss, gradient = one[0]
+        assert loss["loss"] > 0.1 and gradient.norm() > 0.1
+        for other_loss, other in [*one[1:], *two[3 * n : 3 * n + 3]]:
+            assert other_loss["loss"] == pytest.approx(loss["loss"], rel=1e-6)
+            assert (other - gradient).norm() < 1e-6 * gradient.norm()
+        assert torch.equal(two[3 * n][1], one[1][1])  # the sum of the same two
+    assert torch.equal(longer[1], stepped(cut_run(mixed, 0, 1, 4, 2, {}), steps=5)[1])
+
+
+@pytest.mark.parametrize("cut", [(4, 2), (2, 4)])
+def test_a_step_of_one_pass_is_the_same_however_it_is_cut(tmp_path: Path, cut: tuple[int, int]) -> None:
+    """Once all rows of the pool have begun: two blocks of eight rows, in micro-batches of 8, 4 or 2."""
+    config = one_pass_settings(
+        tmp_path / "run", pool=PoolConfig(rows=8, max_new_tokens=9), heldout=4, steps=5,
+        slice_states=5, rollout=2, clip=1e9,
+    )  # fmt: skip
+    found = []
+    for slices, accumulate in ((8, 1), cut):
+        form = replace(config, slices=slices, accumulate=accumulate)
+        run = trainer._prepare(form, tiny_base("dream", end_ids=(1, 3, 4, 5)), 0, 1)
+        assert run.pool is not None
+        while run.pool.group or run.pool.passes < 24:
+            run.pool.frames()
+        found.append((run.pool.passes, *stepped(run)))
+    (passes, loss, gradient), other = found
+    assert other[0] == passes and other[1]["loss"] == pytest.approx(loss["loss"], rel=1e-6) and loss["loss"] > 0.1
+    assert (other[2] - gradient).norm() < 1e-6 * gradient.norm()
+
+
 # --- several processes ---------------------------------------------------------------------------------------------
 
 
@@ -540,7 +696,7 @@ def test_ranks_that_would_go_on_from_different_steps_stop(
     monkeypatch.setattr(distributed, "from_all_ranks", lambda items: [5, *items])
     with pytest.raises(InputError, match="the step to go on from differs between ranks: 5, 0; all machines must see"):
         train(settings(folder, tmp_path / "run"), exact)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    assert not (tmp_path / "run").exists()
 
 
 # --- trackers -----------------------------------------------------------------------------------------------------
@@ -605,7 +761,9 @@ def test_services_get_one_run_through_a_stop_and_are_closed(
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     loss = trainer._micro_loss
     bad = {8}
-    monkeypatch.setattr(trainer, "_micro_loss", lambda r, j: loss(r, j) * (float("nan") if r.step in bad else 1))
+    monkeypatch.setattr(
+        trainer, "_micro_loss", lambda r, *parts: loss(r, *parts) * (float("nan") if r.step in bad else 1)
+    )
     config = settings(folder, tmp_path / "run", eval_every=3, track=("wandb", "trackio"))
     with pytest.raises(FloatingPointError):
         train(config, exact)

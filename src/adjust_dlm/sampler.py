@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, adapted
+from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.layers import BidirectionalLayer
 from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
@@ -95,6 +96,11 @@ class Sampler(nn.Module):
         self.base_fingerprint = base.fingerprint
         self.trained_on: list[dict[str, Any]] | None = None
         self._embed, self._to_frame = base.embed, base.to_frame
+        require(
+            not base.lag or self.config.pairing == "state",
+            f"pairing is 'token'; base {base.spec.name!r} has blocks in a shifted frame, where it must be 'state'",
+        )
+        self.block = base.spec.block
         width = base.width
         self.width = width
         if self.config.features:
@@ -127,14 +133,18 @@ class Sampler(nn.Module):
 
         Returns:
             The next states, same shape and frame. Behind their D columns stand the features, which are carried along
-            through the round; `Base.head` reads the first D columns.
+            through the round; `Base.head` reads the first D columns. On a block base they change in each row's open
+            block alone: earlier blocks keep the base's states of their final tokens, and so g's keys of these.
         """
         *before, last = self.layers
-        z_BLD = self._mixed(h_BLD, self._paired(state, h_BLD.dtype))
+        z_BLD = self._mixed(h_BLD, self._paired(state))
         for layer in before:
             z_BLD = layer(z_BLD, state)
         if column_BN is None:
-            return self._out(h_BLD, last(z_BLD, state))
+            new_BLD = self._out(h_BLD, last(z_BLD, state))
+            return (
+                new_BLD if self.block is None else torch.where(open_block(state, self.block)[..., None], new_BLD, h_BLD)
+            )
         keys = last.keys(z_BLD, state)
         z_BND = last(at_columns(z_BLD, column_BN), state, column_BN, lambda *_: keys)
         return self._out(at_columns(h_BLD, column_BN), z_BND)
@@ -145,7 +155,7 @@ class Sampler(nn.Module):
 
     def keys(self, h_BLD: Tensor, state: State) -> Memory:
         """The keys and values of each layer in one whole step, for `rows`."""
-        z_BLD, memory = self._mixed(h_BLD, self._paired(state, h_BLD.dtype)), Memory()
+        z_BLD, memory = self._mixed(h_BLD, self._paired(state)), Memory()
         for n, layer in enumerate(self.layers):
             if n:
                 z_BLD = self.layers[n - 1](z_BLD, state)
@@ -168,9 +178,16 @@ class Sampler(nn.Module):
                 this, filling up would change what other columns see of it in the layers behind the first.
         """
         h_BND = at_columns(h_BLD, column_BN)
-        z_BND = self._mixed(h_BND, at_columns(self._paired(state, h_BLD.dtype), column_BN))
+        z_BND = self._mixed(h_BND, self._paired(state).gather(1, column_BN))
         for n, layer in enumerate(self.layers):
             z_BND = layer(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
+        return self._out(h_BND, z_BND)
+
+    def beside(self, h_BND: Tensor, tokens_BN: Tensor, positions_BN: Tensor, keys: Memory, mask_BHNM: Tensor) -> Tensor:
+        """One step at columns that stand behind those of `keys`, as `TransformerBase.hidden_beside` has them."""
+        z_BND = self._mixed(h_BND, tokens_BN)
+        for n, layer in enumerate(self.layers):
+            z_BND = layer.beside(z_BND, positions_BN, mask_BHNM, keys.beside(n))
         return self._out(h_BND, z_BND)
 
     def carriers(self, marked_BL: Tensor, state: State) -> Tensor:
@@ -179,15 +196,14 @@ class Sampler(nn.Module):
             return marked_BL
         return self._to_frame(marked_BL[..., None].float(), state)[..., 0] > 0
 
-    def _paired(self, state: State, dtype: torch.dtype) -> Tensor:
-        """The embedding that meets each state."""
+    def _paired(self, state: State) -> Tensor:
+        """The token whose embedding meets each state."""
         token_BL = state.tokens_BL
-        if self.config.pairing == "state":  # ids move: D times less than their embeddings
-            token_BL = self._to_frame(token_BL[..., None], state)[..., 0]
-        return self._embed(token_BL).to(dtype)
+        return token_BL if self.config.pairing == "token" else self._to_frame(token_BL[..., None], state)[..., 0]
 
-    def _mixed(self, h_BLD: Tensor, e_BLD: Tensor) -> Tensor:
+    def _mixed(self, h_BLD: Tensor, token_BL: Tensor) -> Tensor:
         """What enters the first layer."""
+        e_BLD = self._embed(token_BL).to(h_BLD.dtype)
         norms = [self.norm_hidden, *self.norm_features]
         parts = [norm(part) for norm, part in zip(norms, h_BLD.split(self.width, -1), strict=True)]
         return self.mix(torch.cat([self.norm_embed(e_BLD), *parts], -1))

@@ -108,7 +108,7 @@ def load_adapted(
     ready = (merged / "model.safetensors").is_file
     make_once(merged, ready, lambda made: _write_merged(_merge(path, facts), made), "300 MB")
     try:
-        model = read_model(merged, dtype=dtype, device=device)
+        model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"))
     except InputError as error:
         raise InputError(f"{error}; delete {merged}, it is made again") from error
     tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
@@ -129,7 +129,8 @@ def wrap_adapted(
     """The base around a tied-head body whose adapter is merged."""
     vocab, said = model.config.vocab_size, {key: facts[key] for key in _SPEC}
     limit = facts.get("token_limit", vocab)
-    spec = BaseSpec(name=name, end_ids=tuple(facts["end_ids"]), vocab_size=vocab, token_limit=limit, **said)
+    said |= {"end_ids": tuple(facts["end_ids"]), "block": facts.get("block")}
+    spec = BaseSpec(name=name, vocab_size=vocab, token_limit=limit, **said)
     head: Tensor = model.embed_tokens.weight
     base = TransformerBase(model, head, spec, next_frame=True, tokenizer=tokenizer, fingerprint=fingerprint)
     base.ar_source = facts.get("ar")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
-from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require, require_kinds
+from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require, require_count, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class BaseSpec:
         context: longest canvas in tokens.
         order: the family's rule for the next position.
         order_on: whether that rule sees the tempered and filtered distribution.
+        block: S, if it writes in blocks of S positions, left to right (see `bases.blocks`); None: a canvas sees itself.
     """
 
     name: str
@@ -47,9 +48,11 @@ class BaseSpec:
     context: int
     order: OrderRule
     order_on: OrderOn
+    block: int | None = None
 
     def __post_init__(self) -> None:
         require_kinds(self)
+        require_count("block", self.block, 1, optional=True)
         ids = {"mask_id": self.mask_id, "pad_id": self.pad_id, "bos_id": self.bos_id or 0}
         ids |= {f"end_ids[{n}]": token for n, token in enumerate(self.end_ids)} | {"last token": self.token_limit - 1}
         odd = {name: token for name, token in ids.items() if not 0 <= token < self.vocab_size}
@@ -101,6 +104,10 @@ class Partner(ABC):
         tokens_BL = state.tokens_BL.masked_fill(state.masked_BL, 0)
         return shift_right(self.read(tokens_BL, state.real_BL)[0], state)
 
+    def at(self, h_BLD: Tensor, state: State, row_R: Tensor, position_R: Tensor) -> Tensor:
+        """See `Base.at`."""
+        return h_BLD[row_R, position_R]
+
     def logits(self, h_RD: Tensor, *, suppress_eos: bool = False) -> Tensor:
         """fp32 logits [R, V] over the base's ids: what the base never commits, or the partner lacks, is -inf."""
         own_RV = self.head(h_RD).float()[:, : self.spec.token_limit]
@@ -122,11 +129,13 @@ class Partner(ABC):
 
 
 class Base(ABC):
-    """The frozen model. `hidden` already lies in the scoring frame: row i scores the token at position i.
+    """The frozen model. `hidden` lies in the scoring frame: row i scores the token at position i (see `lag`).
 
     Attributes:
         spec: the facts above.
         width: D.
+        lag: 1 where state i-1 scores token i: block bases of a shifted family. Their states stay at their own columns,
+            since a block's last state scores nothing in it, but carries its last token.
         fingerprint: hex digest of what it was loaded from; a sampler names the base it belongs to.
         head_matrix: W [V, D], frozen.
         layer_config: the shape of one decoder layer of the base (`bases.layers.Shape`).
@@ -140,6 +149,7 @@ class Base(ABC):
 
     spec: BaseSpec
     width: int
+    lag: int = 0
     fingerprint: str
     head_matrix: Tensor
     layer_config: Any
@@ -167,6 +177,16 @@ class Base(ABC):
             States [B, L, D] of all columns.
         """
         raise InputError(f"base {self.spec.name!r} keeps no keys and values; leave cache_period out")
+
+    def at(self, h_BLD: Tensor, state: State, row_R: Tensor, position_R: Tensor) -> Tensor:
+        """The states [..., D or more] that score positions, given by (row index, position index)."""
+        if self.lag:
+            position_R = (position_R - 1).maximum(state.real_BL.long().argmax(-1)[row_R])
+        return h_BLD[row_R, position_R]
+
+    def by_position(self, h_BLD: Tensor, state: State) -> Tensor:
+        """The same for all positions: [B, L, ...]."""
+        return shift_right(h_BLD, state) if self.lag else h_BLD
 
     def hidden_causal(self, state: State) -> Tensor:
         """As `hidden`, but the row of a masked position scores it from what stands left of it alone.
@@ -240,7 +260,7 @@ class Base(ABC):
 
     def check_length(self, state: State) -> None:
         """Raises InputError for a canvas beyond the context; `hidden` calls it where the model would not complain."""
-        length = state.tokens_BL.shape[1]
+        length = state.tokens_BL.shape[1] if self.spec.block is None else int(state.real_BL.sum(-1).max())
         require(
             length <= self.spec.context,
             f"canvas of {length} tokens; base {self.spec.name!r} takes at most {self.spec.context}",

@@ -28,11 +28,15 @@ class ExactBase(Base):
         width: D >= words + 1 (extra dimensions are zero and give a sampler room).
         end_ids: token ids that end a text, none by default.
         order: rule for the next position.
+        block: S, if a position sees its own block of S and those before it alone; the law stays the table's.
+        shifted: with blocks: state i-1 scores token i, so a block's first is drawn without seeing the block. The first
+            token of all must then be given.
     """
 
     def __init__(
-        self, joint: Tensor, *, width: int = 32, end_ids: tuple[int, ...] = (), order: OrderRule = "entropy"
-    ) -> None:
+        self, joint: Tensor, *, width: int = 32, end_ids: tuple[int, ...] = (), order: OrderRule = "entropy",
+        block: int | None = None, shifted: bool = False,
+    ) -> None:  # fmt: skip
         """See the class."""
         words, length = joint.shape[0], joint.ndim
         require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
@@ -45,14 +49,18 @@ class ExactBase(Base):
         self.head_matrix = torch.eye(words + 1, width)
         self.spec = BaseSpec(
             name="exact", mask_id=words, end_ids=end_ids, pad_id=0, bos_id=None, vocab_size=words + 1,
-            token_limit=words + 1, context=length, order=order, order_on="processed",
+            token_limit=words + 1, context=length, order=order, order_on="processed", block=block,
         )  # fmt: skip
+        require(block is not None or not shifted, "shifted is true without blocks; set block too")
+        require(block is None or length % block == 0, f"block is {block}; it must divide the {length} tokens")
+        self.lag = int(shifted)
         table = hashlib.sha256(self.joint.float().numpy().tobytes()).hexdigest()
-        self.fingerprint = f"exact-{words}-{length}-{width}-{table}"
+        blocks = "" if block is None else f"-block-{block}{'-shifted' * shifted}"
+        self.fingerprint = f"exact-{words}-{length}-{width}-{table}{blocks}"
         self.layer_config = Shape.of({
             "model_type": "llama", "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 1,
             "num_attention_heads": 4, "vocab_size": 8,
-        })  # fmt: skip
+        }, block)  # fmt: skip
 
     def marginals(self, tokens_BL: Tensor) -> Tensor:
         """p(x_i | revealed) for every position, float64 [B, L, words]; the mask id is "not revealed".
@@ -69,7 +77,23 @@ class ExactBase(Base):
     def hidden(self, state: State) -> Tensor:
         """Exact conditional log-marginals in the first `words` dimensions, zeros behind."""
         self.check_length(state)
-        return self._states(self.marginals(state.tokens_BL))
+        size = self.spec.block
+        if size is None:
+            return self._states(self.marginals(state.tokens_BL))
+        require(not self.lag or not bool(state.masked_BL[:, 0].any()), "a shifted exact base must be given token 0")
+        column_L = torch.arange(self.length)
+        seen = [
+            state.tokens_BL.masked_fill(column_L >= end, self.spec.mask_id)
+            for end in range(size, self.length + size, size)
+        ]
+        p_BLV = torch.cat(
+            [
+                self.marginals(tokens_BL).roll(-self.lag, 1)[:, n * size : (n + 1) * size]
+                for n, tokens_BL in enumerate(seen)
+            ],
+            1,
+        )
+        return self._states(p_BLV)
 
     def hidden_causal(self, state: State) -> Tensor:
         """Row i is the exact log p(x_i | revealed left of i)."""
@@ -138,7 +162,7 @@ class ExactPartner(Partner):
 @register_base("exact", "enumerable toy with a known joint (proofs and tutorials)", cpu_only=True)
 def load_exact(
     *, device: torch.device, dtype: torch.dtype, words: int = 4, length: int = 4, seed: int = 0, width: int = 32,
-    end_ids: tuple[int, ...] = (), order: OrderRule = "entropy",
+    end_ids: tuple[int, ...] = (), order: OrderRule = "entropy", block: int | None = None, shifted: bool = False,
 ) -> ExactBase:  # fmt: skip
     """A seeded random joint, Dirichlet(0.3) over all strings; what follows `seed` is as in `ExactBase`.
 
@@ -153,4 +177,5 @@ def load_exact(
     require(few, f"{words}**{length} strings are too many to enumerate (1,000,000 at most)")
     generator = torch.Generator().manual_seed(wrapped(seed))
     gamma = torch._standard_gamma(torch.full((words**length,), 0.3), generator=generator)
-    return ExactBase(gamma.reshape((words,) * length), width=width, end_ids=end_ids, order=order)
+    table = gamma.reshape((words,) * length)
+    return ExactBase(table, width=width, end_ids=end_ids, order=order, block=block, shifted=shifted)

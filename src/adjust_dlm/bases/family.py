@@ -68,8 +68,9 @@ class Family:
         return getattr(transformers, self.plain_class)(**{"tie_word_embeddings": False, **self.numbers, **changes})
 
     def make(
-        self, config: Any, *, model: Any = None, head_weight: Tensor | None = None, tokenizer: Any = None, **ids: Any
-    ) -> Any:
+        self, config: Any, *, model: Any = None, head_weight: Tensor | None = None, tokenizer: Any = None,
+        block: int | None = None, **ids: Any,
+    ) -> Any:  # fmt: skip
         """A base from a config of transformers.
 
         Args:
@@ -77,9 +78,11 @@ class Family:
             model: the body; random weights unless it is given.
             head_weight: [V, D]; random unless it is given.
             tokenizer: optional.
+            block: S, if it writes in blocks (see `bases.blocks`); a given body must have it too.
             ids: `mask_id`, `end_ids`, `bos_id` and `token_limit` where they are not the published model's.
         """
-        model = model if model is not None else new_model(self.plain_shape(config.to_dict()))
+        shape = replace(self.plain_shape(config.to_dict()), block=block)
+        model = model if model is not None else new_model(shape)
         if head_weight is None:
             head_weight = torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
         vocab = config.vocab_size
@@ -87,7 +90,7 @@ class Family:
         ids = {"mask_id": self.mask_id, "end_ids": self.end_ids, "bos_id": bos, "token_limit": vocab} | ids
         spec = BaseSpec(
             name=self.name, pad_id=ids["end_ids"][0], vocab_size=vocab, context=config.max_position_embeddings,
-            order=self.order, order_on=self.order_on, **ids,
+            order=self.order, order_on=self.order_on, block=block, **ids,
         )  # fmt: skip
         return self.base(model, head_weight, spec, next_frame=self.next_frame, tokenizer=tokenizer)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
+from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, State, require
@@ -238,7 +239,7 @@ class Body(_WithRotary):
     def forward(
         self, tokens_BN: Tensor, real_BL: Tensor | None, positions_BN: Tensor, *,
         remember: Callable[[int], KeepKeys] | None = None, causal: bool = False, keep: tuple[int, ...] = (),
-        compiled: bool = False,
+        compiled: bool = False, mask_BHNL: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Post-final-norm states [B, N, D], row i at position i.
 
@@ -249,10 +250,12 @@ class Body(_WithRotary):
             remember: what each layer does with its keys and values, to see those of other columns.
             causal: row i sees positions up to i; not with `remember`.
             compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with `remember`.
+            mask_BHNL: False on what a column may not see, in place of `real_BL`.
             keep: numbers of layers, from 1, whose states follow behind the D columns: [B, N, (1 + len(keep)) D].
         """
         h_BND = self.embed_tokens(tokens_BN)
-        mask_BHNL = visible(real_BL, h_BND, self.config, masks=compiled or causal or remember is not None)
+        if mask_BHNL is None:
+            mask_BHNL = visible(real_BL, h_BND, self.config, masks=compiled or causal or remember is not None)
         if causal:
             mask_BHNL = causal_mask(tokens_BN, mask_BHNL)
         rotary = self.rotary(positions_BN, h_BND.dtype)
@@ -285,8 +288,8 @@ def new_model(config: Any) -> Body:
     return body
 
 
-def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Body:
-    """The body in a folder with `config.json` and one `model.safetensors`: strict.
+def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device, block: int | None = None) -> Body:
+    """The body in a folder with `config.json` and one `model.safetensors`: strict; `block` is not in the config.
 
     Raises:
         InputError: unreadable or truncated file; a missing, extra, misshapen or integer tensor, by name.
@@ -296,7 +299,7 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Bod
 
     try:
         with torch.device("meta"):
-            body = Body(Shape.of(json.loads((folder / "config.json").read_text())))
+            body = Body(Shape.of(json.loads((folder / "config.json").read_text()), block))
         weights = load_file(folder / "model.safetensors", device=str(device))
         odd = [f"{name} is {w.dtype}" for name, w in weights.items() if not w.is_floating_point() or w.itemsize < 2]
         require(not odd, f"{', '.join(odd[:3])}; weights must be floats of 16 bits or more")
@@ -328,14 +331,22 @@ class BidirectionalLayer(_WithRotary):
             column_BN: z stands at these alone.
             keep: with `column_BN`: knows the keys and values of all columns.
         """
-        real_BL, positions_BN = state.real_BL if state.padded else None, state.positions_BL
-        mask_BHNL = visible(real_BL, z_BND, self.layer.self_attn.shape, masks=self.compiled or keep is not None)
+        shape, positions_BN = self.layer.self_attn.shape, state.positions_BL
+        if shape.block is None:
+            real_BL = state.real_BL if state.padded else None
+            mask_BHNL = visible(real_BL, z_BND, shape, masks=self.compiled or keep is not None)
+        else:
+            mask_BHNL = block_mask(state, shape.block, column_BN)
         if column_BN is not None:
             positions_BN = positions_BN.gather(1, column_BN)
         rotary = self.rotary(positions_BN, z_BND.dtype)
         if keep is not None:
             return self.layer(z_BND, mask_BHNL, rotary, keep)
         return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BND, mask_BHNL, rotary)
+
+    def beside(self, z_BND: Tensor, positions_BN: Tensor, mask_BHNM: Tensor, keep: KeepKeys) -> Tensor:
+        """As `forward`, for columns that see others' keys, which `keep` knows, as a mask says."""
+        return self.layer(z_BND, mask_BHNM, self.rotary(positions_BN, z_BND.dtype), keep)
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""

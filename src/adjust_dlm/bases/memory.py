@@ -16,21 +16,26 @@ class Memory:
 
     Attributes:
         kept: of each layer its keys and values [B, 2, heads, L, d]; behind them, where they are kept, the final states
-            [B, L, D]. Empty before the first pass, which is over all columns.
+            [B, L, D]. Empty before the first pass.
+        width: L, where the first pass is not over all columns; zeros stand at the others.
         counts_B3: of each row, for the prefix cache: passes since it was computed whole (0: never was), the block it
-            was in, and how many of its last columns the next pass computes.
+            was in, and how many of its last columns the next pass computes. On a block base the first of them is the
+            number of its positions that are final.
     """
 
     def __init__(self, rows: int = 0, device: torch.device | None = None) -> None:
         """Holds nothing; g's needs no counts."""
         self.kept: list[Tensor] = []
+        self.width: int | None = None
         self.counts_B3 = torch.zeros(rows, 3, dtype=torch.long, device=device)
 
     def write(self, n: int, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Puts [B, ..., N, D] of a pass into entry n, see `renew`, and returns the entry."""
         if n == len(self.kept):
-            self.kept.append(new)
-            return new
+            if self.width is None:
+                self.kept.append(new)
+                return new
+            self.kept.append(new.new_zeros(*new.shape[:-2], self.width, new.shape[-1]))
         return renew(self.kept[n], new, column_BN, valid_BN)
 
     def keep(self, n: int, column_BN: Tensor, valid_BN: Tensor | None = None) -> KeepKeys:
@@ -42,11 +47,24 @@ class Memory:
 
         return written
 
+    def beside(self, n: int) -> KeepKeys:
+        """What layer n of a pass over other columns does: they see these behind which they stand, and write nothing.
+
+        The rows of the pass are those here, once or several times over.
+        """
+
+        def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            known = (part.repeat(len(k) // len(part), 1, 1, 1) for part in self.kept[n].unbind(1))
+            return torch.cat([next(known), k], 2), torch.cat([next(known), v], 2)
+
+        return joined
+
     def take(self, index_B: Tensor, first: int) -> Memory:
         """A copy of some rows, without the columns left of `first`."""
         out = Memory()
         out.counts_B3 = self.counts_B3[index_B]
         out.kept = [part[..., first:, :][index_B] for part in self.kept]
+        out.width = None if self.width is None else self.width - first
         return out
 
     @staticmethod
@@ -54,6 +72,7 @@ class Memory:
         """The rows of all, with columns added on the left; rows that were in no pass yet get zeros."""
         out = Memory()
         out.counts_B3 = torch.cat([part.counts_B3 for part in parts])
+        out.width = width if any(part.width is not None for part in parts) else None
         known = next((part.kept for part in parts if part.kept), [])
         for n, like in enumerate(known):
             own = [part.kept[n] if part.kept else like.new_zeros(len(part.counts_B3), *like.shape[1:])

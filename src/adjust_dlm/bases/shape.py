@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adjust_dlm.types import require
+from adjust_dlm.types import require, require_count
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _WHOLE = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -78,6 +78,7 @@ class Shape:
         qkv_bias, output_bias, mlp_bias: which projections have a bias.
         rope: rotary settings, `rope_theta` and `rope_type` among them.
         rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
+        block: S of a block-diffusion body (see `bases.blocks`); None: every column sees all.
         initializer_range: standard deviation of fresh weights.
     """
 
@@ -97,6 +98,7 @@ class Shape:
     rope: dict[str, Any]
     initializer_range: float
     rotate_fp32: bool = False
+    block: int | None = None
 
     def __post_init__(self) -> None:
         """Checks every value by name: configs come from strangers."""
@@ -107,13 +109,14 @@ class Shape:
         numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range, **self.rope}
         for name in sorted(numbers.keys() - {"rope_type", "truncate"}):
             require(_positive(numbers[name]), f"{name} is {numbers[name]!r}; it must be a finite number above 0")
+        require_count("block", self.block, 1, optional=True)
         heads, kv = self.num_attention_heads, self.num_key_value_heads
         require(heads % kv == 0, f"num_key_value_heads is {kv}; it must divide the {heads} heads")
         require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
 
     @classmethod
-    def of(cls, config: Any) -> Shape:
-        """The shape in a transformers config, in the content of a `config.json`, or itself.
+    def of(cls, config: Any, block: int | None = None) -> Shape:
+        """The shape in a transformers config, in the content of a `config.json`, or itself; `block` is not in these.
 
         Raises:
             InputError: another family, a value that makes no sense, a form of attention, activation or rotary scaling
@@ -135,7 +138,7 @@ class Shape:
             max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind == "llama", mlp_bias=flag(facts, "mlp_bias") and kind == "llama",
-            rope=_rope(facts), initializer_range=facts.get("initializer_range", 0.02),
+            rope=_rope(facts), initializer_range=facts.get("initializer_range", 0.02), block=block,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
+from adjust_dlm.bases.blocks import block_mask, to_edge
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.types import State, require
@@ -39,7 +40,7 @@ class TransformerBase(Base):
             model: the body, without its head.
             head_weight: [V, D]; the embedding matrix itself when tied.
             spec: facts of the base.
-            next_frame: move states right by one into the scoring frame.
+            next_frame: move states right by one into the scoring frame; with blocks, `lag` is 1 instead.
             tokenizer: optional.
             fingerprint: digest of the source files; computed from the weights when not given.
         """
@@ -47,6 +48,8 @@ class TransformerBase(Base):
         self.head_matrix = head_weight.detach()
         self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
         self.layer_config = self.model.config
+        require(spec.block == self.layer_config.block, f"block is {spec.block}; the body has {self.layer_config.block}")
+        self.lag = int(next_frame and spec.block is not None)
         self.width = self.model.config.hidden_size
         self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix, spec.mask_id)
 
@@ -68,31 +71,55 @@ class TransformerBase(Base):
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
         """See `Base.hidden`."""
-        return self.to_frame(self._states(state, state.tokens_BL, state.positions_BL, compiled=self.compiled), state)
+        size, length = self.spec.block, state.tokens_BL.shape[1]
+        whole = state if size is None else to_edge(state, size, self.spec.mask_id)
+        h_BLD = self._states(whole, whole.tokens_BL, whole.positions_BL, compiled=self.compiled)
+        return self.to_frame(h_BLD[:, :length], state)
 
     @torch.no_grad()
     def hidden_causal(self, state: State) -> Tensor:
         """See `Base.hidden_causal`: one pass under a causal attention mask, which the model was not trained with."""
-        how = {"causal": True, "compiled": self.compiled}
-        return self.to_frame(self._states(state, state.tokens_BL, state.positions_BL, **how), state)
+        parts = (state.tokens_BL, state.positions_BL)
+        return self.to_frame(self._states(state, *parts, causal=True, compiled=self.compiled), state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
         """See `Base.hidden_again`; the states that are remembered are those before the frame."""
         parts = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
-        h_BND = self._states(state, *parts, remember=lambda n: memory.keep(n, column_BN, valid_BN))
+        h_BND = self._states(state, *parts, column_BN=column_BN, remember=lambda n: memory.keep(n, column_BN, valid_BN))
         states_BLD = memory.write(len(self.model.layers), h_BND, column_BN, valid_BN)
-        return self.to_frame(states_BLD, state) if self.next_frame else states_BLD.clone()
+        framed_BLD = self.to_frame(states_BLD, state)
+        return states_BLD.clone() if framed_BLD is states_BLD else framed_BLD
 
-    def _states(self, state: State, tokens_BN: Tensor, positions_BN: Tensor, **how: Any) -> Tensor:
+    @torch.no_grad()
+    def hidden_beside(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, mask_BHNM: Tensor) -> Tensor:
+        """States [B, N, D or more] of columns that stand behind those of a memory, which stay as they are.
+
+        Args:
+            tokens_BN: their ids; the rows are those of the memory, once or several times over.
+            positions_BN: rotary positions.
+            memory: of a pass of `hidden_again`.
+            mask_BHNM: False on what a column may not see of both, the memory's first.
+        """
+        return self.model(tokens_BN, None, positions_BN, remember=memory.beside, mask_BHNL=mask_BHNM, keep=self.keep)
+
+    def _states(
+        self, state: State, tokens_BN: Tensor, positions_BN: Tensor, *, column_BN: Tensor | None = None, **how: Any
+    ) -> Tensor:
         """Of some columns, each at its own position."""
         self.check_length(state)
-        how = {name: value for name, value in {"keep": self.keep, **how}.items() if value}
+        if self.spec.block is not None and not how.get("causal"):
+            how["mask_BHNL"] = block_mask(state, self.spec.block, column_BN)
+        how = {
+            name: value
+            for name, value in {"keep": self.keep, **how}.items()
+            if value is not None and value is not False
+        }
         return self.model(tokens_BN, state.real_BL if state.padded else None, positions_BN, **how)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
         """See `Base.to_frame`."""
-        return shift_right(states_BLD, state) if self.next_frame else states_BLD
+        return shift_right(states_BLD, state) if self.next_frame and not self.lag else states_BLD
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """See `Base.embed`."""
@@ -113,7 +140,8 @@ def fingerprint_of(shape: Any, rows: Mapping[str, Tensor]) -> str:
     The same for shards and single files and, where the rows were taken before a cast, for every dtype. Adapters change
     neither norms nor most embeddings, so every matrix is looked at.
     """
-    digest = hashlib.sha256(json.dumps([getattr(shape, f) for f in _SHAPE_FIELDS]).encode())
+    facts = [getattr(shape, f) for f in _SHAPE_FIELDS] + ([] if shape.block is None else ["block", shape.block])
+    digest = hashlib.sha256(json.dumps(facts).encode())
     for name in sorted(rows):
         digest.update(f"{name} {tuple(rows[name].shape)}".encode())
         digest.update(rows[name].view(torch.int16).numpy().tobytes())

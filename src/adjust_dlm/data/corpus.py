@@ -128,13 +128,11 @@ def build_corpus(folder: Path, config: CorpusConfig, source: Source, *, rank: in
     Raises:
         InputError: the folder holds a corpus of other settings, the model cannot chat, or a file is unreadable.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    require(
+        source.vocabulary.chat or not (config.chat or config.lists),
+        "the tokenizer lacks <|im_start|> or <|im_end|>, which chat and list canvases need; ask for none of them",
+    )
     _claim(folder, config)
-    if config.chat or config.lists:
-        require(
-            source.vocabulary.chat,
-            "the tokenizer lacks <|im_start|> or <|im_end|>, which chat and list canvases need; ask for none of them",
-        )
     for name, (split, kind, shard, rows) in islice(config.shards().items(), rank, None, world):
         if not (folder / name).is_file():
             _write(folder / name, list(islice(_canvases(config, source, split, kind, shard, rows), rows)), kind)

@@ -24,7 +24,7 @@ from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.klass import KlassOptions, klass
-from adjust_dlm.decoders.machinery.cache import with_prefix_cache
+from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
@@ -197,6 +197,10 @@ def make_plan(
         not config.candidates or entry.takes_candidates or decoder == "joint",
         f"candidates is {config.candidates}; of the decoders only {', '.join(able)} know them, {decoder!r} does not",
     )
+    require(
+        base.spec.block is None or config.cache_period is None,
+        f"cache_period is {config.cache_period}; base {base.spec.name!r} has blocks and an exact cache, always on",
+    )
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     if entry.needs_sampler and isinstance(sampler, Sampler):
@@ -204,11 +208,11 @@ def make_plan(
         base = sampler.on(base)
 
     def run(canvas: Canvas) -> None:
-        helpers = [sampler] if entry.needs_sampler else []
+        helpers = [with_sampler_cache(sampler)] if entry.needs_sampler else []
         if entry.needs_partner and partner is not None:
             partner.require_start(canvas)
             helpers.append(partner)
-        entry.run(with_prefix_cache(base, config), *helpers, canvas, *own)
+        entry.run(with_cache(base, config), *helpers, canvas, *own)
 
     return Plan(base, config, own, run)
 
@@ -246,6 +250,10 @@ def decode(
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
     canvas.watch = watch
+    require(
+        eager is not False or base.spec.block is None,
+        f"base {base.spec.name!r} writes in blocks, which the fast form does not know; leave eager out",
+    )
     wanted = fast.wanted(base, eager)
     reason = fast.why_not(plan.base, decoder, plan.config, sampler, watch) if wanted else None
     if wanted and reason is None:

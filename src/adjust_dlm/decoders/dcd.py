@@ -60,7 +60,7 @@ def dcd(base: Base, partner: Partner, canvas: Canvas, options: DcdOptions) -> No
         FloatingPointError: NaN, or base and partner have no token in common.
     """
     while canvas.open:
-        target_BLD = base.hidden(canvas)
+        target_BLD = base.by_position(base.hidden(canvas), canvas)
         canvas.start_round()
         kept_BL = _kept(canvas, options.keep)
         drawn_BL = canvas.masked_BL & (kept_BL.flip(1).cumsum(1).flip(1) > 0)
@@ -70,7 +70,7 @@ def dcd(base: Base, partner: Partner, canvas: Canvas, options: DcdOptions) -> No
             left_BLD = target_BLD
         elif options.reference == "causal":
             canvas.base_calls_B += drawn_BL.any(1)
-            left_BLD = base.hidden_causal(canvas)
+            left_BLD = base.by_position(base.hidden_causal(canvas), canvas)
         else:
             left_BLD = _remasked(base, canvas, target_BLD, drawn_BL)
         _complete(base, partner, canvas, _Round(target_BLD, left_BLD, kept_BL, drawn_BL), options.alpha)
@@ -82,7 +82,7 @@ def _kept(canvas: Canvas, keep: Keep) -> Tensor:
     score_BL = torch.full(canvas.tokens_BL.shape, -torch.inf, dtype=torch.float64, device=canvas.tokens_BL.device)
     at_random = keep == "random"
     score_BL[row_R, position_R] = canvas.uniforms(position_R, row_R, ORDER) if at_random else -position_R.double()
-    rank_BL = score_BL.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    rank_BL = canvas.lead(score_BL).sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
     return canvas.open_BL & (rank_BL < canvas.quota_B[:, None])
 
 
@@ -98,7 +98,7 @@ def _remasked(base: Base, canvas: Canvas, target_BLD: Tensor, drawn_BL: Tensor) 
             masked_BL = (canvas.masked_BL | (visible_BL & (behind_BL <= count)))[rows]
             tokens_BL = canvas.tokens_BL[rows].masked_fill(masked_BL, base.spec.mask_id)
             state = State(tokens_BL, canvas.real_BL[rows], masked_BL, canvas.padded)
-            left_BLD[at_BL] = base.hidden(state)[at_BL[rows]]
+            left_BLD[at_BL] = base.by_position(base.hidden(state), state)[at_BL[rows]]
             canvas.base_calls_B += rows
     return left_BLD
 

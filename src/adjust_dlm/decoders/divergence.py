@@ -168,7 +168,7 @@ class _Observed(Canvas):
             row_R, n_R = (goes_BN & (rank_BN == rank) & ~over_B[:, None]).nonzero(as_tuple=True)
             at = row_R, picks.position_BN[row_R, n_R]
             require(bool((number_BL[at] >= 0).all()), _SILENT.format(self.decoder))
-            h_RD = self.base.hidden(now)[at]
+            h_RD = self.base.at(self.base.hidden(now), now, *at)
             p_RV = process(self.base.logits(h_RD, suppress_eos=self.config.suppress_eos), self.law)
             if self.source == "base":
                 token_BN[row_R, n_R] = draw(p_RV, self.uniforms(at[1], at[0]), 1.0)

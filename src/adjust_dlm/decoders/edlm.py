@@ -81,7 +81,7 @@ def edlm(base: Base, partner: Partner, canvas: Canvas, options: EdlmOptions) -> 
         kept_B = torch.zeros_like(row_B)
         if len(asking_R):
             kept_B[asking_R] = _choose(canvas, _energies(partner, canvas, made, asking_R, options), asking_R, options)
-        score_BL = made.score_CBL[kept_B, row_B].masked_fill(~canvas.open_BL, -torch.inf)
+        score_BL = canvas.lead(made.score_CBL[kept_B, row_B].masked_fill(~canvas.open_BL, -torch.inf))
         commit_best(canvas, score_BL, made.token_CBL[kept_B, row_B])
 
 
@@ -97,7 +97,7 @@ def _complete(base: Base, h_BLD: Tensor, canvas: Canvas, count: int) -> Completi
     token_CBL = canvas.tokens_BL.repeat(count, 1, 1)
     log_q_CBL = torch.zeros_like(token_CBL, dtype=torch.float64)
     score_CBL = torch.full_like(log_q_CBL, -torch.inf)
-    row_R, position_R = (canvas.masked_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
+    row_R, position_R = (canvas.seen_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
     chunk = rows_at_once(base)
     for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
         raw_RV = logits(row, position)

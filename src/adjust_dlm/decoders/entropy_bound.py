@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
@@ -30,17 +31,18 @@ class EntropyBoundOptions:
 def entropy_bound(base: Base, canvas: Canvas, options: EntropyBoundOptions) -> None:
     """Fills the canvas; a pass commits the largest set U of lowest entropy with sum H - max H <= gamma (EB-Sampler).
 
-    The left side bounds the KL between the joint law of the set and the product of its marginals. Ranked by entropy,
-    the largest of a prefix is its last.
+    The left side bounds the KL between the joint law of the set and the product of its marginals.
     """
     on_processed = canvas.on_processed
+    entropy_BL = torch.zeros(canvas.tokens_BL.shape, dtype=torch.float64, device=canvas.tokens_BL.device)
 
-    def certainty(logits_RV: Tensor, _token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
-        return negative_entropy(process(logits_RV, canvas.config) if on_processed else logits_RV)
+    def certainty(logits_RV: Tensor, _token_R: Tensor, row_R: Tensor, position_R: Tensor) -> Tensor:
+        score_R = negative_entropy(process(logits_RV, canvas.config) if on_processed else logits_RV)
+        entropy_BL[row_R, position_R] = -score_R.double()
+        return score_R
 
-    def allowed(score_BN: Tensor) -> Tensor:
-        entropy_BN = -score_BN
-        before_BN = entropy_BN.masked_fill(entropy_BN.isinf(), 0).cumsum(-1) - entropy_BN
-        return before_BN <= options.gamma
+    def allowed(_score_BN: Tensor, position_BN: Tensor) -> Tensor:
+        entropy_BN = entropy_BL.gather(1, position_BN)
+        return entropy_BN.cumsum(-1) - entropy_BN.cummax(-1).values <= options.gamma
 
     fill_by_rule(base, canvas, certainty, allowed)

@@ -31,7 +31,7 @@ class FactorOptions:
 def factor(base: Base, canvas: Canvas, options: FactorOptions) -> None:
     """Fills the canvas; a pass commits the most certain n tokens while (n + 1) (1 - p_n) < f (Fast-dLLM's factor)."""
 
-    def allowed(score_BN: Tensor) -> Tensor:
+    def allowed(score_BN: Tensor, _position_BN: Tensor) -> Tensor:
         n_N = torch.arange(1, score_BN.shape[1] + 1, device=score_BN.device)
         return (n_N + 1) * (1 - score_BN) < options.f
 

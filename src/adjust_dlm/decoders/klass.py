@@ -49,25 +49,29 @@ def klass(base: Base, canvas: Canvas, options: KlassOptions) -> None:
     distributions they stand for, which exist one chunk at a time.
     """
     calm_BL = torch.zeros_like(canvas.tokens_BL)
-    before: Logits | None = None
+    before, looked_BL = None, torch.zeros_like(canvas.masked_BL)
     while canvas.open:
         now = plain_logits(base, base.hidden(canvas), canvas)
-        score = _watch(before, calm_BL, options.epsilon_kl)
-        score_BL, token_BL = propose(base, canvas, canvas.masked_BL, now, score, copies=_COPIES)
+        score = _watch(before, looked_BL, calm_BL, options.epsilon_kl)
+        seen_BL = canvas.seen_BL
+        score_BL, token_BL = propose(base, canvas, seen_BL, now, score, copies=_COPIES)
         score_BL = score_BL.masked_fill(~canvas.open_BL, -torch.inf)
-        ready_BL = (score_BL >= options.tau) & (calm_BL >= options.history)
+        ready_BL = (score_BL >= options.tau) & (calm_BL >= options.history) | score_BL.isposinf()
         held_BL = ready_BL.any(-1, keepdim=True) & ~ready_BL
         canvas.start_round(ready_BL.sum(-1).clamp_min(1))
         commit_best(canvas, score_BL.masked_fill(held_BL, -torch.inf), token_BL)
-        before = now
+        before, looked_BL = now, seen_BL
 
 
-def _watch(before: Logits | None, calm_BL: Tensor, epsilon_kl: float) -> Score:
-    """The probability of drawn tokens; on the way, `calm_BL` counts the passes in a row that changed little."""
+def _watch(before: Logits | None, looked_BL: Tensor, calm_BL: Tensor, epsilon_kl: float) -> Score:
+    """The probability of drawn tokens; on the way, `calm_BL` counts the passes in a row that changed little.
+
+    `looked_BL` are the positions that the pass before looked at.
+    """
 
     def score(logits_RV: Tensor, token_R: Tensor, row_R: Tensor, position_R: Tensor) -> Tensor:
         if before is not None:
-            calm_R = kl_rows(logits_RV, before(row_R, position_R)) < epsilon_kl
+            calm_R = looked_BL[row_R, position_R] & (kl_rows(logits_RV, before(row_R, position_R)) < epsilon_kl)
             calm_BL[row_R, position_R] = torch.where(calm_R, calm_BL[row_R, position_R] + 1, 0)
         return confidence(logits_RV, token_R)
 

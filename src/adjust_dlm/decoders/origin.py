@@ -38,10 +38,13 @@ def origin(base: Base, canvas: Canvas, options: OriginOptions) -> None:
     `tokens_per_step`), the release's own when they divide.
 
     Raises:
-        InputError: blocks are asked for.
+        InputError: blocks are asked for, or the base has them.
     """
     require(
         canvas.config.block_length is None, "origin commits at random over the whole canvas; leave block_length out"
+    )
+    require(
+        base.spec.block is None, f"origin commits at random over the whole canvas; base {base.spec.name!r} has blocks"
     )
     steps = -(-canvas.config.max_new_tokens // canvas.config.tokens_per_step)
     times = torch.linspace(1, options.eps, steps + 1)

@@ -33,4 +33,4 @@ class ThresholdOptions:
 def threshold(base: Base, canvas: Canvas, options: ThresholdOptions) -> None:
     """Fills the canvas; a pass commits all drawn tokens of probability >= tau (Fast-dLLM's confidence threshold)."""
     score = probability if options.score == "drawn" else largest_probability
-    fill_by_rule(base, canvas, score, lambda score_BN: score_BN >= options.tau)
+    fill_by_rule(base, canvas, score, lambda score_BN, _: score_BN >= options.tau)

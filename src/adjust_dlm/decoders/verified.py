@@ -59,11 +59,12 @@ def _drafts(
     base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor, depth: int
 ) -> list[State]:
     """The present canvas and, one commit by g after another, those that may follow."""
-    draft = copy.copy(canvas)
-    for name in ("tokens_BL", "masked_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
+    draft, elsewhere_BL = copy.copy(canvas), canvas.masked_BL & ~canvas.seen_BL
+    draft.masked_BL = canvas.seen_BL  # a draft ends with its block
+    for name in ("tokens_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
-    states = [_now(draft)]
+    states = [_now(draft, elsewhere_BL)]
     for _ in range(depth - 1):
         if not draft.open:
             break
@@ -71,12 +72,12 @@ def _drafts(
         canvas.sampler_calls_B += draft.open_B
         h_BLD = sampler(h_BLD, draft)
         draft.commit(pick(base, h_BLD, draft))
-        states.append(_now(draft))
+        states.append(_now(draft, elsewhere_BL))
     return states
 
 
-def _now(canvas: Canvas) -> State:
-    return State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL.clone(), canvas.padded)
+def _now(canvas: Canvas, elsewhere_BL: Tensor) -> State:
+    return State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL | elsewhere_BL, canvas.padded)
 
 
 def _stacked(states: list[State], padded: bool) -> State:

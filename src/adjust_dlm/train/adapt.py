@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +22,21 @@ from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
 from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
-from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, load_checkpoint, save_checkpoint, set_aside
-from adjust_dlm.train.masked_ce import CanvasBatches, draw_masks, masked_batch
+from adjust_dlm.train.checkpoint import (
+    MetricsLog,
+    Stopped,
+    StopSignal,
+    claim,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside,
+)
+from adjust_dlm.train.masked_ce import CanvasBatches, block_batch, draw_masks, masked_batch, open_positions
 from adjust_dlm.train.optim import learning_rate
-from adjust_dlm.types import require
+from adjust_dlm.types import require, require_count
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
+FIRST = 0.0  # in their place: the first positions of blocks
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
 # Settings that may differ between a run and its resumption: they change no weight.
 _FREE = (
@@ -39,6 +49,7 @@ _FREE = (
     "checkpoint_every_seconds",
     "resume",
 )
+CE = dict[str, dict[str, float]]
 logger = logging.getLogger(__name__)
 
 
@@ -61,11 +72,14 @@ class AdaptConfig(CorpusConfig):
         lr: peak learning rate of AdamW; after the warm-up flat for 30 % of the run, then linear to 0.
         warmup: steps of linear warm-up.
         clip: largest norm of the gradient.
+        block_size: S of a block base (see `bases.blocks`), which reads finished blocks through an exact cache; none
+            makes a base that sees a whole canvas. Canvases must be multiples of it long (`length`).
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
         mask_id: id that becomes MASK; None: the first known unused token of the tokenizer.
         eval_every: steps between evaluations; 0: only before and after training.
-        log_every: steps between lines of the log; the loss, the clock and signals are looked at then.
+        log_every: steps between lines of the log; the loss, the clock and signals are looked at then, and before an
+            evaluation.
         checkpoint_every_seconds: time between checkpoints.
         compile: compile the passes (GPUs only).
         resume: `auto` goes on from the folder's checkpoint if there is one, `never` starts anew.
@@ -84,6 +98,7 @@ class AdaptConfig(CorpusConfig):
     lr: float = 2e-3
     warmup: int = 100
     clip: float = 1.0
+    block_size: int | None = None
     lora_rank: int = 64
     lora_alpha: int = 64
     mask_id: int | None = None
@@ -101,6 +116,13 @@ class AdaptConfig(CorpusConfig):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         for name in ("lr", "clip", "lora_alpha"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
+        require_count("block_size", self.block_size, 1, optional=True)
+        size = self.block_size or 1
+        near = self.length // size * size or size
+        require(
+            self.length % size == 0,
+            f"length is {self.length}; with block_size {size} it must be a multiple of that, such as {near}",
+        )
         require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
         for kind, share in self.shares.items():
             require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
@@ -138,7 +160,7 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
         training, `tokens_per_second`, and `ce`: kind -> t -> held-out masked cross-entropy in nats a token.
 
     Raises:
-        InputError: see `read_vocabulary`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
+        InputError: see `read_vocabulary`, `claim`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
         FloatingPointError: the loss of a step is not finite.
     """
     rank, world, device = distributed.start()
@@ -146,19 +168,27 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     half = device.type == "cuda"
     model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
     vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
+    with claim(config.output) if rank == 0 else nullcontext():
+        return _adapted(config, Source(model, tokenizer, vocabulary), rank, world)
+
+
+def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict[str, Any]:
+    model, vocabulary = source.model, source.vocabulary
     folder = config.corpus or config.output / "corpus"
-    build_corpus(folder, config, Source(model, tokenizer, vocabulary), rank=rank, world=world)
+    distributed.barrier()  # nobody writes before the first rank has the folder
+    build_corpus(folder, config, source, rank=rank, world=world)
     distributed.barrier()
     adapter = AdapterModel(
-        model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar
-    )
-    if half:
+        model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar,
+        block=config.block_size,
+    )  # fmt: skip
+    if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the sampler's caches
         if config.compile:
             adapter.compile_passes()
     batches = CanvasBatches(
         load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
-        world=world,
+        world=world, block=config.block_size, end_ids=vocabulary.end_ids,
     )  # fmt: skip
     trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
     # A finished base is not written again: its fingerprint would follow the rounding of the last evaluation.
@@ -170,6 +200,7 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
             "pad_id": vocabulary.end_ids[0], "bos_id": vocabulary.bos_id, "token_limit": vocabulary.token_limit,
             "context": model.config.max_position_embeddings, "order": "entropy", "order_on": "processed",
             **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
+            **({} if config.block_size is None else {"block": config.block_size}),
             "training": {**result, "settings": config.run(), "torch": torch.__version__},
         }  # fmt: skip
         adapter.save(config.output, facts)
@@ -195,6 +226,7 @@ class AdaptTrainer:
             self.parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=self.device.type == "cuda"
         )
         self.step, self.elapsed = 0, 0.0
+        self.due, self.stop = True, StopSignal()  # whether this step is still to be evaluated
         self.losses: list[Tensor] = []
         if config.resume == "auto":
             self._restore()
@@ -204,21 +236,22 @@ class AdaptTrainer:
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, to the time limit, or to a signal."""
-        ce = self.evaluate() if self.step == 0 else {}
         self._began: float | None = None  # when `elapsed` was 0; the clock starts behind the first step
         self._saved = self.elapsed
-        with StopSignal() as stop:
-            stopped = False
+        every, ce = self.config.eval_every, CE()
+        with self.stop:
+            stopped = self.due and self.fraction() < 1 and self.evaluate() is None
             while self.fraction() < 1 and not stopped:
                 self._train_step()
-                if self.step % self.config.log_every == 0 or self.fraction() >= 1:
-                    stopped = self._look(stop)
-                every = self.config.eval_every
-                if every and self.step % every == 0 and self.fraction() < 1 and not stopped:
-                    self.evaluate()
-        self._save()
-        if not stopped:
-            ce = self.evaluate()
+                self.due = bool(every) and self.step % every == 0
+                if self.due or self.step % self.config.log_every == 0 or self.fraction() >= 1:
+                    stopped = self._look()
+                if self.due and self.fraction() < 1 and not stopped:
+                    stopped = self.evaluate() is None
+            self._save()
+            if not stopped:
+                final = self.evaluate()
+                stopped, ce = final is None, final or {}
         tokens = self.step * self.config.batch_size * self.config.length
         return {
             "finished": not stopped, "step": self.step, "tokens": tokens, "seconds": round(self.elapsed, 1),
@@ -239,7 +272,7 @@ class AdaptTrainer:
             loss = self.adapter.loss(batch.to(self.device))
             loss.backward()
             total += loss.detach()
-        distributed.average_gradients(self.parameters)
+        distributed.sum_gradients(self.parameters)
         torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -250,10 +283,11 @@ class AdaptTrainer:
                 torch.cuda.synchronize()  # the first step waits for the compiler
             self._began = time.monotonic() - self.elapsed
 
-    def _look(self, stop: StopSignal) -> bool:
+    def _look(self) -> bool:
         """Everything that waits for the device or the other ranks; True when the run must stop."""
-        clock = torch.tensor([time.monotonic() - (self._began or 0.0), float(stop.requested)], device=self.device)
-        *losses, now, stopped = distributed.mean(torch.cat([torch.stack(self.losses), clock])).tolist()
+        seconds = (time.monotonic() - (self._began or 0.0)) / self.world
+        clock = torch.tensor([seconds, float(self.stop.requested)], device=self.device)
+        *losses, now, stopped = distributed.total(torch.cat([torch.stack(self.losses), clock])).tolist()
         for step, loss in enumerate(losses, start=self.step - len(losses)):
             if not math.isfinite(loss):
                 raise FloatingPointError(
@@ -271,43 +305,66 @@ class AdaptTrainer:
             self._save()
         return bool(stopped > 0)
 
-    def evaluate(self) -> dict[str, dict[str, float]]:
+    def evaluate(self) -> CE | None:
         """Held-out masked cross-entropy: kind -> t -> nats per masked token, the masks fixed by the seed.
 
-        Gradients stay enabled, so that the compiled training graph serves here too.
+        Of a block base `first` are the first positions of blocks, which are scored before the block is looked at.
+        None, and it stays due, if a signal comes first. Gradients stay enabled, so that the compiled training graph
+        serves here too.
         """
-        out: dict[str, dict[str, float]] = {}
-        for n, kind in enumerate(KINDS):
-            part = self.heldout.of_kind(kind)
-            if len(part.tokens_NL):
-                out[kind] = {str(t): self._masked_ce(part, t, n) for t in EVAL_TIMES}
+        parts = {kind: self.heldout.of_kind(kind) for kind in KINDS}
+        times = EVAL_TIMES if self.config.block_size is None else (*EVAL_TIMES, 1.0, FIRST)
+        asked = [(kind, t) for kind in KINDS if len(parts[kind].tokens_NL) for t in times]
+        total_E2 = torch.zeros(len(asked) + 1, 2, dtype=torch.float64, device=self.device)
+        with suppress(Stopped):
+            for e, (kind, t) in enumerate(asked):
+                total_E2[e] = self._masked_ce(parts[kind], t, KINDS.index(kind))
+        total_E2[-1] = float(self.stop.requested)
+        *found, (stopped, _) = distributed.total(total_E2).tolist()
+        if stopped:
+            self.due = True
+            return None
+        out = CE()
+        for (kind, t), (ce, count) in zip(asked, found, strict=True):
+            out.setdefault(kind, {})["first" if t == FIRST else str(t)] = ce / max(count, 1.0)
         if self.rank == 0:
             logger.info("step %d: held-out masked CE by kind and t: %s", self.step, out)
         self.metrics.write(self.step, ce=out)
+        self.due = False
         return out
 
-    def _masked_ce(self, part: Corpus, t: float, kind: int) -> float:
+    def _masked_ce(self, part: Corpus, t: float, kind: int) -> Tensor:
+        """This rank's sum of masked cross-entropies, and how many they are."""
         generator = torch.Generator().manual_seed((self.config.seed * 1000 + kind * 100 + round(t * 100)) % 2**63)
         rows = len(part.tokens_NL)
         masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), part.tokens_NL.shape[1], generator)
         mine = torch.arange(self.rank, rows, self.world)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index in mine.split(self.micro):
+            self.stop.check()
             # Always the training shape: missing rows are filled with row 0, at weight 0.
             fill = self.micro - len(index)
             weights_B = torch.cat([torch.ones(len(index)), torch.zeros(fill)])
             index = torch.cat([index, index.new_zeros(fill)])
-            batch = masked_batch(part.tokens_NL[index], masked_NL[index], weights_B)
+            tokens_BL, masked_BL, size = part.tokens_NL[index], masked_NL[index], self.config.block_size
+            if size is None:
+                batch = masked_batch(tokens_BL, masked_BL, weights_B)
+            else:
+                open_BL = open_positions(tokens_BL, part.prompt_len_N[index], self.batches.end_ids, size)
+                shown_3 = torch.tensor([t == FIRST, t != FIRST, False])
+                batch = block_batch(tokens_BL, open_BL, masked_BL, weights_B[:, None] * shown_3, size)
             loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
-        ce, count = distributed.mean(total).tolist()
-        return float(ce / max(count, 1.0))
+        return total
 
     def _save(self) -> None:
         if self.rank == 0:
             weights = {name: p.detach().cpu() for name, p in self.adapter.trainables().items()}
-            state = {"step": self.step, "elapsed": self.elapsed, "optimizer": self.optimizer.state_dict()}
-            save_checkpoint(self.config.output, {"run": self.config.run(), "weights": weights, **state})
+            payload = {
+                "run": self.config.run(), "weights": weights, "step": self.step, "elapsed": self.elapsed,
+                "due": self.due, "optimizer": self.optimizer.state_dict(),
+            }  # fmt: skip
+            save_checkpoint(self.config.output, payload)
         distributed.barrier()
 
     def _restore(self) -> None:
@@ -316,6 +373,6 @@ class AdaptTrainer:
             return
         self.adapter.load_state_dict(payload["weights"], strict=False)  # the frozen ones are not in it
         self.optimizer.load_state_dict(payload["optimizer"])
-        self.step, self.elapsed = payload["step"], payload["elapsed"]
+        self.step, self.elapsed, self.due = payload["step"], payload["elapsed"], payload.get("due", False)
         if self.rank == 0:
             logger.info("going on from step %d", self.step)

@@ -16,7 +16,7 @@ from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.files import write_whole
-from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, ce_chunk, chunked_ce
+from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, block_views_mask, ce_chunk, chunked_ce
 from adjust_dlm.types import require
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -31,14 +31,18 @@ class AdapterModel(nn.Module):
 
     bias_V: Tensor
 
-    def __init__(self, causal: Any, vocabulary: Vocabulary, *, rank: int, alpha: int, seed: int, source: str) -> None:
-        """Wraps a `LlamaForCausalLM` or `Qwen2ForCausalLM` in place.
+    def __init__(
+        self, causal: Any, vocabulary: Vocabulary, *, rank: int, alpha: int, seed: int, source: str,
+        block: int | None = None,
+    ) -> None:  # fmt: skip
+        """Wraps a `LlamaForCausalLM` or `Qwen2ForCausalLM` in place; with `block` it reads [clean | A | B].
 
         Raises:
             InputError: the head is not tied to the embeddings (an adapted base reads its head from them), or the body
                 is none that `bases.layers` builds.
         """
         super().__init__()
+        self.block = block
         from peft import LoraConfig, get_peft_model
 
         Shape.of(causal.config)  # what the trained base could not be built from is refused now
@@ -74,9 +78,12 @@ class AdapterModel(nn.Module):
 
     def states(self, tokens_BL: Tensor, masked_BL: Tensor) -> Tensor:
         """Post-final-norm states [B, L, D]; row i stands at position i (it scores token i + 1)."""
-        positions = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)[None]
+        views = 1 if self.block is None else 3
+        length, device = tokens_BL.shape[1] // views, tokens_BL.device
+        mask = None if self.block is None else block_views_mask(length, self.block).to(device)
+        positions = torch.arange(length, device=device).repeat(views)[None]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
-        return self._states(tokens_BL, masked_BL, cos, sin)
+        return self._states(tokens_BL, masked_BL, cos, sin, mask)
 
     def loss(self, batch: MaskedBatch) -> Tensor:
         """The weighted loss of a batch on the model's device."""
@@ -85,15 +92,15 @@ class AdapterModel(nn.Module):
         head_VD = self.body.embed_tokens.weight
         return chunked_ce(h_RD, head_VD, self.bias_V, batch.targets_R, batch.weights_R, chunk=self._chunk)
 
-    def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The layers one by one, without a mask: nothing is padded, and attention takes its fastest path."""
+    def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """The layers one by one; without blocks there is no mask, and attention takes its fastest path."""
         weight_VD = self.body.embed_tokens.weight
         half = weight_VD.dtype != torch.float32
         with torch.autocast(weight_VD.device.type, dtype=weight_VD.dtype) if half else nullcontext():
             e_BLD = self.body.embed_tokens(tokens_BL)
             h_BLD = torch.where(masked_BL[..., None], self.mask_D.to(e_BLD.dtype), e_BLD)
             for layer in self.body.layers:
-                h_BLD = layer(h_BLD, None, None, None, False, (cos, sin))
+                h_BLD = layer(h_BLD, mask, None, None, False, (cos, sin))
             return self.body.norm(h_BLD)
 
     def _see_both_ways(self) -> None:

@@ -1,6 +1,7 @@
 """What a micro-batch is trained on: which slices, which depths of their unroll, with which weights.
 
-All of it is a pure function of (seed, step, micro-batch), so nothing has to be saved.
+All of it is a pure function of (seed, step, number of the slice in the step). So nothing has to be saved, and a step is
+the same however it is cut into ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, row_shares
 from adjust_dlm.sampling import ORDER, uniform
-from adjust_dlm.train.unroll import Frames, Slices, Step, observe, unroll, unrolled_kl
+from adjust_dlm.train.unroll import Frames, Slices, Step, unroll, unrolled_kl
 from adjust_dlm.types import GIVEN, Trajectory
 
 _LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
@@ -24,9 +25,9 @@ _LOTS = ORDER + 1  # a stream of random numbers that joint decoding does not use
 
 def random_slices(
     trajectories: Sequence[Trajectory], rows: Sequence[int], *, count: int, length: int, rollout: int,
-    key: tuple[int, ...], pad_id: int, pad_to: int = 0,
+    key: tuple[int, ...], pad_id: int, first: int = 0, pad_to: int = 0,
 ) -> Slices:  # fmt: skip
-    """`count` slices of `length` states from random trajectories.
+    """Slices `first` .. `first + count - 1` of a step: each has `length` states of a random trajectory.
 
     Starts run from -(windows - 1) to T - 2, so that every window start 0..T-2 is equally likely, the all-mask
     state and the last ones included; what hangs over does not count.
@@ -37,13 +38,16 @@ def random_slices(
         count: N.
         length: S.
         rollout: unrolled steps; a slice holds length - rollout windows.
-        key: integers that decide the draw, for example (seed, step, micro-batch).
+        key: integers that decide the draw: (seed, step).
         pad_id: token put on left pads.
+        first: number of the first slice in the step.
         pad_to: least canvas length: one shape for every batch, which a compiled g needs.
     """
-    generator = np.random.default_rng(key)
-    chosen = [trajectories[rows[i]] for i in generator.integers(len(rows), size=count)]
-    starts = [int(generator.integers(rollout + 1 - length, max(1, x.commits - 1))) for x in chosen]
+    chosen, starts = [], []
+    for n in range(first, first + count):
+        generator = np.random.default_rng((*key, n))
+        chosen.append(trajectories[rows[int(generator.integers(len(rows)))]])
+        starts.append(int(generator.integers(rollout + 1 - length, max(1, chosen[-1].commits - 1))))
     return pack(chosen, starts, length, pad_id, pad_to=pad_to)
 
 
@@ -61,17 +65,20 @@ def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_i
     )
 
 
-def lots(rank_BL: Tensor, key: tuple[int, ...]) -> Tensor:
-    """Uniforms [B, L] that decide which rows a limited loss looks at, the same on every device.
+def lots(rank_BL: Tensor, count: int, key: tuple[int, ...], first: int = 0) -> Tensor:
+    """Uniforms [B, L] that decide which rows a limited loss looks at, the same on any device, behind any pads.
 
     Args:
         rank_BL: whose shape and device they get.
-        key: (seed, step, micro-batch).
+        count: slices.
+        key: (seed, step).
+        first: number of the first slice in the step.
     """
-    seed, step, micro = key
-    (count, length), device = rank_BL.shape, rank_BL.device
-    row_B1, at_L = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
-    return uniform(seed, row_B1 + (micro << 32), torch.full((), step, device=device), at_L, _LOTS)
+    (states, length), device = rank_BL.shape, rank_BL.device
+    row_B = torch.arange(states, device=device)
+    row_B1 = (((row_B // count) << 32) + row_B % count + first)[:, None]
+    at_L = torch.arange(length, device=device).flip(0)
+    return uniform(key[0], row_B1, torch.full((), key[1], device=device), at_L, _LOTS)
 
 
 def to_device(slices: Slices, device: torch.device) -> Slices:
@@ -81,29 +88,33 @@ def to_device(slices: Slices, device: torch.device) -> Slices:
 
 
 def batch_loss(
-    base: Base, g: Step, seen: Slices | Frames, config: Any, *, key: tuple[int, ...], delta: Delta
-) -> Tensor:
+    base: Base, g: Step, seen: Any, config: Any, *, key: tuple[int, ...], delta: Delta, first: int = 0,
+    states: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The loss of a micro-batch: the mean KL over depths.
 
     Args:
         base: f and W.
         g: the sampler, or its compiled twin.
-        seen: slices on the base's device, or frames that one-pass training has decoded.
+        seen: slices (of blocks, too) on the base's device, or frames that one-pass training has decoded.
         config: `TrainConfig`.
-        key: integers that decide what is drawn.
+        key: (seed, step), which decide what is drawn.
         delta: from `pick_delta`, with `config.reverse`.
+        first: number of the first slice in the step.
+        states: of the whole step, see `unrolled_kl`.
     """
-    frames = seen if isinstance(seen, Frames) else observe(base, seen)
-    states = unroll(g, frames, rollout=config.rollout)
-    share_BL = None if config.rows is None else row_shares(states.rank_BL, config.rows, lots(states.rank_BL, key))
+    frames = seen if isinstance(seen, Frames) else seen.frames(base)
+    run, share_BL = unroll(g, frames, rollout=config.rollout), None
+    if config.rows is not None:
+        share_BL = row_shares(run.rank_BL, config.rows, lots(run.rank_BL, run.n, key, first))
     return unrolled_kl(
-        base, states, depth_shares(config, key), weights=config.weights, next_decay=config.next_decay,
-        next_share=config.next_share, suppress_eos=config.suppress_eos, delta=delta, share_BL=share_BL,
+        base, run, depth_shares(config, key), weights=config.weights, next_decay=config.next_decay,
+        next_share=config.next_share, suppress_eos=config.suppress_eos, delta=delta, share_BL=share_BL, states=states,
     )  # fmt: skip
 
 
 def depth_shares(config: Any, key: tuple[int, ...]) -> dict[int, float]:
-    """Depths that a micro-batch is trained on, and their shares of the loss: 1 in total."""
+    """Depths that a step is trained on, and their shares of the loss: 1 in total."""
     if config.loss == "last":
         return {config.rollout: 1.0}
     if config.loss == "released":
@@ -114,4 +125,4 @@ def depth_shares(config: Any, key: tuple[int, ...]) -> dict[int, float]:
 def released_depth(key: tuple[int, ...], rollout: int) -> int:
     """The public release's unroll length: 1..rollout with weights softmax(1, 1/2, 1/4, ...)."""
     weights = np.exp(0.5 ** np.arange(rollout))
-    return int(np.random.default_rng((*key, 7)).choice(rollout, p=weights / weights.sum())) + 1
+    return int(np.random.default_rng((*key, 0, 7)).choice(rollout, p=weights / weights.sum())) + 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,30 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     return payload
 
 
-def claim(folder: Path) -> Any:
-    """Holds a run's folder until the block or the process ends; raises InputError if another run has it."""
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Holds a run's folder until the block or the process ends; a folder that was made for nothing goes again.
+
+    Raises:
+        InputError: another run has it.
+    """
+    path = folder / "run.lock"
+    made = [part for part in (folder, *folder.parents) if not part.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
     try:
-        return FileLock(folder / "run.lock").acquire(blocking=False)
+        lock.acquire(blocking=False)
     except Timeout:
         raise InputError(f"another run is writing to {folder}; wait for its end, or give another output") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows keeps open files
+            path.unlink()  # before the release: a lock whose file is gone is not taken
+        lock.release()
+        with contextlib.suppress(OSError):  # something is in it
+            for part in made:
+                part.rmdir()
 
 
 def set_aside(folder: Path) -> None:
@@ -97,10 +115,19 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
+class Stopped(Exception):
+    """The process was told to stop in the middle of an evaluation."""
+
+
 class StopSignal:
     """Context manager: after SIGTERM or SIGINT, `requested` is True and the loop saves and leaves."""
 
     requested = False
+
+    def check(self) -> None:
+        """Raises `Stopped` after a signal."""
+        if self.requested:
+            raise Stopped
 
     def __enter__(self) -> StopSignal:
         """Installs the handlers (main thread only)."""

@@ -40,7 +40,7 @@ class TrainConfig(SamplerConfig):
         preset: "default", "printed" (g and loss as printed in the paper) or "released" (as in the authors' code). The
             latter two share AdamW at 5e-5, constant after 250 warm-up steps, uniform rows, rollout 3 and batch 32.
         rollout: unrolled g steps (K - 1 of training).
-        loss: "sum" over depths, "last" depth alone, or "released": one depth, drawn for each micro-batch.
+        loss: "sum" over depths, "last" depth alone, or "released": one depth, drawn for each step.
         reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the former spreads g over all that the base
             finds possible, the latter keeps it from what the base finds impossible.
         weights: "next" or "uniform" row weights.
@@ -53,7 +53,7 @@ class TrainConfig(SamplerConfig):
         steps: optimiser steps.
         slice_states: consecutive states per slice; slice_states - rollout windows share their base passes.
         slices: slices per micro-batch; with `one_pass`, rows of the pool that make one.
-        accumulate: micro-batches per step and rank.
+        accumulate: micro-batches per step and rank; the loss is the mean over the states of all of them.
         clip: gradient norm limit.
         heldout: trajectories kept apart for metrics (with `one_pass` the first rows); not with `heldout_trajectories`.
         heldout_trajectories: folders of trajectories for metrics only, none of whose rows is trained on.

@@ -27,20 +27,19 @@ def start() -> tuple[int, int, torch.device]:
     return rank, world, device
 
 
-def average_gradients(parameters: Iterable[Tensor]) -> None:
-    """Replaces every gradient by its mean over ranks, in one flat all-reduce."""
+def sum_gradients(parameters: Iterable[Tensor]) -> None:
+    """Replaces every gradient by its sum over ranks, in one flat all-reduce."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if dist.is_initialized() and grads:
-        flat = mean(torch.cat([g.flatten() for g in grads]))
+        flat = total(torch.cat([g.flatten() for g in grads]))
         for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 
 
-def mean(values: Tensor) -> Tensor:
-    """Mean of a tensor over ranks, in place."""
+def total(values: Tensor) -> Tensor:
+    """Sum of a tensor over ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(values)
-        values /= dist.get_world_size()
     return values
 
 

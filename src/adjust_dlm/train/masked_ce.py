@@ -10,7 +10,7 @@ Shape suffixes: B canvases, L positions, R masked positions, C rows of a chunk, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,56 @@ def masked_batch(tokens_BL: Tensor, masked_BL: Tensor, weights_B: Tensor, *, chu
     return MaskedBatch(tokens_BL.long(), masked_BL, *map(filled, (scoring_R, targets_R, weights_R)))
 
 
+def open_positions(tokens_BL: Tensor, prompt_len_B: Tensor, end_ids: Sequence[int], size: int) -> Tensor:
+    """bool [B, L]: what a block base is trained to write: all behind the prompt, to the edge of a text's last block."""
+    place_L = torch.arange(tokens_BL.shape[1])
+    new_BL = place_L >= prompt_len_B[:, None]
+    end_BL = torch.isin(tokens_BL.long(), torch.tensor(list(end_ids))) & new_BL
+    last_B = torch.where(end_BL.any(-1), end_BL.long().argmax(-1), tokens_BL.shape[1])
+    return new_BL & (place_L // size <= last_B[:, None] // size)
+
+
+def block_batch(
+    tokens_BL: Tensor, open_BL: Tensor, masked_BL: Tensor, weights_B3: Tensor, size: int, *, chunk: int = CHUNK
+) -> MaskedBatch:
+    """Rows of [clean | A | B]: A hides the masked positions of the clean canvas, B all other open ones.
+
+    So each open position is scored once: by the view that hides it, from the column before it (the shifted frame); a
+    block's first position by the clean half, since it is drawn before its block is looked at.
+
+    Args:
+        tokens_BL: clean tokens, L a multiple of S.
+        open_BL: see `open_positions`.
+        masked_BL: what A hides, open positions among others.
+        weights_B3: of a row's cross-entropies in the clean half, in A and in B.
+        size: S.
+        chunk: see `masked_batch`.
+    """
+    length = tokens_BL.shape[1]
+    hidden_BL, first_BL = masked_BL & open_BL, (torch.arange(length) % size == 0) & open_BL
+    shown = torch.stack([first_BL, hidden_BL & ~first_BL, open_BL & ~hidden_BL & ~first_BL], 1)  # [B, 3, L]
+    clean_BL = torch.zeros_like(open_BL)
+    masked = torch.cat([clean_BL, hidden_BL, open_BL & ~hidden_BL], 1)
+    tokens = tokens_BL.long().repeat(1, 3)
+    flat_R = shown.flatten().nonzero()[:, 0]
+    pad = -len(flat_R) % chunk if len(flat_R) else chunk
+    weight_R = weights_B3.float().flatten()[flat_R // length]
+    parts = (flat_R - 1, tokens.flatten()[flat_R], weight_R)
+    return MaskedBatch(tokens, masked, *(torch.cat([part, part.new_zeros(pad)]) for part in parts))
+
+
+def block_views_mask(length: int, size: int) -> Tensor:
+    """What columns of [clean | A | B] see: bool [1, 1, 3 L, 3 L].
+
+    The clean half sees its own block and those before, a view its own block in the view and the clean ones before it.
+    """
+    block_L = torch.arange(length) // size
+    before_LL, own_LL = block_L[None] < block_L[:, None], block_L[None] == block_L[:, None]
+    never_LL = torch.zeros_like(own_LL)
+    rows = [[before_LL | own_LL, never_LL, never_LL], [before_LL, own_LL, never_LL], [before_LL, never_LL, own_LL]]
+    return torch.cat([torch.cat(row, 1) for row in rows])[None, None]
+
+
 Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -136,8 +186,9 @@ class CanvasBatches:
     """
 
     def __init__(
-        self, corpus: Corpus, shares: Mapping[str, float], *, batch_size: int, seed: int, rank: int = 0, world: int = 1
-    ) -> None:
+        self, corpus: Corpus, shares: Mapping[str, float], *, batch_size: int, seed: int, rank: int = 0, world: int = 1,
+        block: int | None = None, end_ids: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Splits the batch over the kinds.
 
         Args:
@@ -147,7 +198,10 @@ class CanvasBatches:
             seed: names the order, the times and the masks.
             rank: this process.
             world: number of processes.
+            block: S of a block base, whose canvases are looked at as [clean | A | B].
+            end_ids: that end its texts.
         """
+        self.block, self.end_ids = block, end_ids
         self.corpus, self.seed, self.rank, self.world = corpus, seed, rank, world
         self.members = {k: (corpus.kind_N == n).nonzero()[:, 0] for n, k in enumerate(KINDS)}
         present = {k: shares[k] for k in KINDS if len(self.members[k]) and shares[k] > 0}
@@ -156,20 +210,35 @@ class CanvasBatches:
         self._orders: dict[str, tuple[int, Tensor]] = {}
 
     def step(self, step: int, micro: int) -> list[MaskedBatch]:
-        """This rank's part of global batch `step`, in passes of `micro` canvases; the weights sum over all passes."""
+        """This rank's part of batch `step`, in passes of `micro` canvases; losses add up over passes and ranks."""
         generator = torch.Generator().manual_seed(_mixed(self.seed, 0, step))
         members = [self._take(kind, step * count, count) for kind, count in self.counts.items() if count]
         index_B = torch.cat(members)
         index_B = index_B[torch.randperm(len(index_B), generator=generator)]
         prompt_B, tokens_BL = self.corpus.prompt_len_N[index_B], self.corpus.tokens_NL[index_B]
         length = tokens_BL.shape[1]
+        if self.block is not None:
+            return self._views(tokens_BL, prompt_B, micro, generator, self.block)
         t_B = stratified_times(len(index_B), generator)
         masked_BL = draw_masks(prompt_B, t_B, length, generator)
         mine = slice(self.rank, None, self.world)
-        local = len(index_B) // self.world
-        weights_B = 1 / (t_B * (length - prompt_B.double()).clamp_min(1) * local)
+        weights_B = 1 / (t_B * (length - prompt_B.double()).clamp_min(1) * len(index_B))
         parts = (x[mine].split(micro) for x in (tokens_BL, masked_BL, weights_B))
         return [masked_batch(*part) for part in zip(*parts, strict=True)]
+
+    def _views(
+        self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
+    ) -> list[MaskedBatch]:
+        """Every block of view A has a rate of its own; every open position of the whole batch weighs the same."""
+        count, length = tokens_BL.shape
+        t_BJ = stratified_times(count * (length // size), generator).view(count, -1)
+        u_BL = torch.rand(count, length, generator=generator, dtype=torch.float64)
+        masked_BL = u_BL < t_BJ.repeat_interleave(size, 1)
+        open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
+        weights_B3 = torch.full((count, 3), 1 / max(1, int(open_BL.sum())))
+        mine = slice(self.rank, None, self.world)
+        parts = (x[mine].split(micro) for x in (tokens_BL, open_BL, masked_BL, weights_B3))
+        return [block_batch(a, b, c, d, size) for a, b, c, d in zip(*parts, strict=True)]
 
     def _take(self, kind: str, start: int, count: int) -> Tensor:
         """Canvases start..start+count of a kind's endless stream of permutations."""

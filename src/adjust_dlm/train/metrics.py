@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS, SCORES
 from adjust_dlm.train.batches import pack, to_device
+from adjust_dlm.train.blocks import pack_blocks
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
-from adjust_dlm.train.unroll import observe as observe_slices
 from adjust_dlm.types import CERTAINTY, DecodeConfig, Trajectory
 
 _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
@@ -27,7 +27,7 @@ _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
 @torch.no_grad()
 def held_out(
     base: Base, sampler: Sampler, data: Sequence[Trajectory], rows: Sequence[int], config: Any, autocast: Any,
-    pad_to: int = 0,
+    pad_to: int = 0, check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:  # fmt: skip
     """Per depth k: `kl_k` teacher || g, `stale_k` teacher || h_0, `top1_k` agreement on the next row's token.
 
@@ -37,6 +37,7 @@ def held_out(
     The same windows at every call (see `looked_at`), in batches of 16. Means over all states that count at a depth; a
     depth that no trajectory is long enough for is left out. A window costs rollout + 1 base passes and rollout steps
     of g over one row, and the head on its masked rows: once for g, once for h_0 and twice for the teacher a depth.
+    `check` is called before each batch and may raise.
     """
     if not rows:
         return {}
@@ -44,18 +45,26 @@ def held_out(
     counts: dict[int, int] = {}
     windows = looked_at(rows, config.seed)
     for first in range(0, len(windows), _BATCH):
+        check()
         some = [(data[row], at) for row, at in windows[first : first + _BATCH]]
-        starts = [int(at * max(1, x.commits - 1)) for x, at in some]
-        slices = pack([x for x, _ in some], starts, config.rollout + 1, base.spec.pad_id, pad_to=pad_to)
+        slices = _slices_at(base, [x for x, _ in some], [at for _, at in some], config.rollout + 1, pad_to)
         with autocast:
-            seen = observe_slices(base, to_device(slices, base.device))
-            run = unroll(sampler, seen, rollout=config.rollout)
+            run = unroll(sampler, slices.frames(base), rollout=config.rollout)
             for k in range(1, config.rollout + 1):
                 count, means = _depth(base, run, k, config)
                 counts[k] = counts.get(k, 0) + count
                 for name, value in means.items():
                     sums[f"{name}_{k}"] = sums.get(f"{name}_{k}", 0.0) + count * value
     return {name: value / counts[int(name.rpartition("_")[2])] for name, value in sums.items()}
+
+
+def _slices_at(base: Base, texts: list[Trajectory], moments: list[float], length: int, pad_to: int) -> Any:
+    """Slices that begin at a share of each text, or of each of its blocks, on the base's device."""
+    if base.spec.block is not None:
+        blocks = pack_blocks(texts, lambda n, commits: int(moments[n] * max(1, commits - 1)), length, base)
+        return blocks.to(base.device)
+    starts = [int(at * max(1, x.commits - 1)) for x, at in zip(texts, moments, strict=True)]
+    return to_device(pack(texts, starts, length, base.spec.pad_id, pad_to=pad_to), base.device)
 
 
 def divergence(

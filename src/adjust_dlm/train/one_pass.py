@@ -210,9 +210,8 @@ class Pool:
             torch.cat([m.tokens_NL[places] for m in moments]).long(), torch.cat([m.real_NL[places] for m in moments]),
             torch.cat([m.masked_NL[places] for m in moments]), self.lanes[0].canvas.padded,
         )  # fmt: skip
-        h_BLD = torch.cat([m.h_NLD[places] for m in moments])
         text_SM = torch.stack([m.row_N[places] for m in moments])
-        return Frames(x, h_BLD, self._ranks(places).flatten(0, 1), text_SM)
+        return Frames(x, [m.h_NLD[places] for m in moments], self._ranks(places).flatten(0, 1), text_SM)
 
     def _ranks(self, places: slice) -> Tensor:
         """[S, M, L] commits until a masked position is revealed, from the newest moment back; negative elsewhere."""

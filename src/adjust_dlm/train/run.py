@@ -37,6 +37,7 @@ class Run:
     began: float | None = None  # when `elapsed` was 0; none while no clock runs
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
+    losses: dict[str, float] | None = None  # of the present step, while its held-out metrics are due
     pad_to: int = 0
     delta: Delta = kl_and_delta
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,17 @@ from adjust_dlm.losses import pick_delta
 from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
+from adjust_dlm.train.blocks import BlockSlices, random_blocks
 from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
-from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
+from adjust_dlm.train.checkpoint import (
+    MetricsLog,
+    Stopped,
+    StopSignal,
+    claim,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside,
+)
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
 from adjust_dlm.train.one_pass import Pool, start_pool
@@ -31,8 +40,8 @@ from adjust_dlm.train.record import BEST, LAST, check_unseen, keep_best, save_sa
 from adjust_dlm.train.rows import open_rows
 from adjust_dlm.train.run import Run
 from adjust_dlm.train.trackers import start_trackers
-from adjust_dlm.train.unroll import Frames, Slices
-from adjust_dlm.types import Trajectory
+from adjust_dlm.train.unroll import Frames, Slices, states_compared
+from adjust_dlm.types import Trajectory, require
 from adjust_dlm.words import by_depth
 
 __all__ = ["Run", "TrainConfig", "train"]
@@ -76,7 +85,8 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
             for tracker in trackers:
                 tracker.finish()
         law: dict[str, Any] = {}
-        if rank == 0 and not _unfinished(run):
+        finished = not run.stopping and not _unfinished(run)
+        if rank == 0 and finished:
             save_sampler(run, folder / LAST, heldout=last)  # safe, whatever becomes of the measurement
             law = divergence(run.base, run.sampler, *_held_rows(run), config, _autocast(run))
             told = {d: round(law[d]["kl_qp"], 4) for d in ("parallel", "adjust") if d in law}
@@ -85,9 +95,9 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
                 save_sampler(run, folder / LAST, heldout=last, divergence=law)
         distributed.barrier()
         return {
-            "finished": not _unfinished(run), "steps": run.step, "windows": windows_of(run, run.step),
+            "finished": finished, "steps": run.step, "windows": windows_of(run, run.step),
             "seconds": run.elapsed, "heldout": last, "divergence": law,
-            "sampler": None if _unfinished(run) else str(folder / LAST),
+            "sampler": str(folder / LAST) if finished else None,
             "best_sampler": str(folder / BEST) if run.best else None, "best": run.best,
         }  # fmt: skip
 
@@ -96,6 +106,7 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     base = base or load_base(config.base, device="auto", dtype=dtype)
     base = base.with_features(config.features)
+    _check_blocks(config, base)
     data: Sequence[Trajectory] = ()
     held: Sequence[Trajectory] | None
     pool: Pool | None = None
@@ -123,40 +134,68 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
     return run
 
 
+def _check_blocks(config: TrainConfig, base: Base) -> None:
+    """Raises InputError for settings that a block base does not know."""
+    size, most = base.spec.block, (base.spec.block or 0) + config.rollout
+    if size is None:
+        return
+    require(not config.one_pass, f"one_pass decodes whole canvases; base {base.spec.name!r} writes in blocks")
+    require(not config.compile, f"compile is true; base {base.spec.name!r} writes in blocks: leave it out")
+    long = f"slice_states is {config.slice_states}; blocks of {size} have at most {most} states with this rollout"
+    require(config.slice_states <= most, long)
+
+
 def _unfinished(run: Run) -> bool:
     limit = run.config.max_seconds
     return run.step < run.config.steps and (limit is None or run.elapsed < limit)
 
 
+def _leaves(run: Run) -> bool:
+    return run.stopping or not _unfinished(run)
+
+
 def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict[str, float]:
     """Steps until the end, a clock or a signal; saves on the way and when leaving."""
     config = run.config
-    last = {} if _unfinished(run) else _held_out(run)  # a finished run that is started again
     run.began, run.stop = time.monotonic() - run.elapsed, stop
-    while _unfinished(run):
+    last: dict[str, float] = {}
+    if run.losses is not None or not _unfinished(run):  # stopped in an evaluation, or finished and started again
+        last = _evaluate(run, folder, metrics)
+    while not _leaves(run):
         losses = _step(run)
         run.step += 1
         if run.step <= config.untimed:
             run.began, run.elapsed = time.monotonic(), 0.0
-        leaving = run.stopping or not _unfinished(run)
         if run.step % config.eval_every == 0 or not _unfinished(run):
-            last = _held_out(run)
-            keep_best(run, folder, last)
-            metrics.write(run.step, **losses, seconds=run.elapsed, **last)
-            log.info("step %d: loss %.4f; by depth: %s", run.step, losses["loss"], by_depth(last))
-        if run.step % config.checkpoint_every == 0 or leaving:
+            run.losses = losses
+            last = _evaluate(run, folder, metrics)
+        if run.step % config.checkpoint_every == 0 or _leaves(run):
             payload = _payload(run)  # on every rank: their pools are gathered
             if run.rank == 0:
                 save_checkpoint(folder, payload)
-        if run.stopping:
-            break
+    return last
+
+
+def _evaluate(run: Run, folder: Path, metrics: MetricsLog) -> dict[str, float]:
+    """Held-out metrics of the present step, logged if they were due; none, and they stay due, after a signal."""
+    last: dict[str, float] | None = None
+    with suppress(Stopped):
+        last = _held_out(run)
+    run.stopping |= bool(distributed.total(torch.tensor(float(run.stop.requested), device=run.device)) > 0)
+    if last is None:
+        return {}
+    if run.losses is not None:
+        keep_best(run, folder, last)
+        metrics.write(run.step, **run.losses, seconds=run.elapsed, **last)
+        log.info("step %d: loss %.4f; by depth: %s", run.step, run.losses["loss"], by_depth(last))
+        run.losses = None
     return last
 
 
 def _held_out(run: Run) -> dict[str, float]:
     if run.pool is not None:  # here, where every rank is; g is saved by the first alone
         run.pool_end = max(distributed.from_all_ranks([run.pool.end]))
-    return held_out(run.base, run.sampler, *_held_rows(run), run.config, _autocast(run), run.pad_to)
+    return held_out(run.base, run.sampler, *_held_rows(run), run.config, _autocast(run), run.pad_to, run.stop.check)
 
 
 def _held_rows(run: Run) -> tuple[Sequence[Trajectory], list[int]]:
@@ -164,18 +203,21 @@ def _held_rows(run: Run) -> tuple[Sequence[Trajectory], list[int]]:
 
 
 def _step(run: Run) -> dict[str, float]:
-    """One optimiser step over `accumulate` micro-batches; the same set whatever the number of ranks."""
+    """One optimiser step: the mean over the states of all micro-batches and ranks."""
     config = run.config
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
     share = max(run.step / config.steps, run.elapsed / config.max_seconds if config.max_seconds else 0.0)
     scale = learning_rate(run.step, share, warmup=config.warmup, decay=config.decay)
     total = torch.zeros((), device=run.device)
-    for j in range(config.accumulate):
-        loss = _micro_loss(run, run.rank * config.accumulate + j) / config.accumulate
+    firsts = [(run.rank * config.accumulate + j) * config.slices for j in range(config.accumulate)]
+    parts = [_draw(run, first) for first in firsts]
+    states = distributed.total(torch.stack([states_compared(part, config.rollout) for part in parts]).sum(0))
+    for first, part in zip(firsts, parts, strict=True):
+        loss = _micro_loss(run, first, part, states)
         loss.backward()
         total += loss.detach()
-    distributed.average_gradients(run.sampler.parameters())
+    distributed.sum_gradients(run.sampler.parameters())
     norm = torch.nn.utils.clip_grad_norm_(run.sampler.parameters(), config.clip)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -193,26 +235,31 @@ def _settle(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float]:
         value, size = torch.stack([loss, norm]).tolist()
         run.elapsed, run.stopping = run.now(), run.stop.requested
         return value, size
-    own = [torch.full_like(loss, x) for x in (run.now(), run.stop.requested)]
-    value, run.elapsed, stopped, size = torch.stack([*distributed.mean(torch.stack([loss, *own])), norm]).tolist()
+    own = [torch.full_like(loss, x) for x in (run.now() / run.world, run.stop.requested)]
+    value, run.elapsed, stopped, size = torch.stack([*distributed.total(torch.stack([loss, *own])), norm]).tolist()
     run.stopping = stopped > 0
     return value, size
 
 
-def _micro_loss(run: Run, micro: int) -> Tensor:
+def _draw(run: Run, first: int) -> Slices | BlockSlices | Frames:
+    """A micro-batch, from slice `first` of the step on."""
     config = run.config
-    key = (config.seed, run.step, micro)
-    g = run.sampler if run.step_g is None else run.step_g
     if run.pool is not None:
-        seen: Slices | Frames = run.pool.frames()  # decoding: not under autocast
-    else:
-        slices = random_slices(
-            run.data, run.training_rows, count=config.slices, length=config.slice_states, rollout=config.rollout,
-            key=key, pad_id=run.base.spec.pad_id, pad_to=run.pad_to,
-        )  # fmt: skip
-        seen = to_device(slices, run.device)
+        return run.pool.frames()
+    drawn: dict[str, Any] = {
+        "count": config.slices, "length": config.slice_states, "rollout": config.rollout, "first": first,
+        "key": (config.seed, run.step),
+    }  # fmt: skip
+    if run.base.spec.block is not None:
+        return random_blocks(run.data, run.training_rows, **drawn, base=run.base).to(run.device)
+    pads: dict[str, Any] = {"pad_id": run.base.spec.pad_id, "pad_to": run.pad_to}
+    return to_device(random_slices(run.data, run.training_rows, **drawn, **pads), run.device)
+
+
+def _micro_loss(run: Run, first: int, part: Slices | BlockSlices | Frames, states: Tensor) -> Tensor:
+    g, key = run.sampler if run.step_g is None else run.step_g, (run.config.seed, run.step)
     with _autocast(run):
-        return batch_loss(run.base, g, seen, config, key=key, delta=run.delta)
+        return batch_loss(run.base, g, part, run.config, key=key, delta=run.delta, first=first, states=states)
 
 
 def _autocast(run: Run) -> Any:
@@ -225,13 +272,14 @@ def _payload(run: Run) -> dict[str, Any]:
     return {
         "run": run.settings(), "step": run.step, "elapsed": run.elapsed, "sampler": run.sampler.state_dict(),
         "optimizers": [o.state_dict() for o in run.optimizers], "best": run.best, "started_from": run.started_from,
+        "losses": run.losses,
         "pools": None if run.pool is None else distributed.from_all_ranks([run.pool.state()]),
     }  # fmt: skip
 
 
 def _restore(run: Run, saved: dict[str, Any]) -> None:
     run.step, run.elapsed, run.best = saved["step"], saved["elapsed"], saved.get("best", {})
-    run.started_from = saved.get("started_from")
+    run.started_from, run.losses = saved.get("started_from"), saved.get("losses")
     run.sampler.load_state_dict(saved["sampler"])
     if run.pool is not None:
         run.pool.load(saved["pools"][run.rank])

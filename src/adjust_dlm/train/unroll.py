@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,14 @@ class Slices:
         """Commits before each state."""
         return self.start_N + torch.arange(self.length, device=self.start_N.device)[:, None]
 
-    def rank(self) -> Tensor:
-        """[S, N, L] commits from each state until a position is revealed; negative once it is.
+    @property
+    def text_SN(self) -> Tensor:
+        """0, or -1 where there is no state yet."""
+        return torch.where(self.t_SN >= 0, 0, -1)
+
+    @property
+    def rank_BL(self) -> Tensor:
+        """Commits from each state (state-major) until a position is revealed; negative once it is.
 
         Positions never revealed rank very high while the text goes on, and do not count after its end.
         """
@@ -61,7 +68,11 @@ class Slices:
         never_NL = self.order_NL == MASKED
         rank_SNL = torch.where(never_NL, NEVER, self.order_NL) - t_SN1
         goes_on_SN1 = ((rank_SNL >= 0) & ~never_NL).any(-1, keepdim=True)
-        return torch.where(goes_on_SN1 | ~never_NL, rank_SNL, -NEVER)
+        return torch.where(goes_on_SN1 | ~never_NL, rank_SNL, -NEVER).flatten(0, 1)
+
+    def frames(self, base: Base) -> Frames:
+        """See `observe`."""
+        return observe(base, self)
 
     def states(self, mask_id: int) -> State:
         """The canvases before commits start .. start+S-1, as one batch of S*N rows (state-major)."""
@@ -78,21 +89,37 @@ class Frames:
 
     Attributes:
         x: the canvases.
-        h_BLD: f(x).
+        h: f(x), in pieces of whole rows.
         rank_BL: commits until a position is revealed; negative where it is not masked or the state does not count.
         text_SN: which text a state belongs to; -1 is filler. A window stays within one text.
+        around: of a block base: makes the sampler a step on rows that are blocks (see `train.blocks`).
     """
 
     x: State
-    h_BLD: Tensor
+    h: Sequence[Tensor]
     rank_BL: Tensor
     text_SN: Tensor
+    around: Any = None
 
 
 def observe(base: Base, slices: Slices) -> Frames:
     """Algorithm 2, lines 3-7: the states of stored trajectories, and one base pass for each."""
     x = slices.states(base.spec.mask_id)
-    return Frames(x, base.hidden(x), slices.rank().flatten(0, 1), torch.where(slices.t_SN >= 0, 0, -1))
+    return Frames(x, [base.hidden(x)], slices.rank_BL, slices.text_SN)
+
+
+def states_compared(seen: Any, rollout: int) -> Tensor:
+    """How many states the windows of slices or frames compare at depths 1 .. rollout; int64 [rollout]."""
+    masked_SN = (seen.rank_BL >= 0).any(-1).view_as(seen.text_SN)
+    windows = len(masked_SN) - rollout
+    return torch.stack(
+        [(_begun(seen.text_SN, k, windows) & masked_SN[k : k + windows]).sum() for k in range(1, rollout + 1)]
+    )
+
+
+def _begun(text_SN: Tensor, k: int, windows: int) -> Tensor:
+    """[windows, N]: whether a window has begun, and its state k is of the same text."""
+    return (text_SN[:windows] == text_SN[k : k + windows]) & (text_SN[:windows] >= 0)
 
 
 @dataclass
@@ -139,13 +166,14 @@ def unroll(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
         rollout: K - 1, the number of unrolled g steps.
     """
     text_SN = frames.text_SN
-    out = Unrolled(frames.h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
-    h_k = out.stale_BLD
+    h_BLD = frames.h[0] if len(frames.h) == 1 else torch.cat([*frames.h])
+    out = Unrolled(h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
+    h_k, g = out.stale_BLD, sampler if frames.around is None else frames.around.step(sampler)
     for k in range(1, rollout + 1):  # line 8
-        h_k = sampler(h_k, rows_of(frames.x, out.rows(k)))  # line 9
+        h_k = g(h_k, rows_of(frames.x, out.rows(k)))  # line 9
         out.student.append(h_k)
-        begun_SN = (text_SN[: out.windows] == text_SN[k : k + out.windows]) & (text_SN[: out.windows] >= 0)
-        out.rank.append(torch.where(begun_SN.flatten()[:, None], frames.rank_BL[out.rows(k)], -NEVER))
+        begun_N1 = _begun(text_SN, k, out.windows).flatten()[:, None]
+        out.rank.append(torch.where(begun_N1, frames.rank_BL[out.rows(k)], -NEVER))
     return out
 
 
@@ -157,7 +185,7 @@ def rows_of(x: State, rows: Tensor | slice) -> State:
 def unrolled_kl(
     base: Base, run: Unrolled, depths: Depths, *, weights: RowWeights = "next", next_decay: float = NEXT_DECAY,
     next_share: float = NEXT_SHARE, suppress_eos: bool = False, stale: bool = False, delta: Delta = kl_and_delta,
-    share_BL: Tensor | None = None,
+    share_BL: Tensor | None = None, states: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Line 11: mean over depths, and over states, of the weighted KL(W h_k || W h^_k) on rows masked in x_k.
 
@@ -174,6 +202,8 @@ def unrolled_kl(
         stale: measure h_0 in place of h^_k (what parallel decoding would use).
         delta: `kl_and_delta` or a twin of it (see `losses.pick_delta`).
         share_BL: factors on the row weights of all states (`losses.row_shares`); rows of factor 0 are left out.
+        states: what the mean over states divides by at depths 1 .. rollout; `states_compared` of all parts if `run` is
+            a part of a step, whose losses then add up; the run's own unless given.
     """
     depths = (depths,) if isinstance(depths, int) else depths
     shares = dict(depths) if isinstance(depths, Mapping) else dict.fromkeys(depths, 1 / len(depths))
@@ -181,9 +211,9 @@ def unrolled_kl(
     rank_KNL = torch.stack([run.rank[k - 1] for k in shares])
     masked_KNL = rank_KNL >= 0
     own_KNL = row_weights(rank_KNL, masked_KNL, weights, decay=next_decay, share=next_share)
-    states_K = masked_KNL.any(-1).sum(-1).clamp_min(1)
+    states_K = masked_KNL.any(-1).sum(-1) if states is None else torch.stack([states[k - 1] for k in shares])
     for i, (k, share) in enumerate(shares.items()):
-        weight_KBL[i, run.rows(k)] = own_KNL[i] * share / states_K[i]
+        weight_KBL[i, run.rows(k)] = own_KNL[i] * share / states_K[i].clamp_min(1)
     if share_BL is not None:
         weight_KBL *= share_BL
     counts_BL = (weight_KBL > 0).any(0)

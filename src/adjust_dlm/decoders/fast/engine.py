@@ -51,6 +51,8 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch:
         return f"decoder {decoder} has no fast form"
     if not isinstance(base, TransformerBase):
         return f"base {base.spec.name} is no transformer"
+    if base.spec.block is not None:
+        return f"base {base.spec.name} writes in blocks"
     if config.cache_period is not None:
         return "cache_period needs passes of changing shapes"
     if watch is not None:

@@ -1,28 +1,112 @@
-"""The prefix cache: prompt and finished text are recomputed once in several base passes."""
+"""What passes need not compute again: the exact cache of block bases, and the prefix cache of others."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.blocks import to_edge
+from adjust_dlm.bases.memory import Memory, renew
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, State
 
 
-def with_prefix_cache(base: Base, config: DecodeConfig) -> Base:
-    """The base as the settings of a canvas have it look at this; itself where no cache is asked for."""
-    if config.cache_period is None:
+def with_cache(base: Base, config: DecodeConfig) -> Base:
+    """The base as the settings of a canvas have it look at this; itself where there is nothing to keep."""
+    keeps = isinstance(base, TransformerBase) and base.spec.block is not None
+    if config.cache_period is None and not keeps:
         return base
     cached = copy.copy(base)
-    cached.hidden = functools.partial(_hidden, base, config.cache_period, config.cache_window)  # type: ignore[method-assign]
+    more = (config.cache_period, config.cache_window)
+    hidden = functools.partial(_open_blocks, base) if keeps else functools.partial(_hidden, base, *more)
+    cached.hidden = hidden  # type: ignore[method-assign]
     return cached
 
 
-def _hidden(base: Base, period: int, window: int | None, state: State) -> Tensor:
+def with_sampler_cache(sampler: Any) -> Any:
+    """The sampler as it looks at canvases of a block base; itself on others, and a function that is no `Sampler`."""
+    if not isinstance(sampler, Sampler) or sampler.block is None:
+        return sampler
+    cached = copy.copy(sampler)
+    cached.forward = functools.partial(_step_of_blocks, sampler)  # type: ignore[method-assign]
+    cached.keys = functools.partial(_keys_of_blocks, sampler)  # type: ignore[method-assign]
+    return cached
+
+
+def surplus(base: Base) -> int:
+    """Columns that a cached pass has right of its canvas: as many as a row's last block may lack."""
+    return (base.spec.block or 1) - 1
+
+
+def _open_blocks(base: Base, state: State) -> Tensor:
+    """States h_BLD of a canvas of a block base; any other state is looked at whole.
+
+    A pass computes each row's open block, and before it what has become final since the row's last pass: the prompt
+    in its first, in the first of a block the block before. Keys and values of final blocks are never written again.
+    Columns of other blocks hold what an earlier pass left there.
+    """
+    size, length = base.spec.block, state.tokens_BL.shape[1]
+    if not isinstance(state, Canvas) or size is None:
+        return base.hidden(state)
+    whole = to_edge(state, size, base.spec.mask_id, surplus(base))
+    column_BN, valid_BN, _ = _columns_to_edge(state, state.memory, size, whole.tokens_BL.shape[1], state.open_B)
+    return base.hidden_again(whole, state.memory, column_BN, valid_BN)[:, :length]
+
+
+def _step_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State, column_BN: Tensor | None = None) -> Tensor:
+    """One step of g at the open block's columns; once over what has become final, whose keys it then keeps."""
+    if not isinstance(state, Canvas) or sampler.block is None or column_BN is not None:
+        return Sampler.forward(sampler, h_BLD, state, column_BN)
+    memory, length = state.sampler_memory, state.tokens_BL.shape[1]
+    column_BN, valid_BN, own_BN = _columns_to_edge(state, memory, sampler.block, length, state.busy_B)
+    new_BND = sampler.rows(h_BLD, state, column_BN, memory, valid_BN)
+    return renew(h_BLD.clone(), new_BND, column_BN, own_BN)
+
+
+def _keys_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State) -> Memory:
+    """For sparse steps: what `_step_of_blocks` keeps."""
+    if not isinstance(state, Canvas):
+        return Sampler.keys(sampler, h_BLD, state)
+    _step_of_blocks(sampler, h_BLD, state)
+    return state.sampler_memory
+
+
+def _columns_to_edge(
+    canvas: Canvas, memory: Memory, size: int, width: int, goes_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's columns from the first that is not final in the memory to the edge of its open block; books these.
+
+    Args:
+        canvas: the rows.
+        memory: theirs.
+        size: S.
+        width: columns of the memory.
+        goes_B: which rows; in a step of g those with commits left, since others may have filled their block by now.
+
+    Returns:
+        The columns [B, N], all different in a row; which of them are wanted; which lie in the open block.
+    """
+    memory.width = width
+    start_B = canvas.real_BL.long().argmax(-1)
+    final_B = memory.counts_B3[:, 0]
+    before_B = (canvas.masked_BL.long().argmax(-1) - start_B) // size * size  # the open block's first position
+    edge_B = (start_B + before_B + size).clamp_max(width)
+    count_B = (edge_B - start_B - final_B).masked_fill(~goes_B, 0)
+    count = max(1, int(count_B.max()))
+    place_BN = edge_B[:, None] - count + torch.arange(count, device=edge_B.device)
+    valid_BN = place_BN >= (edge_B - count_B)[:, None]
+    memory.counts_B3[:, 0] = torch.where(goes_B, before_B, final_B)
+    return place_BN % width, valid_BN, valid_BN & (place_BN >= (start_B + before_B)[:, None])
+
+
+def _hidden(base: Base, period: int | None, window: int | None, state: State) -> Tensor:
     """States h_BLD of the canvas; any other state is looked at exactly.
 
     A row is computed whole in its first pass, when it enters a block, and once `period` passes are over. In between,
@@ -34,7 +118,7 @@ def _hidden(base: Base, period: int, window: int | None, state: State) -> Tensor
         return base.hidden(state)
     memory, length, open_B, block_B = state.memory, state.tokens_BL.shape[1], state.open_B, state.block_B
     age_B, before_B, last_B = memory.counts_B3.unbind(-1)
-    again_B = open_B & ((age_B % period == 0) | (block_B != before_B))
+    again_B = open_B & ((age_B % (period or 1) == 0) | (block_B != before_B))
     now_B = torch.where(again_B, length, last_B).masked_fill(~open_B, 0)  # nothing to score: none
     count = min(length, int(now_B.max())) if memory.kept else length
     column_BN = torch.arange(length - count, length, device=now_B.device).expand(len(now_B), -1)

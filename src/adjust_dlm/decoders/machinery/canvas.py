@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, BaseSpec
+from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.sampling import DRAW, NOISE, confidence, gumbel, uniform, wrapped
 from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, OrderRule, State, is_id, require
@@ -43,7 +44,7 @@ class Canvas(State):
         block_B: the block that each row is in, 0-based.
         only_BL: where this round may still go: everywhere until its first pick.
         wide: columns that it may go to at most, of one row.
-        memory: what the rows keep of earlier passes, for the prefix cache.
+        memory, sampler_memory: what the rows keep of earlier passes, and of steps of g (see `machinery.cache`).
         watch: called after every commit.
         chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
             temperature and filters), for every position that they propose a token for.
@@ -67,10 +68,20 @@ class Canvas(State):
             new: masks for each row, 0 or more; `config.max_new_tokens` unless given.
 
         Raises:
-            InputError: a canvas longer than the base's context, or an id that the base does not have.
+            InputError: a canvas longer than the base's context, or an id that the base does not have; on a block base a
+                block_length that does not divide its blocks, or a mask left of a later block's given token.
         """
         self.base, self.config = base, config
         spec, count = base.spec, len(prompts)
+        size = spec.block
+        require(
+            size is None or size % (config.block_length or 1) == 0,
+            f"block_length is {config.block_length}; base {spec.name!r} has blocks of {size}, which it must divide",
+        )
+        require(
+            size is None or config.schedule == "exact",
+            f"schedule is {config.schedule!r}; base {spec.name!r} has blocks, and no published counts: leave it out",
+        )
         require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
         rows = list(range(count)) if rows is None else rows
         seeds = [config.seed] * count if seeds is None else seeds
@@ -93,7 +104,8 @@ class Canvas(State):
         self.commits_B, self.quota_B, self._before_B = zeros[4:]  # until now, left in this round, before this round
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
         self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
-        self.only_BL, self.memory = torch.ones_like(real_BL), Memory(count, base.device)
+        self.only_BL = torch.ones_like(real_BL)
+        self.memory, self.sampler_memory = Memory(count, base.device), Memory(count, base.device)
         self.narrowed, self.wide = False, 0
         self._round = 0
         self._schedules = self._reference_schedules() if config.schedule == "reference" else None
@@ -131,8 +143,28 @@ class Canvas(State):
         return self._block_BL & self.only_BL
 
     @property
+    def seen_BL(self) -> Tensor:
+        """The masks that a pass of the base has states for: all, or those of the block that a block base is in."""
+        size = self.base.spec.block
+        return self.masked_BL if size is None else self.masked_BL & open_block(self, size)
+
+    def lead(self, score_BL: Tensor) -> Tensor:
+        """Puts the first position of a block before all others where it is scored by the block before: in place.
+
+        That state does not see the block, so that a token drawn there later would not follow what stands in it. A
+        row's first position is scored by its own state.
+        """
+        if self.base.lag:
+            place_BL = self.positions_BL
+            first_BL = (place_BL % (self.base.spec.block or 1) == 0) & (place_BL > 0) & (score_BL > -torch.inf)
+            score_BL.masked_fill_(first_BL, torch.inf)
+        return score_BL
+
+    @property
     def _block_BL(self) -> Tensor:
         """The masks of each row's block."""
+        if self.base.spec.block is not None:
+            return self.masked_BL & open_block(self, self.config.block_length or self.base.spec.block)
         if self.config.block_length is None:
             return self.masked_BL
         end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
@@ -141,6 +173,9 @@ class Canvas(State):
     @property
     def block_B(self) -> Tensor:
         """The block of each row's first mask; one block unless told."""
+        if self.base.spec.block is not None:
+            first_B1 = self.masked_BL.long().argmax(-1, keepdim=True)
+            return self.positions_BL.gather(1, first_B1)[:, 0] // (self.config.block_length or self.base.spec.block)
         if self.config.block_length is None:
             return torch.zeros_like(self.rows_B)
         first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.new_B)
@@ -294,19 +329,35 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
     require(not flat, f"{flat[:1]} among the prompts; each is a list of token ids")
     long, masks = max(zip(map(len, prompts), new, strict=True), key=sum)
     width = long + masks
+    whole = width + (-width % spec.block if spec.block else 0)
+    what = f"{width}" if whole == width else f"{width}, and with the rest of the last block {whole}"
     require(
-        width <= spec.context,
-        f"prompt of {long} tokens plus {masks} new ones make {width}; base {spec.name!r} takes at most {spec.context}",
+        whole <= spec.context,
+        f"prompt of {long} tokens plus {masks} new ones make {what}; base {spec.name!r} takes at most {spec.context}",
     )
     tokens_BL = torch.full((len(prompts), width), spec.pad_id, dtype=torch.long)
     real_BL = torch.zeros(tokens_BL.shape, dtype=torch.bool)
     for b, (prompt, masks) in enumerate(zip(prompts, new, strict=True)):
         wrong = [t for t in prompt if not is_id(t, 0, spec.vocab_size)]
         require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
+        if spec.block is not None:
+            _refuse_gaps(spec, b, prompt)
         first = width - len(prompt) - masks
         tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
         real_BL[b, first:] = True
     return tokens_BL, real_BL
+
+
+def _refuse_gaps(spec: BaseSpec, b: int, prompt: list[int]) -> None:
+    """Raises InputError for a mask with a given token in a later block."""
+    size = spec.block or 1
+    gap = next((n for n, token in enumerate(prompt) if token == spec.mask_id), len(prompt))
+    given = max((n for n, token in enumerate(prompt) if token != spec.mask_id), default=-1)
+    require(
+        given // size <= gap // size,
+        f"prompt {b} has a mask at {gap} and a token at {given}, in a later block of {size}; base {spec.name!r} sees "
+        "nothing to the right of a block: take a whole-canvas base such as smol",
+    )
 
 
 # Which columns of a canvas a step looks at: sets of a fixed size, so that shapes do not depend on the texts.

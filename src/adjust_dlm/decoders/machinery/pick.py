@@ -31,6 +31,7 @@ def pick(base: Base, h_BLD: Tensor, canvas: Canvas, count: int = 1) -> Picks:
     rows = Rows(base, h_BLD, canvas)
     score_BL = torch.full(canvas.tokens_BL.shape, -torch.inf, device=h_BLD.device)
     score_BL[row_R, position_R] = rows.scores(row_R, position_R)
+    canvas.lead(score_BL)
     if count <= 1 and not canvas.narrowed:
         canvas.narrow(score_BL)
     position_BN = score_BL.sort(dim=-1, descending=True, stable=True).indices[:, : max(count, 1)]
@@ -79,7 +80,8 @@ class Rows:
         return self.base.logits(self._states(row_R, position_R), suppress_eos=self.config.suppress_eos)
 
     def _states(self, row_R: Tensor, position_R: Tensor) -> Tensor:
-        return self.h_BLD[row_R, position_R, : self.base.width]  # copies nothing that the head does not read
+        h_BLD = self.h_BLD[..., : self.base.width]  # copies nothing that the head does not read
+        return self.base.at(h_BLD, self.canvas, row_R, position_R)
 
 
 def refuse_nan(base: Base, *parts: Tensor, logits_RV: Tensor | None = None) -> None:

@@ -14,12 +14,16 @@ from adjust_dlm.sampling import DRAW, confidence, draw, process
 
 Logits = Callable[[Tensor, Tensor], Tensor]  # (row [R], position [R]) -> fp32 logits [R, V]
 Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (logits [R, V], token [R], row [R], position [R]) -> [R]
-Allowed = Callable[[Tensor], Tensor]  # scores [B, N], falling, -inf behind the last -> which ranks may go [B, N]
+Allowed = Callable[[Tensor, Tensor], Tensor]  # scores, falling, -inf behind the last, positions -> which ranks may go
 
 
 def plain_logits(model: Base | Partner, h_BLD: Tensor, canvas: Canvas) -> Logits:
     """A model's own logits of states."""
-    return lambda row_R, position_R: model.logits(h_BLD[row_R, position_R], suppress_eos=canvas.config.suppress_eos)
+
+    def logits(row_R: Tensor, position_R: Tensor) -> Tensor:
+        return model.logits(model.at(h_BLD, canvas, row_R, position_R), suppress_eos=canvas.config.suppress_eos)
+
+    return logits
 
 
 def propose(
@@ -51,7 +55,7 @@ def propose(
         canvas.note_chance(row, position, processed_RV, token_R)
         token_BL[row, position] = token_R
         score_BL[row, position] = score(logits_RV, token_R, row, position).double()
-    return score_BL, token_BL
+    return canvas.lead(score_BL), token_BL
 
 
 def commit_best(canvas: Canvas, score_BL: Tensor, token_BL: Tensor) -> None:
@@ -77,7 +81,7 @@ def fill_by_rule(base: Base, canvas: Canvas, score: Score, allowed: Allowed) -> 
     while canvas.open:
         h_BLD = base.hidden(canvas)
         score_BL, token_BL = propose(base, canvas, canvas.open_BL, plain_logits(base, h_BLD, canvas), score)
-        ranked_BN = score_BL.sort(dim=-1, descending=True).values
-        prefix_BN = (allowed(ranked_BN) & (ranked_BN > -torch.inf)).cumprod(-1)
+        ranked_BN, position_BN = score_BL.sort(dim=-1, descending=True, stable=True)
+        prefix_BN = (allowed(ranked_BN, position_BN) & (ranked_BN > -torch.inf)).cumprod(-1)
         canvas.start_round(prefix_BN.sum(-1).clamp_min(1))
         commit_best(canvas, score_BL, token_BL)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adjust_dlm.bases.memory import Memory
+from adjust_dlm.decoders.machinery.cache import surplus
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.types import require
 
@@ -60,7 +61,7 @@ def take(canvas: RoundCanvas, rows: Sequence[int]) -> RoundCanvas:
         setattr(out, name, getattr(canvas, name)[index_B][:, first:])
     for name in _LONG:
         setattr(out, name, getattr(canvas, name)[index_B])
-    out.memory = canvas.memory.take(index_B, first)
+    out.memory, out.sampler_memory = (m.take(index_B, first) for m in (canvas.memory, canvas.sampler_memory))
     return _settled(out)
 
 
@@ -76,7 +77,8 @@ def join(parts: Sequence[RoundCanvas]) -> RoundCanvas:
         setattr(out, name, torch.cat(wide))
     for name in _LONG:
         setattr(out, name, torch.cat([getattr(part, name) for part in parts]))
-    out.memory = Memory.join([part.memory for part in parts], width)
+    out.memory = Memory.join([part.memory for part in parts], width + surplus(first.base))
+    out.sampler_memory = Memory.join([part.sampler_memory for part in parts], width)
     return _settled(out)
 
 

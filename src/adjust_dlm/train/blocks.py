@@ -1,0 +1,163 @@
+"""Algorithm 2 on a block base: one pass gives the states of all blocks of a text, each at a moment of its own.
+
+A text is looked at as [clean | view_0 .. view_{C-1}]: in view c every block b stands at its own moment s_b + c, sees
+itself and the clean blocks before it. Rows are then blocks: row c * (N J) + n J + j is state c of block j of text n.
+
+Shapes beside the usual ones: N texts, J blocks of a text, S positions of a block, C states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.memory import Memory
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.train.batches import to_device
+from adjust_dlm.train.unroll import NEVER, Frames, Slices
+from adjust_dlm.types import GIVEN, MASKED, State, Trajectory
+
+
+@dataclass
+class BlockSlices:
+    """C consecutive states of every block of N texts, padded on the right to whole blocks.
+
+    Attributes:
+        texts: the texts' final tokens [N, J S]; real up to the edge of a text's last block.
+        inside_NL: real without those surplus positions: what g sees.
+        views: the blocks [N J, S]; commit numbers count from the first commit of each block.
+        lag: of the base. With 1 a row is the column that scores a position, and a block's first position, which the
+            clean block before scores, is no row.
+    """
+
+    texts: State
+    inside_NL: Tensor
+    views: Slices
+    lag: int
+
+    @property
+    def text_SN(self) -> Tensor:
+        """0, or -1 where there is no state."""
+        return torch.where(self.views.start_N < NEVER, self.views.text_SN, -1)
+
+    @property
+    def rank_BL(self) -> Tensor:
+        """Commits from each state until the position that a row scores is revealed (see `Slices.rank_BL`)."""
+        return F.pad(self.views.rank_BL, (0, self.lag), value=-NEVER)[:, self.lag :]
+
+    def frames(self, base: TransformerBase) -> Frames:
+        """See `observe_blocks`."""
+        return observe_blocks(base, self)
+
+    def to(self, device: torch.device) -> BlockSlices:
+        """A copy there."""
+        tokens_BL, real_BL, masked_BL, inside_NL = (
+            part.to(device, non_blocking=True)
+            for part in (self.texts.tokens_BL, self.texts.real_BL, self.texts.masked_BL, self.inside_NL)
+        )
+        return BlockSlices(State(tokens_BL, real_BL, masked_BL), inside_NL, to_device(self.views, device), self.lag)
+
+
+def random_blocks(
+    trajectories: Sequence[Trajectory], rows: Sequence[int], *, count: int, length: int, rollout: int,
+    key: tuple[int, ...], base: Base, first: int = 0,
+) -> BlockSlices:  # fmt: skip
+    """`count` random texts with a random start for every block.
+
+    Starts run from -(C - rollout - 1) to T_b - 2, T_b the commits of the block, so every window start 0..T_b - 2 is
+    equally likely; what hangs over does not count, and neither do blocks without commits.
+
+    Args:
+        trajectories: the store.
+        rows: indices that may be used.
+        count: N.
+        length: C.
+        rollout: unrolled steps; a block's slice holds C - rollout windows.
+        key: (seed, step), which with a text's number decide what is drawn.
+        base: whose blocks these are.
+        first: number of the first text in the step.
+    """
+    generators = [np.random.default_rng((*key, first + n)) for n in range(count)]
+    chosen = [trajectories[rows[int(generator.integers(len(rows)))]] for generator in generators]
+
+    def start(n: int, commits: int) -> int:
+        return int(generators[n].integers(rollout + 1 - length, max(1, commits - 1)))
+
+    return pack_blocks(chosen, start, length, base)
+
+
+def pack_blocks(chosen: Sequence[Trajectory], start: Callable[[int, int], int], length: int, base: Base) -> BlockSlices:
+    """Lays texts out in blocks; `start` says where the slice of text n's block with so many commits begins."""
+    size, spec = base.spec.block or 1, base.spec
+    count = max(-(-len(x.tokens_L) // size) for x in chosen)
+    tokens_NL = torch.full((len(chosen), count * size), spec.mask_id)
+    order_NL = torch.full(tokens_NL.shape, GIVEN)  # surplus masks are no rows
+    inside_NL, real_NL = (torch.zeros(tokens_NL.shape, dtype=torch.bool) for _ in range(2))
+    for n, x in enumerate(chosen):
+        long = len(x.tokens_L)
+        tokens_NL[n, :long], order_NL[n, :long] = x.tokens_L, x.order_L
+        inside_NL[n, :long], real_NL[n, : -(-long // size) * size] = True, True
+    order_MS, tokens_MS = order_NL.view(-1, size), tokens_NL.view(-1, size)
+    first_M1 = torch.where(order_MS >= 0, order_MS, NEVER).amin(-1, keepdim=True)
+    time_MS = torch.where(order_MS >= 0, order_MS - first_M1, order_MS)
+    commits_M = (order_MS >= 0).sum(-1).tolist()
+    # A block without commits is filler: its slice lies behind its end.
+    starts = [start(m // count, commits) if commits else NEVER for m, commits in enumerate(commits_M)]
+    views = Slices(tokens_MS, time_MS, real_NL.view(-1, size), torch.tensor(starts), length)
+    return BlockSlices(State(tokens_NL, real_NL, order_NL == MASKED), inside_NL, views, base.lag)
+
+
+def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
+    """Algorithm 2, lines 3-7 for all blocks at once: a pass over the clean texts, one over the views beside them."""
+    size, count = base.spec.block or 1, seen.views.length
+    x = seen.views.states(base.spec.mask_id)
+    n, width = seen.texts.tokens_BL.shape
+    every_NL = torch.arange(width, device=base.device).expand(n, -1)
+    clean = Memory()
+    h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
+    tokens_VL = x.tokens_BL.view(count * n, width)
+    h_VLD = base.hidden_beside(tokens_VL, every_NL[:1], clean, views_mask(seen.texts.real_BL, size, count))
+    h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
+    finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
+    return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, Finished(finished, h_NLD))
+
+
+@dataclass
+class Finished:
+    """The clean half of what a step of g looks at.
+
+    Attributes:
+        texts: final tokens [N, L].
+        h_NLD: the base's states of these.
+    """
+
+    texts: State
+    h_NLD: Tensor
+
+    def step(self, sampler: Sampler) -> Callable[[Tensor, State], Tensor]:
+        """g on rows of blocks; its own step over the finished texts is made once, with gradients."""
+        size, keys = sampler.block or 1, sampler.keys(self.h_NLD, self.texts)
+        n, width = self.texts.tokens_BL.shape
+        place_1L = torch.arange(width, device=self.h_NLD.device)[None]
+
+        def g(h_RSD: Tensor, x: State) -> Tensor:
+            h_VLD = h_RSD.view(-1, width, h_RSD.shape[-1])
+            mask = views_mask(self.texts.real_BL, size, len(h_VLD) // n)
+            return sampler.beside(h_VLD, x.tokens_BL.view(-1, width), place_1L, keys, mask).view_as(h_RSD)
+
+        return g
+
+
+def views_mask(real_NL: Tensor, size: int, count: int) -> Tensor:
+    """[C N, 1, L, 2 L]: a view's column sees the clean blocks before its own, and its own block in the view."""
+    block_L = torch.arange(real_NL.shape[1], device=real_NL.device) // size
+    before_LL, own_LL = block_L[None] < block_L[:, None], block_L[None] == block_L[:, None]
+    mask_NLM = torch.cat([before_LL, own_LL], 1) & torch.cat([real_NL, real_NL], 1)[:, None]
+    return mask_NLM.repeat(count, 1, 1)[:, None]

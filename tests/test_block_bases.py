@@ -1,0 +1,422 @@
+"""Block-diffusion bases: their law by enumeration, the mask, and a cache that changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjust_dlm.bases.blocks import to_edge
+from adjust_dlm.bases.exact import ExactBase
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders import DECODERS, Canvas, decode, make_plan
+from adjust_dlm.decoders.divergence import observe
+from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
+from adjust_dlm.decoders.machinery.canvas import Picks
+from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
+from adjust_dlm.sampler import Sampler, SamplerConfig
+from adjust_dlm.types import DecodeConfig, InputError, State
+from helpers import BOS, FAMILIES, MASK, Law, assert_law, distance, left_pad, oracle, tiny_base, tiny_sampler
+from tiny_ar import tiny_partner
+
+WORDS, LENGTH = 3, 4
+N = 20_000
+NO_END = (23,)
+
+
+def table(seed: int = 3) -> Tensor:
+    return torch.rand((WORDS,) * LENGTH, generator=torch.Generator().manual_seed(seed)).pow(4) + 0.05
+
+
+def block_base(size: int, shifted: bool) -> ExactBase:
+    return ExactBase(table(), block=size, shifted=shifted)
+
+
+def law(first: int | None) -> Law:
+    """The table, given its first token if there is one."""
+    p = table().double()
+    strings = itertools.product(range(WORDS), repeat=LENGTH)
+    mass = {s: float(p[s]) for s in strings if first is None or s[0] == first}
+    return {s: q / sum(mass.values()) for s, q in mass.items()}
+
+
+# The law -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "shifted"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
+@pytest.mark.parametrize(("decoder", "k"), [("joint", 1), ("adjust", 2), ("adjust", 3), ("adjust", 4)])
+def test_joint_decoding_and_adjust_with_an_oracle_follow_the_law(
+    size: int, shifted: bool, decoder: str, k: int
+) -> None:
+    base, first = block_base(size, shifted), 1 if shifted else None
+    prompt = [] if first is None else [first]
+    config = DecodeConfig(tokens_per_step=k, max_new_tokens=LENGTH - len(prompt), order="entropy", seed=k)
+    helper = oracle(base) if decoder == "adjust" else None
+    result = decode(base, [prompt] * N, config, decoder=decoder, sampler=helper)
+    assert_law(result.tokens_BL, law(first))
+    blocks = [range(i, min(i + size, LENGTH)) for i in range(0, LENGTH, size)]
+    for left, right in itertools.pairwise(blocks):
+        assert int(result.order_BL[:, list(left)].max(-1).values.max()) < LENGTH
+        assert bool((result.order_BL[:, list(left)].amax(-1) < result.order_BL[:, list(right)].amin(-1)).all())
+    if shifted:  # a block's first position goes first
+        for block in blocks[1:]:
+            assert bool((result.order_BL[:, block.start] == result.order_BL[:, list(block)].amin(-1)).all())
+    rounds = sum(-(-len([i for i in block if i >= len(prompt)]) // k) for block in blocks)
+    assert set(result.base_calls_B.tolist()) == {rounds}  # a round ends with its block
+
+
+def test_a_blocks_first_position_committed_late_changes_the_law_of_a_shifted_base(monkeypatch: Any) -> None:
+    """Blocks of 2 with the first token given: x_2 is drawn from p(x_2 | x_0 x_1) whatever x_3 already is."""
+    base = block_base(2, True)
+    monkeypatch.setattr(Canvas, "lead", lambda canvas, score_BL: score_BL)
+    config = DecodeConfig(max_new_tokens=3, order="left_to_right", seed=1)
+    assert_law(decode(base, [[1]] * N, config, decoder="joint").tokens_BL, law(1))
+    monkeypatch.setattr(
+        Canvas, "lead", lambda canvas, score_BL: score_BL.copy_(score_BL.where(score_BL.isinf(), -score_BL))
+    )
+    late = decode(base, [[1]] * N, config, decoder="joint")
+    assert bool((late.order_BL[:, 3] < late.order_BL[:, 2]).all())
+    p, own = law(1), dict[tuple[int, ...], float]()
+    for s in p:
+        x1 = sum(q for t, q in p.items() if t[:2] == s[:2])
+        x2 = sum(q for t, q in p.items() if t[:3] == s[:3]) / x1
+        x3 = sum(q for t, q in p.items() if (t[1], t[3]) == (s[1], s[3])) / x1
+        own[s] = x1 * x3 * x2
+    assert distance(own, p) > 0.03
+    assert_law(late.tokens_BL, own)
+
+
+@pytest.mark.parametrize(("size", "shifted"), [(2, False), (2, True), (4, True)])
+def test_divergence_is_zero_for_joint_and_oracle_and_as_enumerated_for_parallel(size: int, shifted: bool) -> None:
+    base, first = block_base(size, shifted), 1 if shifted else None
+    prompt = [] if first is None else [first]
+    new = LENGTH - len(prompt)
+    config = DecodeConfig(tokens_per_step=2, max_new_tokens=new, order="left_to_right")
+    exact = observe(base, [prompt] * 300, config.but(tokens_per_step=1), decoder="joint")
+    assert float(exact.value_BTM[..., :2].abs().max()) < 1e-6
+    exact = observe(base, [prompt] * 300, config, decoder="adjust", sampler=oracle(base))
+    assert float(exact.value_BTM[..., :2].abs().max()) < 1e-6
+    p, q = law(first), dict[tuple[int, ...], float]()
+    # Rounds of two within a block: of a block of 2 that has one open position, one.
+    rounds = [[i for i in range(a, min(a + size, LENGTH)) if i >= len(prompt)] for a in range(0, LENGTH, size)]
+    rounds = [block[i : i + 2] for block in rounds for i in range(0, len(block), 2)]
+    for s in p:
+        q[s] = 1.0
+        for positions in rounds:
+            seen = range(positions[0])
+            before = [t for t in p if all(t[i] == s[i] for i in seen)]
+            mass = sum(p[t] for t in before)
+            for i in positions:
+                q[s] *= sum(p[t] for t in before if t[i] == s[i]) / mass
+    assert sum(q.values()) == pytest.approx(1)
+    wanted = sum(q[s] * math.log(q[s] / p[s]) for s in p)
+    told = observe(base, [prompt] * N, config, decoder="parallel").summary()
+    assert wanted > 0.01
+    assert abs(told["kl_qp"] * new - wanted) < 1.5 * told["kl_qp_ci95"] * new
+
+
+# The mask, and the frame ---------------------------------------------------------------------------------------
+
+
+def longhand(base: TransformerBase, row: list[int], size: int) -> Tensor:
+    """States [L, D] of a row, block by block: a pass over the text up to a block's edge, of which that block counts.
+
+    In such a pass earlier blocks see nothing behind them either, which a pass without blocks of the same weights, over
+    all blocks up to theirs, gives for the first block alone; so keys and values are those of this very rule.
+    """
+    whole = [*row, *[MASK] * (-len(row) % size)]
+    out = [base.hidden(left_pad([whole[:end]]))[0, end - size :] for end in range(size, len(whole) + 1, size)]
+    return torch.cat(out)[: len(row)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_states_depend_on_nothing_right_of_a_block(family: str, size: int) -> None:
+    base = tiny_base(family, block=size)
+    row = torch.randint(3, 20, (27,), generator=torch.Generator().manual_seed(size)).tolist()
+    h_LD = base.hidden(left_pad([row]))[0]
+    torch.testing.assert_close(h_LD, longhand(base, row, size), rtol=0, atol=2e-5)
+    for edge in range(size, len(row), size):
+        junk = [*row[:edge], *[5] * (len(row) - edge)]
+        assert torch.equal(base.hidden(left_pad([junk]))[0, :edge], h_LD[:edge])
+    inside = [*row[: size - 1], 3 if row[size - 1] != 3 else 4, *row[size:]]  # a block's last token
+    assert float((base.hidden(left_pad([inside]))[0, 0] - h_LD[0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_block_over_all_is_the_whole_canvas(family: str) -> None:
+    """And the last block's masks beyond the canvas are masks."""
+    base, plain = tiny_base(family, block=32), tiny_base(family)
+    row = [BOS, 5, 6, MASK, 7]
+    whole = plain.hidden(left_pad([[*row, *[MASK] * 27]]))[0]
+    own = base.hidden(left_pad([row]))
+    torch.testing.assert_close(base.by_position(own, left_pad([row]))[0], whole[:5])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_pads_change_nothing(family: str) -> None:
+    base = tiny_base(family, block=4)
+    rows = [[BOS, 5, 6, MASK, 7, 8, MASK], [BOS, 9], [BOS, 4, 5, 6, 7, 8, 9, 10, MASK]]
+    together = base.hidden(left_pad(rows))
+    for row, h_LD in zip(rows, together, strict=True):
+        torch.testing.assert_close(h_LD[-len(row) :], base.hidden(left_pad([row]))[0])
+
+
+def test_positions_are_scored_by_the_column_before_in_a_shifted_family_alone() -> None:
+    rows = [[BOS, 5, 6, MASK, 7], [BOS, MASK]]
+    state, at = left_pad(rows), (torch.tensor([0, 0, 1, 1]), torch.tensor([0, 4, 3, 4]))
+    h_BLD = torch.arange(10.0).view(2, 5, 1)
+    assert tiny_base("dream", block=4).at(h_BLD, state, *at)[:, 0].tolist() == [0, 3, 8, 8]
+    assert tiny_base("llada", block=4).at(h_BLD, state, *at)[:, 0].tolist() == [0, 4, 8, 9]
+    assert tiny_base("dream").at(h_BLD, state, *at)[:, 0].tolist() == [0, 4, 8, 9]  # its states were moved
+
+
+# The cache -----------------------------------------------------------------------------------------------------
+
+
+def prompts(size: int) -> list[list[int]]:
+    """Of every length modulo S from the start token on, and one of several blocks."""
+    draw = torch.Generator().manual_seed(size)
+    lengths = [*range(1, size + 1), 2 * size, 2 * size + 3]
+    return [[BOS, *torch.randint(3, 20, (n - 1,), generator=draw).tolist()] for n in lengths]
+
+
+def played(
+    base: TransformerBase, config: DecodeConfig, decoder: str, texts: list[list[int]], *, cached: bool, **more: Any
+) -> Any:
+    """A decode with the cache, or by passes over the whole canvas."""
+    sampler = tiny_sampler(base) if DECODERS[decoder].needs_sampler else None
+    with pytest.MonkeyPatch.context() as patch:
+        if not cached:
+            patch.setattr("adjust_dlm.decoders.with_cache", lambda base, config: base)
+            patch.setattr("adjust_dlm.decoders.with_sampler_cache", lambda sampler: sampler)
+        partner = tiny_partner(base) if DECODERS[decoder].needs_partner else None
+        return decode(base, texts, config, decoder=decoder, sampler=sampler, partner=partner, **more)
+
+
+@pytest.mark.parametrize("decoder", [name for name in DECODERS if name != "origin"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("size", "block_length", "end"), [(4, None, NO_END), (8, 4, (1,)), (8, None, NO_END)])
+def test_every_decoder_writes_the_same_with_the_cache(
+    decoder: str, family: str, size: int, block_length: int | None, end: tuple[int, ...]
+) -> None:
+    """Rows in different blocks, left pads, early ends, sub-blocks, prompts of every length modulo S."""
+    base = tiny_base(family, block=size, end_ids=end)
+    order = {"guided": "confidence"}.get(decoder)
+    config = DecodeConfig(
+        max_new_tokens=2 * size + 3, tokens_per_step=3, block_length=block_length, seed=4, order=order
+    )
+    kept, plain = (played(base, config, decoder, prompts(size), cached=cached) for cached in (True, False))
+    assert torch.equal(kept.tokens_BL, plain.tokens_BL)
+    assert torch.equal(kept.order_BL, plain.order_BL)
+    assert MASK not in kept.tokens_BL[kept.real_BL]
+    grid = block_length or size
+    for b in range(len(kept.tokens_BL)):
+        order_L = kept.order_BL[b][kept.real_BL[b]]
+        parts = [part[part >= 0] for part in order_L.split(grid)]
+        parts = [part for part in parts if len(part)]
+        assert all(int(left.max()) < int(right.min()) for left, right in itertools.pairwise(parts))
+
+
+@pytest.mark.parametrize("size", [4, 16, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_states_are_those_of_the_whole_canvas(family: str, size: int) -> None:
+    """After every commit, at all columns of the open block and before it; junk to the right changes nothing."""
+    base = tiny_base(family, block=size, max_position_embeddings=256, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=size + 5, seed=2)
+    canvas = Canvas(base, prompts(min(size, 5)), config)
+    cached = with_cache(base, config)
+    while canvas.open:
+        h_BLD, whole_BLD = cached.hidden(canvas), base.hidden(canvas)
+        place_BL = canvas.positions_BL // size
+        upto_BL = canvas.real_BL & (place_BL <= canvas.block_B[:, None]) & canvas.open_B[:, None]
+        torch.testing.assert_close(h_BLD[upto_BL], whole_BLD[upto_BL], rtol=0, atol=2e-5)
+        assert bool((upto_BL | ~canvas.seen_BL).all())
+        for part in canvas.memory.kept:  # what lies to the right is never looked at
+            behind_BL = torch.nn.functional.pad(place_BL > canvas.block_B[:, None], (0, size - 1), value=False)
+            part.transpose(1, -2)[behind_BL] = 1e3 if part.ndim == 3 else part.transpose(1, -2)[behind_BL]
+        canvas.start_round()
+        row_B = torch.arange(len(canvas.rows_B))
+        position_B1 = canvas.open_BL.long().argmax(-1, keepdim=True)
+        token_B1 = 3 + (canvas.uniforms(position_B1, row_B[:, None]) * 15).long()
+        canvas.commit(Picks(position_B1, token_B1, canvas.open_B[:, None]))
+
+
+def test_a_pass_computes_the_open_block_and_what_became_final() -> None:
+    """Prompt of 6, S = 4, 9 new tokens: 8 columns in the first pass, then 4; in the first of a block 8."""
+    base = tiny_base("dream", block=4, end_ids=NO_END)
+    columns = list[int]()
+    again = base.hidden_again
+
+    def spy(state: State, memory: Any, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        columns.append(int(valid_BN.sum()))
+        assert column_BN.shape == valid_BN.shape
+        return again(state, memory, column_BN, valid_BN)
+
+    base.hidden_again = spy  # type: ignore[method-assign]
+    g, steps = tiny_sampler(base), list[int]()
+    rows = Sampler.rows
+
+    def spy_g(sampler: Sampler, h_BLD: Tensor, state: State, column_BN: Tensor, keys: Any, valid_BN: Tensor) -> Tensor:
+        steps.append(int(valid_BN.sum()))
+        return rows(sampler, h_BLD, state, column_BN, keys, valid_BN)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "rows", spy_g)
+        decode(base, [[BOS, 5, 6, 7, 8, 9]], DecodeConfig(max_new_tokens=9), decoder="joint")
+        assert columns == [8, 4, 8, 4, 4, 4, 8, 4, 4]
+        columns.clear()
+        config = DecodeConfig(max_new_tokens=9, tokens_per_step=2)
+        decode(base, [[BOS, 5, 6, 7, 8, 9]], config, decoder="adjust", sampler=g)
+        assert columns == [8, 8, 4, 8, 4]
+        assert steps == [8, 8, 4, 7]  # the canvas ends at 15, and the round of its last token needs no step
+
+
+def test_finished_rows_compute_nothing_and_final_keys_are_written_once() -> None:
+    base = tiny_base("dream", block=4, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=8, seed=1)
+    canvas = Canvas(base, [[BOS, 5], [BOS, 5, 6, 7, 8]], config, new=[10, 3])
+    cached, final = with_cache(base, config), list[Tensor]()
+    again = base.hidden_again
+
+    def spy(state: State, memory: Any, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        kept = [part[..., :4, :].clone() for part in memory.kept]  # the long row's first block
+        done = int(memory.counts_B3[0, 0])
+        assert not valid_BN[~canvas.open_B].any()
+        out = again(state, memory, column_BN, valid_BN)
+        if kept and final:
+            assert all(torch.equal(old[0], part[0, ..., :4, :]) for old, part in zip(kept, memory.kept, strict=True))
+        if done >= 4:
+            final.append(out)
+        return out
+
+    base.hidden_again = spy  # type: ignore[method-assign]
+    cached = with_cache(base, config)
+    while canvas.open:
+        h_BLD = cached.hidden(canvas)
+        canvas.start_round()
+        from adjust_dlm.decoders.machinery.pick import pick
+
+        canvas.commit(pick(base, h_BLD, canvas))
+    assert len(final) > 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust"])
+def test_rows_join_and_leave_between_rounds(family: str, decoder: str) -> None:
+    """Each row as alone, whoever sits beside it and whenever it came."""
+    base = tiny_base(family, block=4, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=11, tokens_per_step=2, seed=3)
+    g = tiny_sampler(base) if decoder == "adjust" else None
+    texts = prompts(4)
+    alone = decode(base, texts, config, decoder=decoder, sampler=g, rows=list(range(len(texts))))
+    plan = make_plan(base, config, decoder=decoder, sampler=g)
+    waiting, running, done = list(enumerate(texts)), None, dict[int, tuple[list[int], list[int]]]()
+    while waiting or running is not None:
+        fresh = [waiting.pop(0) for _ in range(min(2, len(waiting)))]
+        parts = [running] if running is not None else []
+        if fresh:
+            parts.append(RoundCanvas(base, [t for _, t in fresh], config, rows=[n for n, _ in fresh]))
+        running = join(parts)
+        running.play(plan.run)
+        open_ = running.open_B.tolist()
+        for b, row in enumerate(running.rows_B.tolist()):
+            if not open_[b]:
+                real = running.real_BL[b]
+                done[row] = (running.tokens_BL[b][real].tolist(), running.order_BL[b][real].tolist())
+        still = [b for b, is_open in enumerate(open_) if is_open]
+        running = take(running, still) if still else None
+    for n in range(len(texts)):
+        real = alone.real_BL[n]
+        assert done[n] == (alone.tokens_BL[n][real].tolist(), alone.order_BL[n][real].tolist())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("config", [SamplerConfig(), SamplerConfig(layers=2, mlp=0.5, features=(1,))])
+def test_a_step_of_g_is_the_one_over_the_whole_canvas(sparse: bool, config: SamplerConfig) -> None:
+    base = tiny_base("dream", block=4, end_ids=NO_END)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        g = Sampler(base, config).eval()
+    for weight in g.norm_out.parameters():
+        torch.nn.init.constant_(weight, 0.5)
+    settings = DecodeConfig(max_new_tokens=11, tokens_per_step=3, seed=6)
+    made = []
+    for cached in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not cached:
+                patch.setattr("adjust_dlm.decoders.with_cache", lambda base, config: base)
+                patch.setattr("adjust_dlm.decoders.with_sampler_cache", lambda sampler: sampler)
+            made.append(decode(base, prompts(4), settings, decoder="adjust", sampler=g, sparse=sparse))
+    assert torch.equal(made[0].tokens_BL, made[1].tokens_BL)
+    assert torch.equal(made[0].order_BL, made[1].order_BL)
+
+
+def test_g_changes_the_open_block_alone() -> None:
+    base = tiny_base("dream", block=4)
+    state = left_pad([[BOS, 5, 6, 7, 8, MASK, 9, MASK, MASK, MASK], [BOS, 5, 6]])
+    state.masked_BL[:] = state.tokens_BL == MASK
+    h_BLD = base.hidden(state)
+    changed_BL = (tiny_sampler(base)(h_BLD, state) != h_BLD).any(-1)
+    assert changed_BL[0].nonzero().flatten().tolist() == [4, 5, 6, 7]
+    assert with_sampler_cache(oracle(base)) is not None
+
+
+def test_verified_is_joint_decoding() -> None:
+    base = tiny_base("dream", block=4, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=11, seed=5)
+    joint = decode(base, prompts(4), config, decoder="joint")
+    checked = decode(base, prompts(4), config, decoder="verified", sampler=tiny_sampler(base), depth=3)
+    assert torch.equal(joint.tokens_BL, checked.tokens_BL)
+    assert torch.equal(joint.order_BL, checked.order_BL)
+
+
+# What is refused -----------------------------------------------------------------------------------------------
+
+
+def test_the_edge_of_the_last_block() -> None:
+    state = to_edge(left_pad([[BOS, 5, 6, 7, 8], [BOS, 5, 6]]), 4, MASK)
+    assert state.tokens_BL[:, 5:].tolist() == [[MASK] * 3, [MASK] * 3]
+    assert state.real_BL[:, 5:].tolist() == [[True] * 3, [True, False, False]]
+    assert to_edge(left_pad([[BOS, 5, 6, 7]]), 4, MASK).tokens_BL.shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "said"),
+    [
+        ([BOS], {"block_length": 3}, "block_length is 3; base 'dream' has blocks of 4, which it must divide"),
+        ([BOS], {"schedule": "reference"}, "schedule is 'reference'"),
+        ([BOS], {"cache_period": 4}, "exact cache, always on"),
+        ([BOS] * 50, {"max_new_tokens": 15}, "make 65, and with the rest of the last block 68; .* at most 64"),
+        ([BOS, MASK, 5, 6, 7], {}, "prompt 0 has a mask at 1 and a token at 4, in a later block of 4"),
+    ],
+)
+def test_bad_input_is_one_line(prompt: list[int], settings: dict[str, Any], said: str) -> None:
+    base = tiny_base("dream", block=4)
+    with pytest.raises(InputError, match=said):
+        decode(base, [prompt], DecodeConfig(**{"max_new_tokens": 7, **settings}), decoder="parallel")
+
+
+def test_gaps_inside_the_open_block_are_fine() -> None:
+    base = tiny_base("dream", block=4)
+    out = decode(base, [[BOS, MASK, 5]], DecodeConfig(max_new_tokens=3), decoder="joint")
+    assert out.tokens_BL[0, 2] == 5 and MASK not in out.tokens_BL[0]
+
+
+def test_forms_and_samplers_that_do_not_fit() -> None:
+    config = DecodeConfig(max_new_tokens=7)
+    base = tiny_base("dream", block=4)
+    with pytest.raises(InputError, match="writes in blocks, which the fast form does not know"):
+        decode(base, [[BOS]], config, decoder="joint", eager=False)
+    with pytest.raises(InputError, match="origin commits at random over the whole canvas"):
+        decode(base, [[BOS]], config, decoder="origin")
+    with pytest.raises(InputError, match="pairing is 'token'"):
+        Sampler(base, SamplerConfig.released())
+    other = tiny_base("dream", block=8)
+    assert len({base.fingerprint, other.fingerprint, tiny_base("dream").fingerprint}) == 3
+    with pytest.raises(InputError, match="belongs to a base with fingerprint"):
+        decode(base, [[BOS]], config, decoder="adjust", sampler=tiny_sampler(other))
