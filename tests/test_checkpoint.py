@@ -253,6 +253,12 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float, d
         load_base(str(tmp_path), dtype=dtype)
 
 
+def test_shards_beside_a_whole_file_are_refused(tmp_path: Path) -> None:
+    write(write(tmp_path, "dream", shards=2), "dream", shards=1)
+    with pytest.raises(InputError, match=r"of which libraries read one or the other; delete one$"):
+        load_base(str(tmp_path))
+
+
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
 def test_a_name_twice_in_a_file_is_refused(tmp_path: Path, file: str) -> None:
     write_dream_tokenizer(write(tmp_path, "dream"))

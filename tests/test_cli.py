@@ -181,6 +181,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
         (["--sampler", "/nowhere", "--decoder", "adjust"], "/nowhere holds no sampler"),
         (["--output", __file__], "is not a folder"),
         (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times; give one file"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(argv: list[str], said: str, run: Cli) -> None:

@@ -25,6 +25,7 @@ from adjust_dlm.bases.tensor_files import (
     Meta,
     TensorFiles,
     body_names,
+    check_finite,
     check_shapes,
     gguf_config,
     gguf_names,
@@ -183,8 +184,7 @@ def _read(
                 same = head.shape == tensor.shape and bool((head == tensor).all())  # also across dtypes
                 require(same, f"{files.where} has a head that is not the embedding, though its config ties the two")
         weights[name] = tensor.to(dtype)
-        said = f"{files.where}: {published[name]} holds numbers that are not finite in {dtype}; download it again"
-        require(bool(weights[name].isfinite().all()), said)
+        check_finite(files.where, {published[name]: weights[name]})
     head_VD = weights.pop(HEAD, None)
     body.load_state_dict(weights, assign=True)
     body.rotary.to(first)

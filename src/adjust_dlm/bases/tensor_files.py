@@ -52,6 +52,13 @@ def check_shapes(where: Path, found: Shapes, wanted: Shapes) -> None:
     require(not odd, f"{where} does not fit: {some(odd)}")
 
 
+def check_finite(where: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InputError for a tensor that holds infinity or no number, as it is or after a cast."""
+    for name, tensor in tensors.items():
+        said = f"{where}: {name} holds numbers that are not finite in {tensor.dtype}; download it again"
+        require(bool(tensor.isfinite().all()), said)
+
+
 def some(names: Sequence[str]) -> str:
     """The first few of a list, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -62,11 +69,14 @@ def open_safetensors(folder: Path) -> TensorFiles:
     """The tensors of a folder.
 
     Raises:
-        InputError: no weights, a missing or damaged shard, an index that names tensors its shards do not hold.
+        InputError: no weights or two sets of them, a missing or damaged shard, an index that names tensors its shards do not
+            hold.
     """
     from safetensors import safe_open
 
     index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    both = index and (folder / SINGLE).is_file() and folder / SINGLE not in index.values()
+    require(not both, f"{folder} has {INDEX} and {SINGLE}, of which libraries read one or the other; delete one")
     parts = {path: read_header(path) for path in sorted(set(index.values())) or [_single(folder)]}
     file_of = {name: path for path, part in parts.items() for name in part if index.get(name, path) == path}
     lost = sorted(index.keys() - file_of.keys())

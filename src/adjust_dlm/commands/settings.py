@@ -49,8 +49,11 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
         SystemExit: `--help` (0) or wrong flags (2).
     """
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    file = parser.parse_known_args(argv)[0].config
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    named = parser.parse_known_args(argv)[0].config
+    if len(named) > 1:
+        bad_input(f"--config is given {len(named)} times; give one file")
+    file = named[0] if named else None
     start = filled(settings, read_yaml(file) if file else {}, where=str(file))
     bare = tyro.conf.arg(name="")
     parts = [("settings", Annotated[settings, bare]), ("common", Annotated[Common, bare])]
