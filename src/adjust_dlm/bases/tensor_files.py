@@ -69,8 +69,7 @@ def open_safetensors(folder: Path) -> TensorFiles:
     """The tensors of a folder.
 
     Raises:
-        InputError: no weights or two sets of them, a missing or damaged shard, an index that names tensors its shards do not
-            hold.
+        InputError: no weights, two sets of them, a damaged or missing shard, or an index of tensors that are not there.
     """
     from safetensors import safe_open
 

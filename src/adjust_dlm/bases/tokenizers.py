@@ -75,6 +75,7 @@ class FileTokenizer:
     nothing but the messages (a test compares them); `adjust adapt` writes such a template.
 
     Attributes:
+        backend_tokenizer: of the `tokenizers` library.
         chat_template: Jinja source with `messages` and `add_generation_prompt`, or None.
     """
 
@@ -83,35 +84,35 @@ class FileTokenizer:
         from tokenizers import AddedToken, Tokenizer
 
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-            self._tokenizer.no_truncation()  # a file may ask for either
-            self._tokenizer.no_padding()
+            self.backend_tokenizer = Tokenizer.from_file(str(file))
+            self.backend_tokenizer.no_truncation()  # a file may ask for either
+            self.backend_tokenizer.no_padding()
             for n, token in _added(file.parent).items():
-                self._tokenizer.add_tokens([AddedToken(**token)])
+                self.backend_tokenizer.add_tokens([AddedToken(**token)])
                 if self.encode(token["content"]) != [n]:
                     raise ValueError(
                         f"{token['content']!r} has id {n} in the files beside it, which it cannot get here"
                     )
             for name in _special(file.parent):
-                if (known := self._tokenizer.token_to_id(name)) is None:
+                if (known := self.backend_tokenizer.token_to_id(name)) is None:
                     raise ValueError(f"the special token {name!r} has no id in its files")
                 if self.encode(name) != [known]:
-                    self._tokenizer.add_special_tokens([name])
+                    self.backend_tokenizer.add_special_tokens([name])
         except Exception as error:  # tokenizers raises nothing narrower
             raise InputError(f"cannot read the tokenizer {file}: {error}") from error
         self.chat_template = chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids; special tokens that stand in the text are recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text."""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
         """Names of ids in the vocabulary; None for an id that is not there."""
-        return [self._tokenizer.id_to_token(token) for token in ids]
+        return [self.backend_tokenizer.id_to_token(token) for token in ids]
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False
