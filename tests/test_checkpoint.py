@@ -491,6 +491,20 @@ def test_all_that_transformers_writes_for_its_own_classes_is_known(kind: Any) ->
     assert (body.hidden_size, body.head_dim) == (4096, 128)
 
 
+def test_the_config_of_smollm2_on_the_hub_is_known() -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+        "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "transformers_version": "4.42.3",
+        "use_cache": True, "vocab_size": 49152,
+    }  # fmt: skip
+    assert shape.Shape.of(config).rope == {"rope_theta": 100000, "rope_type": "default"}
+
+
 @pytest.mark.parametrize("key", ["block_type", "layer_norm_type", "activation_type", "rope"])
 def test_what_has_another_default_in_the_published_code_must_be_there(tmp_path: Path, key: str) -> None:
     """Without these, it takes "sequential", "default", "swiglu" and learned positions."""

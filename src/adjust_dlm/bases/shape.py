@@ -24,8 +24,8 @@ ROPE_TOP = ("rope_theta", "partial_rotary_factor", _ORIGINAL)  # rotary settings
 ROPE_DICTS = ("rope_scaling", "rope_parameters")
 # Of a `config.json`: what the body is built for, and what changes no state. docs/models.md has the table (tested).
 MUST = {
-    "hidden_act": "silu", "is_causal": False, "layer_types": "full_attention", "use_mrope": False,
-    "use_sliding_window": False,
+    "hidden_act": "silu", "is_causal": False, "layer_types": "full_attention",
+    "rope_interleaved": False, "use_mrope": False, "use_sliding_window": False,
 }  # fmt: skip
 IDS = ("mask_token_id", "eos_token_id", "pad_token_id", "bos_token_id")
 KNOWN = (
@@ -35,10 +35,10 @@ KNOWN = (
 )  # fmt: skip
 IGNORED = (
     "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "decoder_start_token_id",
-    "do_sample", "dtype", "id2label", "is_encoder_decoder", "label2id", "max_length", "max_new_tokens", "min_length",
-    "num_beams", "num_labels", "output_attentions", "output_hidden_states", "problem_type", "repetition_penalty",
-    "return_dict", "sep_token_id", "task_specific_params", "temperature", "tokenizer_class", "top_k", "top_p",
-    "torch_dtype", "transformers_version", "use_cache",
+    "do_sample", "dtype", "id2label", "is_encoder_decoder", "is_llama_config", "label2id", "max_length",
+    "max_new_tokens", "min_length", "num_beams", "num_labels", "output_attentions", "output_hidden_states",
+    "problem_type", "repetition_penalty", "return_dict", "sep_token_id", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config", "transformers_version", "use_cache",
 )  # fmt: skip
 
 
