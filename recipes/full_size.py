@@ -33,7 +33,8 @@ CONFIGS = {
         "model_type": "llada", "d_model": 4096, "mlp_hidden_size": 12288, "n_layers": 32, "n_heads": 32,
         "n_kv_heads": 32, "vocab_size": 126464, "embedding_size": 126464, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
         "max_sequence_length": 4096, "weight_tying": False, "mask_token_id": 126336, "eos_token_id": 126081,
-        "pad_token_id": 126081,
+        "pad_token_id": 126081, "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu",
+        "rope": True,
     },
 }  # fmt: skip
 

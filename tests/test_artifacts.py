@@ -94,7 +94,7 @@ def test_the_card_says_what_was_given(tmp_path: Path) -> None:
     assert "| 1.0 | adjust | 4 | 256 | 5.041 +- 0.031 | 0.812 +- 0.021 | 45.1% +- 4.0% |" in body
     assert "| 1.0 | joint | 1 | 256 | 4.100 +- 0.030 |  |  |" in body
     assert "| 1.0 | threshold:tau=0.9 |  | 256 | 4.500 |  |  |" in body  # it has no K
-    assert "| kl_1 | 0.1542 |" in body or "| kl_1 | 0.1543 |" in body
+    assert r"| KL(base\|\|g), depth 1 (nats/token) | 0.154" in body
     assert "not lossless" in body and "exactly one base" in body and "one token at a time" in body
 
 
@@ -106,7 +106,7 @@ def test_the_card_invents_nothing(tmp_path: Path) -> None:
     save_pretrained(tiny_sampler(tiny_base("dream")), tmp_path / "path", results=RESULT)
     assert "sampler for b\n" in card_of(tmp_path / "path")[1] and "secret" not in (tmp_path / "path" / CARD).read_text()
     save_pretrained(tiny_sampler(tiny_base("dream")), tmp_path / "flat", results={"results": {"kl": 0.5, "name": "x"}})
-    assert "| kl | 0.5 |" in card_of(tmp_path / "flat")[1]
+    assert r"| KL(base\|\|g) (nats/token) | 0.5 |" in card_of(tmp_path / "flat")[1]
 
 
 @pytest.mark.parametrize(

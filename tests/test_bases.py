@@ -131,7 +131,7 @@ def test_the_body_is_that_of_transformers(family: str, changes: dict[str, Any], 
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama and qwen2"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "gelu"}, "'hidden_act': 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"hidden_size": None}, "lacks hidden_size"),

@@ -1,7 +1,9 @@
 """Published checkpoints: written here with the families' own names, loaded by `load_base`, compared and damaged."""
 
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +15,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adjust_dlm import DecodeConfig, decode
-from adjust_dlm.bases import load_base
+from adjust_dlm.bases import family as family_module
+from adjust_dlm.bases import load_base, shape
 from adjust_dlm.bases.layers import new_model, read_model
 from adjust_dlm.bases.tokenizers import FileTokenizer, read_tokenizer
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
@@ -241,6 +245,29 @@ def test_h14_tensors_that_are_not_those_of_the_config(tmp_path: Path, change: An
         load_base(str(tmp_path))
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, torch.float32), (math.inf, torch.bfloat16), (1e6, torch.half)])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(write(tmp_path, "dream", shards=1), lambda w: w[name][3, 5].fill_(value))
+    with pytest.raises(InputError, match=rf"{re.escape(name)} holds numbers that are not finite in {dtype}"):
+        load_base(str(tmp_path), dtype=dtype)
+
+
+def test_shards_beside_a_whole_file_are_refused(tmp_path: Path) -> None:
+    write(write(tmp_path, "dream", shards=2), "dream", shards=1)
+    with pytest.raises(InputError, match=r"of which libraries read one or the other; delete one$"):
+        load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
+def test_a_name_twice_in_a_file_is_refused(tmp_path: Path, file: str) -> None:
+    write_dream_tokenizer(write(tmp_path, "dream"))
+    text = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(text.replace("{", '{"twice": 1, "twice": 2, ', 1))
+    with pytest.raises(InputError, match="'twice' stands there twice"):
+        load_base(str(tmp_path))
+
+
 def test_the_body_of_an_adapted_base_is_read_from_floats_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**DREAM_CONFIG, "model_type": "qwen2"}))
     weights = weights_of("dream")
@@ -406,6 +433,99 @@ def test_rotary_settings_are_applied_wherever_they_stand(tmp_path: Path, family:
     assert torch.equal(ours.inverse_F, theirs.inverse_F)
 
 
+# What a config may say: the table of docs/models.md ---------------------------------------------------------------
+
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+ROWS_OF_KEYS = [
+    (who.lower(), re.findall(r"`([^`]+)`", keys), said)
+    for who, keys, said in re.findall(r"^\| (Dream|LLaDA|both) \| (`[^|]*) \| ([^|]*) \|$", DOCS.read_text(), re.M)
+]
+
+
+def documented(family: str, done: str) -> dict[str, str]:
+    """Key -> what the table says, of rows that begin with `done`."""
+    rows = [row for row in ROWS_OF_KEYS if row[0] in (family, "both") and row[2].startswith(done)]
+    return {key: said for _, keys, said in rows for key in keys}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_of_keys_is_the_one_in_the_code(family: str) -> None:
+    must = {"dream": shape.MUST, "llada": family_module.LLADA_MUST}[family]
+    known = {"dream": shape.KNOWN, "llada": (*family_module.LLADA_KNOWN, *family_module.LLADA_IGNORED)}[family]
+    assert len(documented(family, "")) == sum(len(keys) for who, keys, _ in ROWS_OF_KEYS if who in (family, "both"))
+    assert documented(family, "").keys() == {*must, *known, *shape.IGNORED}
+    said = {key: re.search(r"must be `(.*?)`", text) for key, text in documented(family, "must be").items()}
+    values = {key: json.loads(found[1]) for key, found in said.items() if found}
+    assert values == {**must, "partial_rotary_factor": 1}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_does_what_the_table_says(tmp_path: Path, family: str) -> None:
+    must = {"dream": shape.MUST, "llada": family_module.LLADA_MUST}[family]
+    same_states(load_base(str(write(tmp_path, family, **must))), reference(family))
+    nothing = {key: ["odd", 7] for key in documented(family, "ignored")}
+    same_states(load_base(str(write(tmp_path, family, **nothing))), reference(family))
+    for key, value in must.items():
+        for other in (not value if isinstance(value, bool) else "other", [value, "other"]):
+            with pytest.raises(InputError, match=rf"the config has {{'{key}': .*; the body is built for {{'{key}':"):
+                load_base(str(write(tmp_path, family, **{key: other})))
+    for key in documented(family, "refused"):
+        with pytest.raises(InputError, match=key):
+            load_base(str(write(tmp_path, family, **{key: {"bits": 4}})))
+    for key in documented(family, "applied"):  # nonsense is noticed in every one of them
+        with pytest.raises(InputError):
+            load_base(str(write(tmp_path, family, **{key: {"nonsense": 1}})))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_not_in_the_table_is_refused_by_name(tmp_path: Path, family: str) -> None:
+    for key in ("logit_scale", "qk_norm", "final_logit_softcapping", "per_layer_config", "embedding_multiplier"):
+        with pytest.raises(InputError, match=rf"has {{'{key}': False}}: not known here, so they may change"):
+            load_base(str(write(tmp_path, family, **{key: False})))
+    same_states(load_base(str(write(tmp_path, family, logit_scale=None, _name_or_path="x"))), reference(family))
+
+
+@pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.Qwen2Config])
+def test_all_that_transformers_writes_for_its_own_classes_is_known(kind: Any) -> None:
+    body = shape.Shape.of(kind(head_dim=128).to_dict())
+    assert (body.hidden_size, body.head_dim) == (4096, 128)
+
+
+def test_the_config_of_smollm2_on_the_hub_is_known() -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+        "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "transformers_version": "4.42.3",
+        "use_cache": True, "vocab_size": 49152,
+    }  # fmt: skip
+    assert shape.Shape.of(config).rope == {"rope_theta": 100000, "rope_type": "default"}
+
+
+@pytest.mark.parametrize("key", ["block_type", "layer_norm_type", "activation_type", "rope"])
+def test_what_has_another_default_in_the_published_code_must_be_there(tmp_path: Path, key: str) -> None:
+    """Without these, it takes "sequential", "default", "swiglu" and learned positions."""
+    write(tmp_path, "llada")
+    config = {name: value for name, value in LLADA_CONFIG.items() if name != key}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"the config lacks {key}$"):
+        load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["include_qkv_bias", "rope_full_precision"])
+def test_switches_are_true_or_false(tmp_path: Path, key: str) -> None:
+    with pytest.raises(InputError, match=f"{key} is 'false'; true or false is wanted"):
+        load_base(str(write(tmp_path, "llada", **{key: "false"})))
+
+
+def test_rows_behind_the_vocabulary_of_a_llada_are_no_tokens(tmp_path: Path) -> None:
+    base = load_base(str(write(tmp_path, "llada", vocab_size=38)))
+    assert (base.spec.vocab_size, base.spec.token_limit) == (VOCAB, 38)
+
+
 # GGUF (H15) ------------------------------------------------------------------------------------------------------
 
 GGUF_NAMES = {
@@ -425,10 +545,18 @@ def to_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def write_gguf(path: Path, family: str, *, pairs: bool | None = None, **metadata: Any) -> Path:
+def write_gguf(
+    path: Path, family: str, *, pairs: bool | None = None, facts: dict[str, Any] | None = None, parts: int = 1,
+    **metadata: Any,
+) -> Path:  # fmt: skip
     """A GGUF as llama.cpp's converter writes it: LLaDA's q and k in pairs, Dream's as they are."""
     writer = gguf.GGUFWriter(path, family)
-    facts: dict[str, Any] = {
+    for key, value in (facts or {}).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{family}.{key}", value)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
+    facts = {
         "embedding_length": 32, "feed_forward_length": 64, "block_count": 2, "attention.head_count": 4,
         "attention.head_count_kv": {"dream": 2, "llada": 4}[family], "context_length": 64,
     }  # fmt: skip
@@ -490,11 +618,26 @@ def test_h15_what_a_gguf_does_not_say_is_not_guessed(tmp_path: Path) -> None:
 def test_rotary_settings_of_a_gguf_are_applied_or_refused(tmp_path: Path, family: str) -> None:
     path = tmp_path / "m.gguf"
     same_states(load_base(str(write_gguf(path, family, **{"rope.dimension_count": 8}))), reference(family))
-    with pytest.raises(InputError, match=rf"{family}\.rope\.dimension_count is 4; the body turns whole heads"):
+    with pytest.raises(InputError, match=rf"{{'rope.dimension_count': 4}} of {family}; beside its shape"):
         load_base(str(write_gguf(path, family, **{"rope.dimension_count": 4})))
     for key in ("rope.scaling.factor", "rope.scale_linear"):  # llama.cpp scales by these also without a type
-        with pytest.raises(InputError, match=rf"scales its rotary embedding \(.*{key}': 4\.0"):
+        with pytest.raises(InputError, match=rf"the GGUF says {{'{key}': 4\.0}}"):
             load_base(str(write_gguf(path, family, **{key: 4.0})))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_facts_of_a_gguf_are_the_bodys_own_or_refused(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "m.gguf"
+    plain = {"attention.key_length": 8, "attention.value_length": 8, "vocab_size": VOCAB, "attention.causal": False}
+    same_states(load_base(str(write_gguf(path, family, facts=plain))), reference(family))
+    for key, value in {
+        "attention.key_length": 16, "attention.value_length": 4, "vocab_size": VOCAB - 1, "attention.causal": True,
+        "attention.sliding_window": 8, "logit_scale": 0.5, "final_logit_softcapping": 30.0, "expert_count": 4,
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=rf"the GGUF says {{'{key}|attention.value_length': 8"):
+            load_base(str(write_gguf(path, family, facts={**plain, key: value})))
+    with pytest.raises(InputError, match="the GGUF is one of 2 parts; merge them first"):
+        load_base(str(write_gguf(path, family, parts=2)))
 
 
 def test_gguf_tensors_stand_one_behind_the_other(tmp_path: Path) -> None:
@@ -666,6 +809,83 @@ def test_added_tokens_count_that_only_a_side_file_names(tmp_path: Path, side: st
     (tmp_path / side).write_text("[1")
     with pytest.raises(InputError, match="cannot read the tokenizer"):
         FileTokenizer(file, None)
+
+
+def bytes_tokenizer(folder: Path, change: Callable[[Tokenizer], None] | None = None, **files: Any) -> Path:
+    """A byte-level tokenizer with the word [A] (256) and the special tokens <e> (257) and <m> (258)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "[A]"]
+    core = Tokenizer(models.BPE({c: n for n, c in enumerate(letters)}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_special_tokens(["<e>", "<m>"])
+    if change is not None:
+        change(core)
+    core.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+WIDE = {"content": "<e>", "lstrip": True, "rstrip": True, "special": True, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({}, [71, 72, 220, 257, 220, 58, 32, 60, 87]),
+        ({"tokenizer_config": {"additional_special_tokens": ["[A]"]}}, [71, 72, 220, 257, 220, 256, 87]),
+        ({"tokenizer_config": {"extra_special_tokens": {"odd": "[A]"}}}, [71, 72, 220, 257, 220, 256, 87]),
+        ({"tokenizer_config": {"eos_token": "[A]"}}, [71, 72, 220, 257, 220, 256, 87]),
+        ({"special_tokens_map": {"eos_token": {"content": "[A]"}}}, [71, 72, 220, 257, 220, 256, 87]),
+        ({"tokenizer_config": {"added_tokens_decoder": {"257": WIDE}}}, [71, 72, 257, 58, 32, 60, 87]),
+        (
+            {"tokenizer_config": {"added_tokens_decoder": {"257": WIDE}}, "added_tokens": {"[N]": 259}},
+            [71, 72, 257, 58, 32, 60, 87],
+        ),
+    ],
+)  # fmt: skip
+def test_files_beside_a_vocabulary_count_in_both_readers(tmp_path: Path, files: Any, wanted: list[int]) -> None:
+    folder = bytes_tokenizer(tmp_path, **files)
+    ours, theirs = FileTokenizer(folder / "tokenizer.json", None), read_tokenizer(folder)
+    text = "hi <e> [A]x"
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False) == wanted
+    for skip in (False, True):
+        decoded = [reader.decode(wanted, skip_special_tokens=skip) for reader in (ours, theirs)]
+        assert decoded[0] == decoded[1]
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_off(tmp_path: Path) -> None:
+    def change(core: Tokenizer) -> None:
+        core.enable_truncation(3)
+        core.enable_padding(length=20, pad_id=257, pad_token="<e>")
+
+    folder = bytes_tokenizer(tmp_path, change)
+    for reader in (FileTokenizer(folder / "tokenizer.json", None), read_tokenizer(folder)):
+        assert reader.encode("hi there", add_special_tokens=False) == [71, 72, 220, 83, 71, 68, 81, 68]
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tokenizer_config": {"eos_token": "[B]"}}, r"\[B\]"),
+        ({"special_tokens_map": {"additional_special_tokens": ["[B]"]}}, r"\[B\]"),
+        ({"tokenizer_config": {"split_special_tokens": True}}, "split_special_tokens is true"),
+    ],
+)
+def test_tokens_without_an_id_and_split_ones_are_refused(tmp_path: Path, files: Any, said: str) -> None:
+    folder = bytes_tokenizer(tmp_path, **files)
+    for read in (lambda: FileTokenizer(folder / "tokenizer.json", None), lambda: read_tokenizer(folder)):
+        with pytest.raises(InputError, match=said):
+            read()
+
+
+def test_a_folder_with_another_kind_of_vocabulary_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(InputError, match=r"has tokenizer\.model alone; write a tokenizer\.json"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    with pytest.raises(InputError, match="cannot read the tokenizer"):
+        read_tokenizer(tmp_path)
 
 
 def test_a_llada_tokenizer_is_read_from_its_own_file(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import errno
 import importlib
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -20,9 +23,13 @@ import yaml
 from adjust_dlm import cli
 from adjust_dlm.bases import base as registry
 from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bench.records import COSTS
 from adjust_dlm.commands import COMMANDS, common, output, settings
+from adjust_dlm.decoders.divergence import MEASURES
+from adjust_dlm.eval.table import score_line
 from adjust_dlm.sampler import WEIGHTS, default_sampler
 from adjust_dlm.types import DecodeConfig, InputError
+from adjust_dlm.words import TITLES, by_depth
 from helpers import tiny_base, tiny_sampler
 from tiny_ar import BOS as AR_START
 from tiny_ar import save_tiny
@@ -176,6 +183,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
         (["--sampler", "/nowhere", "--decoder", "adjust"], "/nowhere holds no sampler"),
         (["--output", __file__], "is not a folder"),
         (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (["--config", "a.yaml", "--config=b.yaml"], "--config is given 2 times; give one file"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(argv: list[str], said: str, run: Cli) -> None:
@@ -292,11 +300,50 @@ def test_warnings_between_libraries_stay_out_of_sight(run: Cli, monkeypatch: pyt
 
 def test_a_wide_table_keeps_every_column(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    row = {f"column_{n}": n + 0.25 for n in range(9)} | {"rule": "a sentence that is the same everywhere", "more": {}}
+    row = {f"column{n}": n + 0.25 for n in range(9)} | {"rule": "a sentence that is the same everywhere", "more": {}}
     output.show_results({"cells": [row, row]})
     out = capsys.readouterr().out
-    assert all(f"column_{n}" in out and f"{n}.25" in out for n in range(9))
+    assert all(f"column{n}" in out and f"{n}.25" in out for n in range(9))
     assert "sentence" not in out and "more" not in out
+
+
+def test_a_result_is_shown_in_words_with_units_and_intervals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    row = {"decoder": "adjust", "tokens_per_step": 4, "n": 2, "nll": 4.0625, "nll_ci95": 0.0312, "kl_qp": 0.1512}
+    row |= {"kl_qp_ci95": math.nan, "mauve": None, "mauve_ci95": None, "base_calls": 24.0, "distinct_2": 0.5}
+    output.show_results({"first_row": 7, "cells": [row], "heldout": {"kl_2": 0.5, "own_kl_1": 0.25, "best_of": 1}})
+    out = capsys.readouterr().out
+    heads = [
+        "K (tokens/pass asked)",
+        "NLL (nats/token)",
+        "KL(q||p) (nats/token)",
+        "base passes",
+        "distinct bigrams (share)",
+    ]
+    heads += ["first row", "held-out trajectories", "KL(base||g), depth 2 (nats/token)", "best of"]
+    assert [head for head in heads if head not in out] == []
+    assert "KL(base||g) at g's position, depth 1 (nats/token)" in out
+    for cell in ("4.062 +- 0.031", "0.1512 ", " 24 "):
+        assert cell in out
+    assert not re.search(r"[a-z]_[a-z0-9]|nan|24\.0|None", out)
+
+
+def test_every_measure_has_words() -> None:
+    score: Any = SimpleNamespace(nll=1.0, ci95=0.1, n_texts=1)
+    known = [
+        *MEASURES,
+        *score_line(1.0, "joint", 1, [[1]], score),
+        *COSTS,
+        "mauve",
+        "gap_closed",
+        "kl_qp_below_parallel",
+    ]
+    known = [name for name in known if name not in ("decoder", "n", "rounds") and not name.endswith("_ci95")]
+    assert [name for name in known if name not in TITLES] == []
+    assert by_depth({"kl_1": 0.5, "top1_1": 1.0, "kl_2": 0.75}) == "KL(base||g) 0.5 / 0.75; same likeliest token 1"
+    assert not any("_" in word for words in TITLES.values() for word in words)
 
 
 # Settings files ------------------------------------------------------------------------------------------------
@@ -327,6 +374,9 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
         ("seed: 1\ntop_p: 1\nseed: 2", "seed stands there twice; give it once"),
         ("max-new-tokens: 4\nmax_new_tokens: 8", "max_new_tokens stands there twice; give it once"),
         ("a: {x: 1, x: 2}", "x stands there twice; give it once"),
+        ("seed: 010", "YAML reads 010 in base 8 or 60; write it without 0 in front and without colons"),
+        ("max_new_tokens: 1:30", "YAML reads 1:30 in base 8 or 60"),
+        ("temperature: 1:30.5", "YAML reads 1:30.5 in base 8 or 60"),
         ("top_p: 2", "top_p is 2.0; it must lie in (0, 1]"),
     ],
 )
@@ -513,7 +563,7 @@ def test_a_function_that_returns_a_dict_is_a_command(run: Cli, tmp_path: Path, m
     monkeypatch.setattr("adjust_dlm.commands.bases.run_fetch", lambda _: returned)
     monkeypatch.setattr("adjust_dlm.commands.bases.FetchConfig", Every)
     code, out, _ = run("fetch", "--path", "x")
-    assert code == 0 and all(word in out for word in ("steps", "3", "heldout", "kl", "0.25", "nll", "1.5"))
+    assert code == 0 and all(word in out for word in ("steps", "3", "held-out", "KL(base||g)", "0.25", "NLL", "1.5"))
     monkeypatch.setattr("adjust_dlm.commands.bases.FetchConfig", WithOutput)
     assert run("fetch", "--output", tmp_path / "r")[0] == 0
     assert json.loads((tmp_path / "r" / "result.json").read_text())["results"] == returned
@@ -648,7 +698,7 @@ def test_trajectories_train_generate(run: Cli, tmp_path: Path) -> None:
     made, trained = tmp_path / "made", tmp_path / "trained"
     flags = ("--num", "16", "--max-new-tokens", "8", "--batch-size", "8", "--shard-rows", "8")
     code, out, err = run("trajectories", "--base", "tiny", *flags, "--output", made)
-    assert code == 0 and "rows_made" in out, err
+    assert code == 0 and "rows made" in out, err
     assert json.loads((made / "result.json").read_text())["results"]["rows_made"] == 16
     flags = ("--steps", "2", "--slices", "2", "--slice-states", "5", "--heldout", "4", "--warmup", "1")
     code, out, err = run("train", "--base", "tiny", "--trajectories", made, *flags, "--output", trained)

@@ -318,7 +318,11 @@ def test_the_command_writes_what_transformers_runs(
     assert not (tmp_path / "out" / "result.json").exists()  # what is shared, and nothing of this machine
     assert (tmp_path / "out" / RUN).read_text() == "lr: 1\n"
     card = (tmp_path / "out" / CARD).read_text()
-    assert "| nll | 4.25 |" in card and "license: mit" in card and "| data | 3 trajectories of the base" in card
+    assert (
+        "| NLL (nats/token) | 4.25 |" in card
+        and "license: mit" in card
+        and "| data | 3 trajectories of the base" in card
+    )
     model = qwen(base)
     settings = {"tokens_per_step": 3, "max_new_tokens": 8, "temperature": 0.5}
     out = model.generate(

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from adjust_dlm.losses import RowWeights, row_shares
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train import one_pass, preflight, trainer
 from adjust_dlm.train.batches import lots, pack
-from adjust_dlm.train.one_pass import Keeper, Pool, PoolConfig, lookahead, start_pool
+from adjust_dlm.train.one_pass import Lane, Pool, PoolConfig, lookahead, start_pool
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import Frames, unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, Trajectory
@@ -72,6 +73,26 @@ def ending_base() -> Base:
     return tiny_base("dream", seed=1, end_ids=tuple(range(1, 12)))
 
 
+def finished_rows(pool: Pool) -> list[Trajectory]:
+    """Fills with the rows of a pool, each as it stood before its place was given to another row."""
+    found: list[Trajectory] = []
+
+    def watched(lane: Lane) -> Callable[..., None]:
+        restart, canvas = lane.canvas.restart, lane.canvas
+
+        def keep(b: int, ids: list[int], row: int) -> None:
+            if (old := int(canvas.rows_B[b])) >= 0:
+                tokens_L, order_L = (part[b][canvas.real_BL[b]].clone() for part in (canvas.tokens_BL, canvas.order_BL))
+                found.append(Trajectory(tokens_L, order_L, old, canvas.config.seed, canvas.config.temperature))
+            restart(b, ids, row)
+
+        return keep
+
+    for lane in pool.lanes:
+        lane.canvas.restart = watched(lane)  # type: ignore[method-assign]
+    return found
+
+
 @pytest.mark.parametrize("temperature", [(1.0,), (0.5, 1.0)])
 @pytest.mark.parametrize("ends", [False, True])
 def test_rows_are_those_of_adjust_trajectories(temperature: tuple[float, ...], ends: bool, tmp_path: Path) -> None:
@@ -81,27 +102,24 @@ def test_rows_are_those_of_adjust_trajectories(temperature: tuple[float, ...], e
     common: dict[str, Any] = {
         "max_new_tokens": 8, "temperature": temperature, "seed": 3, "batch_size": 4, "shard_rows": 8, "first_row": 5,
     }  # fmt: skip
-    keeper = Keeper(TrajectoriesConfig(output=str(tmp_path / "kept"), **common), base, MIXED)
-    pool = pool_of(base, config, MIXED, keeper=keeper, first=5)
+    pool = pool_of(base, config, MIXED, first=5)
+    kept = finished_rows(pool)
     for _ in range(30):
         pool.frames()
-    kept = TrajectoryStore(tmp_path / "kept")
-    assert len(kept) >= 16 and keeper.waiting
+    assert len(kept) >= 16
     assert any((x.order_L == -2).any() for x in kept) == ends
-    made = TrajectoriesConfig(output=str(tmp_path / "made"), num=len(kept), **common)
-    make_trajectories(made, base, source=MIXED)
-    shards = sorted(path.name for path in (tmp_path / "made").glob("*.parquet"))
-    assert [p.name for p in sorted((tmp_path / "kept").glob("*.parquet"))] == shards
-    for name in shards:
-        assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
-    with pytest.raises(InputError, match=r"cannot continue .*kept: seed was 3 and is now 4"):
-        Keeper(TrajectoriesConfig(output=str(tmp_path / "kept"), **{**common, "seed": 4}), base, MIXED)
+    make_trajectories(TrajectoriesConfig(output=str(tmp_path), num=pool.end - 5, **common), base, source=MIXED)
+    made = {x.row: x for x in TrajectoryStore(tmp_path)}
+    for x in kept:
+        assert torch.equal(x.tokens_L, made[x.row].tokens_L) and torch.equal(x.order_L, made[x.row].order_L)
+        assert (x.seed, x.temperature) == (made[x.row].seed, made[x.row].temperature)
 
 
 def test_rows_are_decoded_at_the_temperature_that_they_say() -> None:
     """Training rows and held-out ones against joint decoding at T = 1 and 0.6; at the other one they are other rows."""
-    base, config, kept = endless_base(), settings(temperature=(1.0, 0.6)), []
-    pool = pool_of(base, config, MIXED, keeper=kept.append)
+    base, config = endless_base(), settings(temperature=(1.0, 0.6))
+    pool = pool_of(base, config, MIXED)
+    kept = finished_rows(pool)
     while len(kept) < 12:
         pool.advance()
     held = RowMaker(config.trajectories(seed=3, suppress_eos=False), base, MIXED).decoded((0, 12))
@@ -203,23 +221,18 @@ def test_ranks_share_the_rows_of_every_temperature() -> None:
     assert got == [[[10, 14, 18], [11, 15, 19]], [[12, 16, 20], [13, 17, 21]]]
 
 
-def test_a_restored_pool_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Frames to the last bit; of the rows it keeps, none is lost between a checkpoint and a shard."""
+def test_a_restored_pool_goes_on_as_if_nothing_had_happened() -> None:
+    """Frames to the last bit."""
     base = ending_base()
-    kept = TrajectoriesConfig(output=str(tmp_path), max_new_tokens=8, seed=3, batch_size=4, shard_rows=4)
-    whole, again = (pool_of(base, settings(), MIXED, keeper=Keeper(kept, base, MIXED)) for _ in "ab")
+    whole, again = (pool_of(base, settings(), MIXED) for _ in "ab")
     for _ in range(13):
         whole.frames()
-    assert whole.keeper is not None and whole.keeper.waiting and len(TrajectoryStore(tmp_path)) >= 4
     again.load(whole.state())
     for _ in range(13):
         a, b = whole.frames(), again.frames()
         assert torch.equal(a.text_SN, b.text_SN) and torch.equal(a.rank_BL, b.rank_BL)
         assert torch.equal(torch.cat([*a.h]), torch.cat([*b.h])) and torch.equal(a.x.tokens_BL, b.x.tokens_BL)
-    assert again.keeper is not None and again.keeper.state()["start"] == whole.keeper.start == len(
-        TrajectoryStore(tmp_path)
-    )
-    assert whole.keeper.start >= 12
+    assert again.end == whole.end >= 12
 
 
 # the trainer
@@ -373,15 +386,6 @@ def test_a_pool_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
             start_pool(run_settings(tmp_path, pool=PoolConfig(max_new_tokens=few)), endless_base(), 0, 1)
 
 
-def test_a_folder_that_ends_in_a_part_of_a_shard_is_not_gone_on_with(tmp_path: Path) -> None:
-    """Its next shard would repeat the rows of that part."""
-    base = endless_base()
-    made = TrajectoriesConfig(output=str(tmp_path), num=6, max_new_tokens=8, batch_size=4, shard_rows=4)
-    make_trajectories(made, base, source=ONE)
-    with pytest.raises(InputError, match="ends in a shard of 2 rows"):
-        Keeper(made, base, ONE)
-
-
 @pytest.mark.parametrize("rows", [None, 3])
 def test_features_and_a_limit_on_rows_go_with_it(tmp_path: Path, rows: int | None) -> None:
     """A middle layer, a decay: the first loss is the objective on the same frames."""
@@ -414,7 +418,7 @@ def files_in(folder: Path) -> list[str]:
 def test_a_dry_run_of_one_pass_writes_nothing(tmp_path: Path, resumed: bool) -> None:
     """Before a run and in the middle of one; 12 steps of 2 x 8 windows, texts of 4."""
     exact = load_exact(device=torch.device("cpu"), dtype=torch.float32)
-    pool = PoolConfig(rows=16, max_new_tokens=4, keep=str(tmp_path / "kept"))
+    pool = PoolConfig(rows=16, max_new_tokens=4)
     config = run_settings(tmp_path / "run", pool=pool)
     done = 0
     if resumed:
@@ -431,11 +435,6 @@ def test_a_dry_run_of_one_pass_writes_nothing(tmp_path: Path, resumed: bool) -> 
     assert report["problems"] == [] and report["heldout_rows"] == 32 and report["steps"] == 12 - done
     assert report["windows"] == (12 - done) * 16 and report["training_rows"] == (12 - done) * 4
     assert report["windows_per_row"] == 4
-    if resumed:  # a folder of other rows is found out before anything is spent
-        other = dataclasses.replace(config, seed=1, resume="never", dry_run=True)
-        make_trajectories(TrajectoriesConfig(base="exact", num=8, output=pool.keep or "", max_new_tokens=4), exact)
-        with pytest.raises(InputError, match=r"cannot continue .*kept: seed was 0 and is now 1"):
-            train(other, exact)
 
 
 def test_a_dry_run_counts_the_rows_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,5 +510,5 @@ def test_a_dry_run_of_one_pass_on_the_command_line(tmp_path: Path, capsys: pytes
     words = [f"--{name}={value}" for name, value in {**flags, "base": "exact", "output": tmp_path / "run"}.items()]
     assert cli.main(["train", "--one-pass", "--dry-run", *words]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("hours", "memory_gib", "peak", "training_rows", "windows_per_row"))
+    assert all(word in out for word in ("hours", "memory (GiB)", "peak", "training rows", "windows per row"))
     assert files_in(tmp_path) == []

@@ -1,14 +1,21 @@
-"""The page at / in headless Chromium, against a server with a tiny base. Skipped where there is no Chromium."""
+"""The page at / in headless Chromium, against a server with a tiny base, and the page of `adjust report`.
+
+Skipped where there is no Chromium.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adjust_dlm.bench.report import ReportConfig, make_report
+from adjust_dlm.commands.output import Outcome, write_outcome
+from adjust_dlm.eval.scores import NllConfig
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.http import PAGE, PAGE_HEADERS, PAGE_PATHS
 from helpers import tiny_sampler
@@ -215,6 +222,7 @@ def test_gaps_are_filled_between_what_is_given(visit: Visit) -> None:
     ).json()["choices"][0]["text"]
     assert visit.shown(0) == wanted
     assert visit.column(0).locator(".token").count() == 5
+    assert visit.column(0).locator(".canvas").text_content() == wanted  # nothing stands for the start token
     assert visit.page.locator("#replay").get_attribute("max") == "5"
 
 
@@ -278,6 +286,51 @@ def test_a_phone_has_one_column_and_no_sideways_scrolling(chromium: Any, random_
         visit.page.set_viewport_size({"width": 1200, "height": 800})
         assert len({visit.column(n).bounding_box()["y"] for n in range(3)}) == 1
         assert visit.wide() == 0
+
+
+OVERLAPS = """() => {
+    const found = [], words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), shown = [];
+    for (let node; (node = words.nextNode()); ) {
+        const box = node.parentElement;
+        if (!node.textContent.trim() || !box.checkVisibility() || box.closest(".unseen, script, option, svg")) continue;
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        for (const rect of range.getClientRects()) shown.push({ node, rect });
+    }
+    shown.forEach((a, n) => shown.slice(n + 1).forEach((b) => {
+        const wide = Math.min(a.rect.right, b.rect.right) - Math.max(a.rect.left, b.rect.left);
+        const high = Math.min(a.rect.bottom, b.rect.bottom) - Math.max(a.rect.top, b.rect.top);
+        // Lines of one paragraph touch; half a line is no longer a touch.
+        if (a.node !== b.node && wide > 1 && high > 8) found.push([a, b].map(({ node }) => node.textContent.trim()));
+    }));
+    return found;
+}"""
+
+
+def test_no_text_of_the_page_lies_over_another_on_a_phone(chromium: Any, random_texts: Served) -> None:
+    with watched(Visit(chromium, random_texts, viewport={"width": 390, "height": 800})) as visit:
+        for kind, text in (("prompt", "x" * 80), ("parts", "The cat {3} on{2}.")):
+            visit.run(text=text, kind=kind)
+            assert visit.page.evaluate(OVERLAPS) == []
+            assert visit.wide() == 0
+        visit.page.evaluate("document.querySelector('dd').style.translate = '-9rem'")
+        assert visit.page.evaluate(OVERLAPS) != []  # it can be seen
+
+
+def test_no_text_of_a_report_lies_over_another_on_a_phone(chromium: Any, tmp_path: Path) -> None:
+    row = {"decoder": "", "n": 3, "nll": 2.5, "nll_ci95": 0.25, "n_empty": 0, "n_tokens": 30, "perplexity": 12.2}
+    rows = [{"file": f"/home/somebody/runs/{'long' * 12}/{name}.jsonl", **row} for name in "ab"]
+    config = NllConfig(files=("a.jsonl",))
+    results = {"judge": "smol", "rule": "", "max_tokens": 512, "rows": rows}
+    write_outcome(tmp_path / ("folder" * 9), "eval nll", config, Outcome(results=results))
+    make_report(ReportConfig(results=(str(tmp_path / ("folder" * 9)),), output=str(tmp_path / "out"), plot=False))
+    page = chromium.new_page(viewport={"width": 390, "height": 800})
+    page.goto((tmp_path / "out" / "report.html").as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    assert page.locator("tbody th").count() == 2
+    assert page.evaluate(OVERLAPS) == []
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    page.close()
 
 
 def luminance(visit: Visit, colour: str) -> float:

@@ -127,8 +127,8 @@ def test_the_command_prints_and_writes_everything(tmp_path: Path, capsys: pytest
     assert results["mcnemar_p"] == 2 / 64
     words = [line.split("\u2502")[1:3] for line in shown.splitlines() if "\u2502" in line]
     table = {key.strip(): value.strip() for key, value in words}
-    assert (table["difference"], table["mcnemar_p"], table["only_b"]) == ("0.6", "0.03125", "6")
-    assert float(table["low"]) < 0.6 < float(table["high"])
+    assert (table["B - A"], table["McNemar p"], table["solved by B alone"]) == ("0.6", "0.03125", "6")
+    assert float(table["95 % interval from"]) < 0.6 < float(table["95 % interval to"])
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

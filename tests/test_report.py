@@ -548,11 +548,41 @@ def break_cell(folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(content))
 
 
+def scores(folder: Path, **changes: Any) -> None:
+    """In place of the table: a result of `eval nll`, with fields changed or (None) left out."""
+    row = {"file": "a", "decoder": "", "n": 3, "nll": 2.5, "nll_ci95": None} | changes
+    content = json.loads((folder / "result.json").read_text())
+    content |= {"command": "eval nll", "results": {"judge": "smol", "rows": [row]}}
+    (folder / "result.json").write_text(json.dumps(content))
+
+
+def broken(folder: Path, **changes: Any) -> None:
+    """The first cell of the table, changed."""
+    content = json.loads((folder / "result.json").read_text())
+    content["results"]["cells"][0] |= changes
+    (folder / "result.json").write_text(json.dumps(content))
+
+
+def pair(folder: Path) -> None:
+    content = json.loads((folder / "result.json").read_text())
+    content |= {"command": "eval paired", "results": {"a": "x", "b": "y", "metric": "m", "n": 3, "difference": 0.1}}
+    (folder / "result.json").write_text(json.dumps(content))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no JSON": (lambda f: (f / "result.json").write_text("{"), "result.json is not JSON"),
     "no object": (lambda f: (f / "result.json").write_text("[]"), "holds a list; an object is wanted"),
     "no config": (lambda f: (f / "result.json").write_text('{"command": "x"}'), "is no result of `adjust`"),
     "a cell without a decoder": (break_cell, "result.json is damaged: KeyError 'decoder'"),
+    "a text as NLL": (lambda f: broken(f, nll="4.2"), "is damaged: TypeError a number is wanted, not '4.2'"),
+    "true as NLL": (lambda f: broken(f, nll=True), "is damaged: TypeError a number is wanted, not True"),
+    "a text as n": (lambda f: broken(f, n="64"), "is damaged: TypeError a number is wanted, not 5.58, 0.05 or '64'"),
+    "scores": (lambda f: scores(f, nll="2.5"), "is damaged: TypeError a number is wanted, not '2.5'"),
+    "no pair": (pair, "is damaged: KeyError 'high'"),
+    "a name twice": (
+        lambda f: (f / "result.json").write_text('{"command": "x", "command": "y"}'),
+        "'command' stands there twice",
+    ),
     "samples": (lambda f: (f / "samples.jsonl").write_text('{"row": 1}\n'), "samples in .* are damaged: KeyError"),
     "lines": (lambda f: (f / "samples.jsonl").write_text('{}\n{"a\n'), "samples in .* are damaged: JSONDecodeError"),
     "numbers": (lambda f: (f / "samples.jsonl").write_text("7\n"), "samples in .* are damaged: AttributeError"),

@@ -309,6 +309,10 @@ def test_a_folder_without_a_sampler_is_refused(tmp_path: Path) -> None:
             rf"{WEIGHTS}: mix\.bias is I8; weights must be one of F16, BF16, F32, F64$",
         ),
         (
+            lambda w: w.update({"mix.bias": torch.full((32,), float("nan"))}),
+            rf"{WEIGHTS}: mix\.bias holds numbers that are not finite in torch\.float32; download it again$",
+        ),
+        (
             lambda w: w.update({"mix.bias": w["mix.bias"].to(torch.float8_e4m3fn)}),
             r"mix\.bias is F8_E4M3; weights must be one of",
         ),

@@ -174,10 +174,10 @@ def items_of(path: Path, split: Any = "line") -> dict[str, list[Any]]:
 
 def test_what_a_text_is(tmp_path: Path) -> None:
     plain = tmp_path / "a.txt"
-    plain.write_text("one\n\ntwo \u2028 still two\r\n  \nthree\n", encoding="utf-8")
-    assert items_of(plain) == {"": ["one", "", "two \u2028 still two", "", "three"]}
-    plain.write_text("one\nmore of it\n\n \n\ntwo\n")
-    assert items_of(plain, "paragraph") == {"": ["one\nmore of it", "two"]}
+    plain.write_text("    one\n\ntwo \u2028 still two\r\n  \nthree\n", encoding="utf-8")
+    assert items_of(plain) == {"": ["    one", "", "two \u2028 still two", "", "three"]}
+    plain.write_text("  one\nmore of it\n\n \n\ntwo\n")
+    assert items_of(plain, "paragraph") == {"": ["  one\nmore of it", "two"]}
     lines = [
         {"text": "a\u2028b", "decoder": "joint", "tokens_per_step": 1, "temperature": 0.6, "tokens": [1, 2]},
         {"text": "c", "decoder": "adjust", "tokens_per_step": 4},
@@ -188,8 +188,12 @@ def test_what_a_text_is(tmp_path: Path) -> None:
     assert items_of(tmp_path / "b.jsonl") == {
         "joint K=1 T=0.6": ["a\u2028b"], "adjust K=4": ["c", ""], "threshold:tau=0.9": ["d"],
     }  # fmt: skip
-    jsonl(tmp_path / "c.jsonl", [{"row": 0, "tokens": [4, 5]}, {"row": 1, "tokens": []}])
+    jsonl(tmp_path / "c.jsonl", [{"row": 0, "tokens": [4, 5]}, {"text": None, "tokens": []}])
     assert items_of(tmp_path / "c.jsonl") == {"": [[4, 5], []]}
+    for tokens in ([True], [-1], [1.0]):
+        jsonl(tmp_path / "c.jsonl", [{"tokens": tokens}])
+        with pytest.raises(InputError, match="row 1 has neither `text` nor `tokens`"):
+            read_texts(str(tmp_path / "c.jsonl"))
 
 
 def test_decoders_of_one_file_are_scored_apart(judge: Judge, tmp_path: Path) -> None:

@@ -464,7 +464,7 @@ def test_what_is_on_disk_already_is_not_needed_again(exact: ExactBase, folder: P
 def test_a_dry_run_prints_its_figures_and_writes_nothing(run: Run, folder: Path, tmp_path: Path) -> None:
     code, out, err = run(*flags(folder, tmp_path / "run"), "--dry-run")
     assert code == 0, err
-    for word in ("steps", "windows", "hours", "memory_gib", "peak", "disk_gib", "free"):
+    for word in ("steps", "windows", "hours", "memory (GiB)", "peak", "disk (GiB)", "free"):
         assert word in out
     assert not (tmp_path / "run").exists()
 
@@ -482,7 +482,7 @@ def test_a_dry_run_says_what_is_wrong_and_exits_1(
 
     monkeypatch.setattr(trainer, "_step", out_of_memory)
     code, out, err = run(*flags(folder, tmp_path / "run"), "--dry-run")
-    assert code == 1 and "memory_gib" in out and "lower slices, and raise accumulate" in err
+    assert code == 1 and "memory (GiB)" in out and "lower slices, and raise accumulate" in err
     assert not (tmp_path / "run").exists()
 
 

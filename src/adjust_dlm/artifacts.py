@@ -7,6 +7,7 @@ HF_HOME, HF_TOKEN) count.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -20,6 +21,7 @@ from adjust_dlm.bases.hub import is_hub_id, local
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler
 from adjust_dlm.types import require
+from adjust_dlm.words import title_of
 
 RUN, CARD = "run.yaml", "README.md"
 LIBRARY = "adjust-dlm"
@@ -223,8 +225,9 @@ def _measured(facts: Mapping[str, Any], table: Mapping[str, Any]) -> str:
 
 
 def _numbers(values: Mapping[str, Any]) -> list[str]:
-    good = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    rows = [f"| {key} | {value:.4g} |" for key, value in good.items()]
+    kinds = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    good = {k: v for k, v in kinds.items() if math.isfinite(v)}
+    rows = [f"| {title_of(key, unit=True)} | {value:.4g} |".replace("||", r"\|\|") for key, value in good.items()]
     return ["| | value |", "|---|---|", *rows, ""] if rows else []
 
 
@@ -240,7 +243,7 @@ def _k_table(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _interval(cell: Mapping[str, Any], key: str, form: str) -> str:
     both = [cell.get(key), cell.get(f"{key}_ci95")]
-    return " +- ".join(format(value, form) for value in both if value is not None)
+    return " +- ".join(format(value, form) for value in both if value is not None and math.isfinite(value))
 
 
 # Small things --------------------------------------------------------------------------------------------------

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, adapted
 from adjust_dlm.bases.blocks import open_block
+from adjust_dlm.bases.hub import once
 from adjust_dlm.bases.layers import BidirectionalLayer
 from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
-from adjust_dlm.bases.tensor_files import read_header
+from adjust_dlm.bases.tensor_files import check_finite, read_header
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, State, require, require_count, require_kinds
 
@@ -264,7 +265,9 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     except (OSError, SafetensorError, RuntimeError) as error:
         said = " ".join(str(error).split())
         raise InputError(f"cannot read the sampler weights {folder / WEIGHTS}: {said}") from error
-    return sampler.to(base.device, base.dtype).eval().requires_grad_(False)
+    sampler = sampler.to(base.device, base.dtype).eval().requires_grad_(False)
+    check_finite(folder / WEIGHTS, sampler.state_dict())
+    return sampler
 
 
 def weights_digest(folder: Path | str) -> str:
@@ -297,7 +300,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     require(path.is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
     try:
-        facts: dict[str, Any] = json.loads(path.read_text())
+        facts: dict[str, Any] = json.loads(path.read_text(), object_pairs_hook=once)
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}
         facts["base_fingerprint"][:16]
     except (ValueError, KeyError, TypeError) as error:

@@ -25,6 +25,7 @@ from adjust_dlm.bases.tensor_files import (
     Meta,
     TensorFiles,
     body_names,
+    check_finite,
     check_shapes,
     gguf_config,
     gguf_names,
@@ -98,11 +99,11 @@ def _open_folder(folder: Path) -> _Opened:
     require((folder / CONFIG).is_file(), f"{folder} is no model: {CONFIG} is missing")
     config = read_json(folder / CONFIG)
     family = _family(str(config.get("model_type")), folder)
-    shape = family.shape(config)
     require(
         not config.get("quantization_config"),
         f"{folder} is quantized ({CONFIG} has quantization_config); load the unquantized checkpoint with quantize=",
     )
+    shape = family.shape(config)
     tied = config.get(*family.tied)
     require(isinstance(tied, bool), f"{folder / CONFIG} says {tied!r} on tied embeddings; true or false is wanted")
     names = {name: family.published(name) for name in body_names(shape)} | {HEAD: family.head}
@@ -125,8 +126,8 @@ def _family(kind: str, where: Path) -> Family:
 def _open_gguf(path: Path) -> _Opened:
     meta, files = open_gguf(path)
     family = _family(kind := str(meta.get("general.architecture")), path)
-    config = gguf_config(meta, kind) | _gguf_ids(meta)
-    shape = family.plain_shape(config)
+    facts = gguf_config(meta, kind)
+    shape, config = family.plain_shape(facts), facts | _gguf_ids(meta)
     shift = meta.get("diffusion.shift_logits", family.next_frame)
     require(
         bool(shift) == family.next_frame or kind == "dream",
@@ -183,6 +184,7 @@ def _read(
                 same = head.shape == tensor.shape and bool((head == tensor).all())  # also across dtypes
                 require(same, f"{files.where} has a head that is not the embedding, though its config ties the two")
         weights[name] = tensor.to(dtype)
+        check_finite(files.where, {published[name]: weights[name]})
     head_VD = weights.pop(HEAD, None)
     body.load_state_dict(weights, assign=True)
     body.rotary.to(first)
@@ -197,13 +199,14 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
     masks = [*said["mask"], *(known[token] for token in [family.mask_token] if token in known)]
     require(bool(masks), f"{name} has no mask_token_id in config.json and no {family.mask_token} in its tokenizer")
     require(
-        len(set(masks)) == 1,
+        all(mask == masks[0] for mask in masks),
         f"{name}: config.json says mask_token_id {masks[0]}, the tokenizer's {family.mask_token} is {masks[-1]}",
     )
     ends = [known[token] for token in family.end_tokens if token in known] or said["eos"]
     require(bool(ends), f"{name}: neither the tokenizer nor config.json (eos_token_id) names a token that ends a text")
     pad = (said["pad"] or ends)[0]
-    limit = max(known.values()) + 1 if known else opened.config.get("token_limit", vocab)
+    words = min(vocab, opened.config.get("vocab_size") or vocab)  # LLaDA's matrices may have more rows
+    limit = max(known.values()) + 1 if known else opened.config.get("token_limit", words)
     # Configs of Dream-v0 name the end token as the start: without a tokenizer it is not believed.
     starts = [*said["bos"], *([family.bos_id] if family.bos_id < vocab else [])]
     bos = next((i for i in starts if i not in ends), None) if tokenizer is None else tokenizer.bos_token_id

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec
 from adjust_dlm.bases.layers import new_model
-from adjust_dlm.bases.shape import ROPE_DICTS, ROPE_TOP, Shape
+from adjust_dlm.bases.shape import IDS, ROPE_DICTS, ROPE_TOP, Shape, check_keys, flag
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.types import OrderOn, OrderRule, require
 
@@ -130,18 +130,27 @@ class LladaBase(TransformerBase):
     """LLaDA-8B, LLaDA-1.5. The published step counts are `Base.reference_schedule` itself."""
 
 
-# What the body is built for; a checkpoint that says otherwise is refused. None stands for false, too.
-_PLAIN = {
-    "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True, "alibi": None,
-    "attention_layer_norm": None, "input_emb_norm": None, "scale_logits": None, "include_bias": None,
-    "clip_qkv": None, "multi_query_attention": None,
+# What the body is built for, and what changes no state.
+LLADA_MUST = {
+    "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "rope": True,  # must be there
+    "alibi": False, "attention_layer_norm": False, "bias_for_layer_norm": False, "block_group_size": 1,
+    "clip_qkv": False, "include_bias": False, "input_emb_norm": False, "layer_norm_with_affine": True,
+    "multi_query_attention": False, "scale_logits": False,
 }  # fmt: skip
+LLADA_IGNORED = (
+    "alibi_bias_max", "attention_layer_norm_with_affine", "embedding_dropout", "flash_attention", "init_cutoff_factor",
+    "init_device", "init_fn", "init_std", "mlp_ratio", "precision", "residual_dropout", "tie_word_embeddings",
+)  # fmt: skip
 _FIELDS = {
     "hidden_size": "d_model", "intermediate_size": "mlp_hidden_size", "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",  # the config must have all of these
     "num_key_value_heads": "n_kv_heads", "rms_norm_eps": "rms_norm_eps",
     "max_position_embeddings": "max_sequence_length", **{key: key for key in (*ROPE_TOP, *ROPE_DICTS)},
 }  # fmt: skip
+LLADA_KNOWN = (
+    *_FIELDS.values(), "model_type", "vocab_size", "embedding_size", "include_qkv_bias", "rope_full_precision",
+    "weight_tying", "quantization_config", *IDS,
+)  # fmt: skip
 _NAMES = {
     "embed_tokens": "wte", "norm": "ln_f", "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm",
     "self_attn.q_proj": "q_proj", "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj",
@@ -151,16 +160,17 @@ _NAMES = {
 
 def _llada_shape(config: Mapping[str, Any]) -> Shape:
     """LLaDA's config keeps the names of the code it grew from."""
-    odd = {key: config[key] for key, plain in _PLAIN.items() if (config.get(key, plain) or None) != plain}
-    require(not odd, f"this LLaDA has {odd}; the body is built for { ({key: _PLAIN[key] for key in odd}) }")
-    missing = [theirs for theirs in tuple(_FIELDS.values())[:4] if config.get(theirs) is None]
+    check_keys(config, LLADA_MUST, (*LLADA_KNOWN, *LLADA_IGNORED))
+    needed = (*list(_FIELDS.values())[:4], *list(LLADA_MUST)[:4])
+    missing = [theirs for theirs in needed if config.get(theirs) is None]
     require(not missing, f"the config lacks {', '.join(missing)}")
-    facts = {"rms_norm_eps": 1e-5} | {ours: config[theirs] for ours, theirs in _FIELDS.items() if theirs in config}
-    vocab = config.get("embedding_size") or config.get("vocab_size")
-    return replace(
-        _plain_shape({**facts, "vocab_size": vocab}), qkv_bias=bool(config.get("include_qkv_bias", False)),
-        rotate_fp32=bool(config.get("rope_full_precision", True)),
-    )  # fmt: skip
+    facts = {"rms_norm_eps": 1e-5, "max_position_embeddings": 1024}
+    facts |= {ours: config[theirs] for ours, theirs in _FIELDS.items() if theirs in config}
+    words = config.get("vocab_size")
+    require(words is None or type(words) is int, f"vocab_size is {words!r}; a whole number is wanted")
+    shape = _plain_shape({**facts, "vocab_size": config.get("embedding_size") or words})
+    bias, precise = flag(config, "include_qkv_bias"), flag(config, "rope_full_precision", True)
+    return replace(shape, qkv_bias=bias, rotate_fp32=precise)
 
 
 def _plain_shape(facts: Mapping[str, Any]) -> Shape:

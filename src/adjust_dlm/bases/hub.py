@@ -27,14 +27,22 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or a name stands in it twice.
     """
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     require(isinstance(content, dict), f"{path} holds a {type(content).__name__}; an object is wanted")
     return dict(content)
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON text; raises ValueError for a name that stands there twice, where json takes the last."""
+    if len(found := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
 
 
 def local(name: Path | str, files: Sequence[str], *, revision: str | None = None) -> Path:

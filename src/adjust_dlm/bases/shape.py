@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,42 @@ _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim
 _ORIGINAL = "original_max_position_embeddings"
 ROPE_TOP = ("rope_theta", "partial_rotary_factor", _ORIGINAL)  # rotary settings beside the dictionaries
 ROPE_DICTS = ("rope_scaling", "rope_parameters")
+# Of a `config.json`: what the body is built for, and what changes no state. docs/models.md has the table (tested).
+MUST = {
+    "hidden_act": "silu", "is_causal": False, "layer_types": "full_attention",
+    "rope_interleaved": False, "use_mrope": False, "use_sliding_window": False,
+}  # fmt: skip
+IDS = ("mask_token_id", "eos_token_id", "pad_token_id", "bos_token_id")
+KNOWN = (
+    *_WHOLE, "model_type", "rms_norm_eps", "initializer_range", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "quantization_config", *ROPE_TOP, *ROPE_DICTS, *IDS,
+    "sliding_window", "max_window_layers", "pretraining_tp",  # without effect where `MUST` holds
+)  # fmt: skip
+IGNORED = (
+    "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "decoder_start_token_id",
+    "do_sample", "dtype", "id2label", "is_encoder_decoder", "is_llama_config", "label2id", "max_length",
+    "max_new_tokens", "min_length", "num_beams", "num_labels", "output_attentions", "output_hidden_states",
+    "problem_type", "repetition_penalty", "return_dict", "sep_token_id", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers.js_config", "transformers_version", "use_cache",
+)  # fmt: skip
+
+
+def check_keys(config: Mapping[str, Any], must: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises InputError for another value than `must` has, and for a key that is not known: it may change states."""
+    said = {key: value if isinstance(value, list) else [value] for key, value in config.items() if key in must}
+    odd = {key: config[key] for key in said if any(value not in (None, must[key]) for value in said[key])}
+    require(not odd, f"the config has {odd}; the body is built for { ({key: must[key] for key in odd}) }")
+    names = {key for key in config.keys() - {*must, *known, *IGNORED} if config[key] is not None}
+    new = {key: config[key] for key in sorted(names) if not key.startswith("_")}
+    why = "not known here, so they may change what the model computes; delete from a copy of the file what does not"
+    require(not new, f"the config has {new}: {why}")
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """A switch of a config; InputError for what is neither true, false nor null."""
+    value = config.get(key)
+    require(value in (None, True, False), f"{key} is {value!r}; true or false is wanted")
+    return default if value is None else bool(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,38 +119,31 @@ class Shape:
         """The shape in a transformers config, in the content of a `config.json`, or itself; `block` is not in these.
 
         Raises:
-            InputError: another family, a value that makes no sense, or a form of attention, activation or rotary
-                scaling that is not built here.
+            InputError: another family, a value that makes no sense, a form of attention, activation or rotary scaling
+                that is not built here, or a key that is not known here.
         """
         if isinstance(config, Shape):
             return config
         facts: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         kind = str(facts.get("model_type"))
         require(kind in ("llama", "qwen2"), f"model_type is {kind!r}; known are llama and qwen2")
-        _check_plain(facts)
-        heads, bias = facts["num_attention_heads"], bool(facts.get("attention_bias", False))
+        check_keys(facts, MUST, KNOWN)
+        lost = [name for name in _NEEDED if name not in facts]
+        require(not lost, f"the config lacks {', '.join(lost)}")
+        heads, bias = facts["num_attention_heads"], flag(facts, "attention_bias")
         kv = facts.get("num_key_value_heads")
         return cls(
             model_type=kind, **{name: facts[name] for name in _NEEDED},
             num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts),
             max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
-            output_bias=bias and kind == "llama", mlp_bias=bool(facts.get("mlp_bias", False)) and kind == "llama",
+            output_bias=bias and kind == "llama", mlp_bias=flag(facts, "mlp_bias") and kind == "llama",
             rope=_rope(facts), initializer_range=facts.get("initializer_range", 0.02), block=block,
         )  # fmt: skip
 
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _check_plain(facts: Mapping[str, Any]) -> None:
-    """Refuses what the body is not built for, and configs without the fields that have no default."""
-    act = facts.get("hidden_act", "silu")
-    require(act == "silu", f"hidden_act is {act!r}; the body is built with silu")
-    require(not facts.get("use_sliding_window"), "use_sliding_window is true; the body attends to everything")
-    lost = [name for name in _NEEDED if name not in facts]
-    require(not lost, f"the config lacks {', '.join(lost)}")
 
 
 def _head_dim(facts: Mapping[str, Any]) -> Any:

@@ -52,6 +52,13 @@ def check_shapes(where: Path, found: Shapes, wanted: Shapes) -> None:
     require(not odd, f"{where} does not fit: {some(odd)}")
 
 
+def check_finite(where: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InputError for a tensor that holds infinity or no number, as it is or after a cast."""
+    for name, tensor in tensors.items():
+        said = f"{where}: {name} holds numbers that are not finite in {tensor.dtype}; download it again"
+        require(bool(tensor.isfinite().all()), said)
+
+
 def some(names: Sequence[str]) -> str:
     """The first few of a list, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -62,11 +69,13 @@ def open_safetensors(folder: Path) -> TensorFiles:
     """The tensors of a folder.
 
     Raises:
-        InputError: no weights, a missing or damaged shard, an index that names tensors its shards do not hold.
+        InputError: no weights, two sets of them, a damaged or missing shard, or an index of tensors that are not there.
     """
     from safetensors import safe_open
 
     index = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    both = index and (folder / SINGLE).is_file() and folder / SINGLE not in index.values()
+    require(not both, f"{folder} has {INDEX} and {SINGLE}, of which libraries read one or the other; delete one")
     parts = {path: read_header(path) for path in sorted(set(index.values())) or [_single(folder)]}
     file_of = {name: path for path, part in parts.items() for name in part if index.get(name, path) == path}
     lost = sorted(index.keys() - file_of.keys())
@@ -144,19 +153,26 @@ def gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
         kind: the file's architecture.
 
     Raises:
-        InputError: a fact is missing, or its rotary embedding is scaled or turns a part of each head.
+        InputError: a fact is missing, the file is a part of one, or it holds another fact of its architecture.
     """
-    rope = {key: value for key, value in meta.items() if key.startswith(f"{kind}.rope.") and value != "none"}
-    rope.pop(f"{kind}.rope.freq_base", None)
-    turns = rope.pop(f"{kind}.rope.dimension_count", None)
-    require(not rope, f"the GGUF scales its rotary embedding ({rope}); not supported")
     keys = {ours: f"{kind}.{theirs}" for ours, theirs in _FACTS.items()}
     meta = {keys["num_key_value_heads"]: meta.get(keys["num_attention_heads"])} | meta
     lost = [key for key in (*keys.values(), _WORDS) if key not in meta]
     require(not lost, f"the GGUF has no metadata {', '.join(lost)}")
-    whole = turns is None or turns * meta[keys["num_attention_heads"]] == meta[keys["hidden_size"]]
-    require(whole, f"{kind}.rope.dimension_count is {turns}; the body turns whole heads")
-    return {ours: meta[key] for ours, key in keys.items()} | {"vocab_size": len(meta[_WORDS])}
+    facts = {ours: meta[key] for ours, key in keys.items()} | {"vocab_size": len(meta[_WORDS])}
+    require(meta.get("split.count", 1) == 1, f"the GGUF is one of {meta.get('split.count')} parts; merge them first")
+    rest = {key.removeprefix(f"{kind}."): value for key, value in meta.items() if key.startswith(f"{kind}.")}
+    rest = {key: value for key, value in rest.items() if key not in _FACTS.values() and value != "none"}
+    width, heads = facts["hidden_size"], facts["num_attention_heads"]
+    head = rest.get("attention.key_length", width // heads if isinstance(heads, int) and heads else None)
+    plain = {
+        "attention.key_length": head, "attention.value_length": head, "rope.dimension_count": head,
+        "attention.causal": kind == "llama", "vocab_size": facts["vocab_size"],
+    }  # fmt: skip
+    odd = {key: value for key, value in rest.items() if key not in plain or value != plain[key]}
+    known = ", ".join(f"{key} {value}" for key, value in plain.items())
+    require(not odd, f"the GGUF says {odd} of {kind}; beside its shape only {known} is known here")
+    return facts | ({"head_dim": head} if "attention.key_length" in rest else {})
 
 
 _WORDS = "tokenizer.ggml.tokens"

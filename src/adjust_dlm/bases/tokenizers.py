@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.types import InputError
+from adjust_dlm.bases.hub import once
+from adjust_dlm.types import InputError, require
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -21,29 +22,50 @@ def read_tokenizer(folder: Path) -> Any:
     Raises:
         InputError: its files are damaged, or a special token has no id in them, or another one than it gets.
     """
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-    whole = (folder / "tokenizer.json").is_file()
-    if not whole and not (folder / "vocab.json").is_file():
+    whole, words = folder / "tokenizer.json", folder / "vocab.json"
+    if not whole.is_file() and not words.is_file():
+        alone = f"{folder} has tokenizer.model alone; write a tokenizer.json with transformers' save_pretrained"
+        require(not (folder / "tokenizer.model").is_file(), alone)
         return None
-    kind: Any = PreTrainedTokenizerFast if whole else Qwen2Tokenizer
-    settings = folder / "tokenizer_config.json"
+    kind: Any = PreTrainedTokenizerFast if whole.is_file() else Qwen2Tokenizer
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
-        said = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-        _check_ids(tokenizer, {token["content"]: int(n) for n, token in said.get("added_tokens_decoder", {}).items()})
+        known = Tokenizer.from_file(str(whole)).get_vocab() if whole.is_file() else _json(words)
+        said = {token["content"]: n for n, token in _added(folder).items()}
+        here = tokenizer.get_vocab()
+        for token in sorted(tokenizer.get_added_vocab().keys() | said.keys()):
+            n, got = said.get(token, known.get(token)), here.get(token)  # one that was made up has none in its files
+            if n != got:
+                raise ValueError(f"added token {token!r} has id {n} in its files, but {got} here")
     except Exception as error:  # tokenizers raises nothing narrower, and files of strangers may hold anything
         raise InputError(f"cannot read the tokenizer in {folder}: {' '.join(repr(error).split())}") from error
     return tokenizer
 
 
-def _check_ids(tokenizer: Any, said: dict[str, int]) -> None:
-    """Raises ValueError for an added token that has another id here, or none in its files: one was made up."""
-    here = {str(token): n for n, token in tokenizer.added_tokens_decoder.items()}
-    made = {token for token, n in here.items() if said and n >= tokenizer.vocab_size}
-    for token in sorted(made | said.keys()):
-        if said.get(token) != here.get(token):
-            raise ValueError(f"added token {token!r} has id {said.get(token)} in its files, but {here.get(token)} here")
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once) if file.is_file() else {}
+
+
+def _added(folder: Path) -> dict[int, dict[str, Any]]:
+    """Id -> added token, of the files beside a vocabulary."""
+    old = {n: {"content": token} for token, n in _json(folder / "added_tokens.json").items()}
+    settings = _json(folder / "tokenizer_config.json")
+    said = settings.get("added_tokens_decoder", old)
+    if settings.get("split_special_tokens"):
+        raise ValueError("split_special_tokens is true; a special token is one token here")
+    return {int(n): said[n] for n in sorted(said, key=int)}
+
+
+def _special(folder: Path) -> list[str]:
+    """Tokens that the files beside a vocabulary call special."""
+    whole = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+    found = [whole.get(f"{role}_token") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+    for more in (whole.get("additional_special_tokens") or [], whole.get("extra_special_tokens") or []):
+        found += more.values() if isinstance(more, dict) else more
+    return [token["content"] if isinstance(token, dict) else token for token in found if token is not None]
 
 
 class FileTokenizer:
@@ -53,6 +75,7 @@ class FileTokenizer:
     nothing but the messages (a test compares them); `adjust adapt` writes such a template.
 
     Attributes:
+        backend_tokenizer: of the `tokenizers` library.
         chat_template: Jinja source with `messages` and `add_generation_prompt`, or None.
     """
 
@@ -61,32 +84,35 @@ class FileTokenizer:
         from tokenizers import AddedToken, Tokenizer
 
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-            sides = [file.with_name(name) for name in ("tokenizer_config.json", "added_tokens.json")]
-            config, old = (json.loads(side.read_text(encoding="utf-8")) if side.is_file() else {} for side in sides)
-            said = config.get("added_tokens_decoder", {n: {"content": token} for token, n in old.items()})
-            for n, token in sorted((int(n), token) for n, token in said.items()):
-                if self.encode(token["content"]) != [n]:
-                    self._tokenizer.add_tokens([AddedToken(**token)])
+            self.backend_tokenizer = Tokenizer.from_file(str(file))
+            self.backend_tokenizer.no_truncation()  # a file may ask for either
+            self.backend_tokenizer.no_padding()
+            for n, token in _added(file.parent).items():
+                self.backend_tokenizer.add_tokens([AddedToken(**token)])
                 if self.encode(token["content"]) != [n]:
                     raise ValueError(
                         f"{token['content']!r} has id {n} in the files beside it, which it cannot get here"
                     )
+            for name in _special(file.parent):
+                if (known := self.backend_tokenizer.token_to_id(name)) is None:
+                    raise ValueError(f"the special token {name!r} has no id in its files")
+                if self.encode(name) != [known]:
+                    self.backend_tokenizer.add_special_tokens([name])
         except Exception as error:  # tokenizers raises nothing narrower
             raise InputError(f"cannot read the tokenizer {file}: {error}") from error
         self.chat_template = chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids; special tokens that stand in the text are recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text."""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
         """Names of ids in the vocabulary; None for an id that is not there."""
-        return [self._tokenizer.id_to_token(token) for token in ids]
+        return [self.backend_tokenizer.id_to_token(token) for token in ids]
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False

@@ -5,9 +5,10 @@ Only rows of one block are compared: same base, task and settings. A value that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,12 +147,19 @@ def rows_of(result: Result) -> list[Row]:
         InputError: a result of one of these that lacks a field.
     """
     out = result.results
-    try:
+    with damage_named(result):
         if result.command in ("eval table", "eval divergence", "eval frontier"):
             return [_text_row(result, facts) for facts in out["cells" if "cells" in out else "rows"]]
         if "macro_averages" in out:
             return [_group_row(result, facts) for facts in out["macro_averages"]]
         return [_task_row(result, facts) for facts in out["rows"]] if "task" in out else []
+
+
+@contextlib.contextmanager
+def damage_named(result: Result) -> Iterator[None]:
+    """Raises InputError, with the file, for a field that is not there or of another kind."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{result.source / RESULT} is damaged: {type(error).__name__} {error}") from error
 
@@ -160,10 +168,10 @@ def _text_row(result: Result, facts: Facts) -> Row:
     """Of texts, or of a frontier's list tasks, whose one measure is the accuracy."""
     task, _, temperature = facts.get("task", "text").partition(" T=")
     settings = _settings(result, float(temperature or facts["temperature"]), LISTS if task == "lists" else TEXTS)
-    values = {name: _measured(facts.get(name), facts.get(f"{name}_ci95")) for name in ("kl_qp", "kl_pq")}
+    values = {name: measured(facts.get(name), facts.get(f"{name}_ci95")) for name in ("kl_qp", "kl_pq")}
     for name, of in {"nll": "nll", "mauve": "mauve", "gap closed": "gap_closed", "distinct-2": "distinct_2"}.items():
-        values[name] = _measured(facts.get(of), facts.get(f"{of}_ci95"), facts.get("n"))
-    values["accuracy"] = _measured(facts.get("accuracy"), facts.get("accuracy_ci95"), facts.get("n"))
+        values[name] = measured(facts.get(of), facts.get(f"{of}_ci95"), facts.get("n"))
+    values["accuracy"] = measured(facts.get("accuracy"), facts.get("accuracy_ci95"), facts.get("n"))
     return _row(result, task, settings, facts, values)
 
 
@@ -171,7 +179,7 @@ def _task_row(result: Result, facts: Facts) -> Row:
     """Of a downstream task."""
 
     def all_of(metrics: Facts) -> dict[str, Measured | None]:
-        return {name: _measured(value["mean"], value["ci95"], value["n"]) for name, value in metrics.items()}
+        return {name: measured(value["mean"], value["ci95"], value["n"]) for name, value in metrics.items()}
 
     kinds = {kind: all_of(metrics) for kind, metrics in facts.get("kinds", {}).items()}
     values = all_of(facts["metrics"])
@@ -183,7 +191,7 @@ def _group_row(result: Result, macro: Facts) -> Row:
 
     def all_of(facts: Facts, start: str = "") -> dict[str, Measured | None]:
         names = [key.removeprefix(start) for key in facts if key.startswith(start) and f"{key}_ci95" in facts]
-        return {n: _measured(facts[start + n], facts[f"{start}{n}_ci95"], facts.get("n")) for n in names}
+        return {n: measured(facts[start + n], facts[f"{start}{n}_ci95"], facts.get("n")) for n in names}
 
     group, task = macro["group"], f"{result.results['task']} {macro['group']}"
     mine = [row for row in result.results["rows"] if (row["group"], row["variant"]) == (group, macro["variant"])]
@@ -196,15 +204,17 @@ def _row(
     values: Mapping[str, Measured | None], kinds: Mapping[str, Mapping[str, Measured | None]] | None = None,
     texts: Path | None = None,
 ) -> Row:  # fmt: skip
-    measured = {name: value for name, value in values.items() if value}
-    groups = {kind: {n: value for n, value in found.items() if value} for kind, found in (kinds or {}).items()}
+    found = {name: value for name, value in values.items() if value}
+    groups = {kind: {n: value for n, value in of.items() if value} for kind, of in (kinds or {}).items()}
     costs = {name: float(facts[name]) for name in COSTS if facts.get(name) is not None}
     base, source = str(result.config["base"]), str(result.source)
-    return Row(source, base, task, settings, variant_of(facts), measured, groups, costs, texts)
+    return Row(source, base, task, settings, variant_of(facts), found, groups, costs, texts)
 
 
-def _measured(mean: float | None, ci95: float | None, n: int | None = None) -> Measured | None:
+def measured(mean: float | None, ci95: float | None, n: int | None = None) -> Measured | None:
     """None for what was not measured, or has no finite value."""
+    if any(isinstance(value, bool | str) for value in (mean, ci95, n)):
+        raise TypeError(f"a number is wanted, not {mean!r}, {ci95!r} or {n!r}")
     if mean is None or not math.isfinite(mean):
         return None
     return Measured(float(mean), None if ci95 is None or not math.isfinite(ci95) else float(ci95), n)

@@ -8,14 +8,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adjust_dlm.bench.records import COSTS, Block, Measured, Result, Row, label_of, line_of, rank
+from adjust_dlm.bench.records import (
+    COSTS,
+    Block,
+    Measured,
+    Result,
+    Row,
+    damage_named,
+    label_of,
+    line_of,
+    measured,
+    rank,
+)
+from adjust_dlm.words import title_of
 
 TEXT = ("kl_qp", "kl_pq", "nll", "mauve")
-TITLES = {
-    "kl_qp": "KL(q||p)", "kl_pq": "KL(p||q)", "nll": "NLL", "mauve": "MAUVE", "tokens_per_pass": "tokens/pass",
-    "tokens_per_second": "tokens/s", "base_calls": "base passes", "sampler_calls": "g passes",
-    "partner_calls": "AR passes",
-}  # fmt: skip
+NATS = "KL and NLL are in nats a token"
 Cell = Measured | str | int | float | None
 
 
@@ -46,11 +54,6 @@ class Table:
         return max(found, key=found.__getitem__) if sign and len(found) > 1 else None
 
 
-def title_of(name: str) -> str:
-    """A measure or cost as a heading."""
-    return TITLES.get(name, name.replace("_", " "))
-
-
 def sign_of(measure: str) -> int:
     """+1 where more is better; distinct-n and the gap are facts about a text, not scores."""
     return {"kl_qp": -1, "kl_pq": -1, "nll": -1, "gap closed": 0, "distinct-2": 0}.get(measure, 1)
@@ -76,7 +79,7 @@ def by_k(block: Block) -> Table:
         [name, *(found.get((name, k), {}).get(m) for k, m in columns)] for name in dict.fromkeys(n for n, _ in found)
     ]
     head = ("decoder", *(f"{title_of(m)}, K={k}" for k, m in columns))
-    note = f"{block.about}. At K = 1 Parallel and ADJUST are joint decoding. Bold: the best mean of a column."
+    note = f"{block.about}. At K = 1 Parallel and ADJUST are joint decoding. {NATS}. Bold: the best mean of a column."
     return Table("text", f"Text by K: {block.title}", note, head, rows, (0, *(sign_of(m) for _, m in columns)))
 
 
@@ -151,16 +154,18 @@ def every(block: Block) -> Table:
         for row in block.rows
     ]  # fmt: skip
     head = ("decoder", "n", *map(title_of, (*costs, *measures)))
-    note = f"{block.about}. Passes and seconds are means a row; +- is half of a 95 % interval."
+    note = f"{block.about}. Passes and seconds are means a row; {NATS}; +- is half of a 95 % interval."
     return Table("decoders", f"Every decoder: {block.title}", note, head, rows)
 
 
 def paired(results: Iterable[Result]) -> Table:
     """Differences that `eval paired` measured."""
     rows: list[list[Cell]] = []
-    for found in (result.results for result in results if result.command == "eval paired"):
-        gap = Measured(found["difference"], (found["high"] - found["low"]) / 2, found["n"])
-        rows.append([found["a"], found["b"], found["metric"], found["n"], gap, found["mcnemar_p"]])
+    for result in (result for result in results if result.command == "eval paired"):
+        with damage_named(result):
+            found = result.results
+            gap = Measured(found["difference"], (found["high"] - found["low"]) / 2, found["n"])
+            rows.append([found["a"], found["b"], found["metric"], found["n"], gap, found["mcnemar_p"]])
     head = ("A", "B", "metric", "problems", "B - A", "McNemar p")
     return Table("paired", "Paired comparisons", "The same problems, one by one; exact McNemar test.", head, rows)
 
@@ -168,11 +173,14 @@ def paired(results: Iterable[Result]) -> Table:
 def scored(results: Iterable[Result]) -> Table:
     """Texts that `eval nll` and `eval mauve` scored."""
     rows: list[list[Cell]] = []
-    for name, out in ((x.command.split()[1], x.results) for x in results if x.command in ("eval nll", "eval mauve")):
-        for found in out["rows"]:
-            value = None if found[name] is None else Measured(found[name], found[f"{name}_ci95"], found["n"])
-            rows.append([found["file"], found["decoder"], title_of(name), out["judge"], found["n"], value])
-    return Table("scored", "Texts from files", "", ("file", "decoder", "measure", "judge", "texts", "value"), rows)
+    for result in (result for result in results if result.command in ("eval nll", "eval mauve")):
+        name, out = result.command.split()[1], result.results
+        with damage_named(result):
+            for found in out["rows"]:
+                value = measured(found[name], found[f"{name}_ci95"], found["n"])
+                rows.append([found["file"], found["decoder"], title_of(name), out["judge"], found["n"], value])
+    head = ("file", "decoder", "measure", "judge", "texts", "value")
+    return Table("scored", "Texts from files", f"{NATS}.", head, rows)
 
 
 def summary(blocks: Sequence[Block]) -> Table:
@@ -189,9 +197,8 @@ def summary(blocks: Sequence[Block]) -> Table:
                     share = closed(joint, parallel, adjust, sign_of(measure), own)
                     rows.append([block.title, title_of(measure), k, joint, parallel, adjust, share])
     head = ("task", "measure", "K", "joint, K=1", "parallel", "ADJUST", "gap closed")
-    note = (
-        "Gap closed: (ADJUST - parallel) / (joint - parallel); no gap where the intervals of joint and parallel meet."
-    )
+    gap = "Gap closed: (ADJUST - parallel) / (joint - parallel); no gap where the intervals of joint and parallel meet."
+    note = f"{gap} {NATS}."
     return Table("summary", "What ADJUST keeps of what parallel decoding loses", note, head, rows)
 
 
@@ -226,11 +233,12 @@ def table_files(tables: Sequence[Table]) -> dict[str, bytes]:
 
 
 def show(cell: Cell) -> str:
-    """A cell in words: three decimals for means, four digits for other fractions, nothing for None."""
+    """A cell in words: three decimals for means, some digits for other fractions, nothing for None and no number."""
     if isinstance(cell, Measured):
         return f"{cell.mean:.3f}" + ("" if cell.ci95 is None else f" +- {cell.ci95:.3f}")
     if isinstance(cell, float):
-        return f"{cell:.1f}" if abs(cell) >= 100 else f"{cell:.3g}"
+        shown = f"{cell:.1f}".removesuffix(".0") if abs(cell) >= 100 else f"{cell:.3g}"
+        return "" if cell != cell else shown
     return "" if cell is None else str(cell)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from adjust_dlm.files import write_whole
+from adjust_dlm.words import title_of
 
 RESULT, SAMPLES, RUN = "result.json", "samples.jsonl", "run.yaml"
 
@@ -99,7 +100,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
     lines = any("\n" in str(cell) for row in rows for cell in row)
     table = Table(title=title, title_justify="left", show_lines=lines)
     for n, name in enumerate(columns):
-        numbers = all(isinstance(row[n], int | float) or row[n] is None for row in rows)
+        numbers = all(isinstance(row[n], int | float) or row[n] is None or " +- " in str(row[n]) for row in rows)
         table.add_column(name, justify="right" if numbers and rows else "left", overflow="fold", no_wrap=numbers)
     for row in rows:
         table.add_row(*(Text(show_value(cell)) for cell in row))
@@ -123,19 +124,34 @@ def counted(number: int, noun: str) -> str:
 
 
 def show_results(results: Mapping[str, Any]) -> None:
-    """Any result: a table of its single values, and one for every mapping and every list of records in it."""
+    """Any result: a table of its single values, and one for every mapping and every list of records in it.
+
+    Keys become words with units, and a value stands with its 95 % half-width in one cell.
+    """
     results = plain(results)
     single = {key: value for key, value in results.items() if not isinstance(value, dict | list)}
     for key, value in {"": single, **results}.items():
         if isinstance(value, dict) and value and not any(isinstance(item, dict | list) for item in value.values()):
-            show_table(("", "value"), list(value.items()), title=key or None)
+            cells = [(title_of(name, unit=True), value[name]) for name in _with_intervals([value])]
+            show_table(("", "value"), cells, title=title_of(key, unit=True) or None)
             continue
         if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
             value = [{"": name, **row} for name, row in value.items()]
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-            names = dict.fromkeys(name for row in value for name in row)
-            columns = [name for name in names if _worth_showing([row.get(name) for row in value])]
-            show_table(columns, [[row.get(name) for name in columns] for row in value], title=key)
+            columns = [name for name in _with_intervals(value) if _worth_showing([row.get(name) for row in value])]
+            heads = [title_of(name, unit=True) for name in columns]
+            show_table(heads, [[row.get(name) for name in columns] for row in value], title=title_of(key, unit=True))
+
+
+def _with_intervals(rows: list[dict[str, Any]]) -> list[str]:
+    """The columns of rows, once each half-width has moved into the cell of its mean."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in (name for name in names if f"{name}_ci95" in names):
+        for row in rows:
+            mean, half = row.get(name), row.pop(f"{name}_ci95", None)
+            if show_value(mean) and show_value(half):
+                row[name] = f"{show_value(mean)} +- {half:.2g}"
+    return [name for name in names if not name.endswith("_ci95")]
 
 
 def _worth_showing(cells: list[Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import tyro
 import yaml
 
 C = TypeVar("C")
+_OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,11 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
         SystemExit: `--help` (0) or wrong flags (2).
     """
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    file = parser.parse_known_args(argv)[0].config
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    named = parser.parse_known_args(argv)[0].config
+    if len(named) > 1:
+        bad_input(f"--config is given {len(named)} times; give one file")
+    file = named[0] if named else None
     start = filled(settings, read_yaml(file) if file else {}, where=str(file))
     bare = tyro.conf.arg(name="")
     parts = [("settings", Annotated[settings, bare]), ("common", Annotated[Common, bare])]
@@ -74,11 +79,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Yaml(yaml.SafeLoader):
-    """Refuses a name twice in one mapping, where PyYAML takes the last."""
+    """Refuses a name twice in one mapping, where PyYAML takes the last, and 010 and 1:30, which are 8 and 90 to it."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         _once([(str(key.value), None) for key, _ in node.value])
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> Any:
+        node = super().compose_scalar_node(anchor)
+        if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and _OTHER_BASE.match(node.value):
+            raise ValueError(f"YAML reads {node.value} in base 8 or 60; write it without 0 in front and without colons")
         return node
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.hub import read_json
+from adjust_dlm.bases.hub import once, read_json
 from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_sample
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.files import write_whole
@@ -309,7 +309,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, str]]:
 def json_value(text: str, where: str) -> Any:
     """What a JSON text holds; `where` names it in the InputError. Half a character, which JSON can spell, is none."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=once)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -60,7 +60,7 @@ def _drafts(
 ) -> list[State]:
     """The present canvas and, one commit by g after another, those that may follow."""
     draft, elsewhere_BL = copy.copy(canvas), canvas.masked_BL & ~canvas.seen_BL
-    draft.masked_BL = canvas.seen_BL  # a draft ends with its block
+    draft.masked_BL = canvas.seen_BL.clone()  # a draft ends with its block
     for name in ("tokens_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None

@@ -21,6 +21,7 @@ from adjust_dlm.files import write_whole
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
+from adjust_dlm.words import title_of
 
 log = logging.getLogger(__name__)
 Line = dict[str, Any]
@@ -158,7 +159,8 @@ def measure(
         made = {source: summary, kl: summary[kl], f"{kl}_ci95": summary[f"{kl}_ci95"]}
         write_whole({kept: json.dumps(made) + "\n"})
         line |= made
-        log.info("T=%g %s, K=%d, %s: %s %.4f", temperature, variant, settings.tokens_per_step, source, kl, made[kl])
+        said = (temperature, variant, settings.tokens_per_step, title_of(kl), made[kl])
+        log.info("T=%g %s, K=%d: %s %.4f nats a token", *said)
     return line
 
 

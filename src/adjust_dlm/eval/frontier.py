@@ -24,6 +24,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.words import title_of
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +245,9 @@ def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    writer.writerows(
+        {k: ("" if v != v else f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows
+    )
     return out.getvalue()
 
 
@@ -258,5 +261,5 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
             for label in dict.fromkeys(row["label"] for row in mine):
                 points = [Point(row[x], row[measure], row[f"{measure}_ci95"]) for row in mine if row["label"] == label]
                 curves.append(Curve(label, label.split()[0], sorted(points, key=lambda point: point.x)))
-            found.append(Panel(task, x.replace("_", " "), measure, 2, curves))
+            found.append(Panel(task, title_of(x), title_of(measure, unit=True), 2, curves))
     return found

@@ -112,8 +112,8 @@ def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
     if ".jsonl" in path.suffixes[-2:]:
         groups: dict[str, list[Line]] = {}
         for number, row in enumerate(read_rows(file), start=1):
-            item: Any = row.get("text", row.get("tokens"))
-            ids = isinstance(item, list) and all(isinstance(token, int) for token in item)
+            item: Any = row.get("tokens") if row.get("text") is None else row["text"]
+            ids = isinstance(item, list) and all(type(token) is int and token >= 0 for token in item)
             require(isinstance(item, str) or ids, f"{file}, row {number} has neither `text` nor `tokens`")
             given = row.get("given", "")
             require(isinstance(given, str), f"{file}, row {number}: given is {given!r}; it must be a text")
@@ -122,9 +122,9 @@ def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
     content = read_text(path)
     require(bool(content.strip()), f"there is no text in {file}")
     if split == "line":
-        return {"": [Line(line.strip()) for line in content.removesuffix("\n").split("\n")]}
+        return {"": [Line(line.rstrip()) for line in content.removesuffix("\n").split("\n")]}
     parts = "\n".join(line.rstrip() for line in content.split("\n")).split("\n\n")
-    return {"": [Line(part.strip()) for part in parts if part.strip()]}
+    return {"": [Line(part.strip("\n")) for part in parts if part.strip()]}
 
 
 def _group(line: dict[str, Any]) -> str:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
-from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig, manifest_of
+from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig
 from adjust_dlm.decoders import Canvas
 from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.losses import NEXT_DECAY, RowWeights
@@ -40,19 +39,14 @@ class PoolConfig(TextConfig):
 
     Attributes:
         rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
-        keep: folder for the trajectories that are decoded, in shards of 512 as `adjust trajectories` would write them
-            (one process only).
     """
 
     rows: int = 64
-    keep: str | None = None
 
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
         texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
-        return TrajectoriesConfig(
-            output=self.keep or "", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts
-        )
+        return TrajectoriesConfig(output="", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts)
 
 
 def lookahead(weights: RowWeights, decay: float = NEXT_DECAY) -> int:
@@ -96,17 +90,12 @@ class Lane:
         self.source, self.rows, self.taken, self.end = source, rows, 0, 0
         self.begins = [place * settings.max_new_tokens // places for place in range(places)]
 
-    def refill(self, now: int, keeper: Callable[[Trajectory], None] | None) -> None:
+    def refill(self, now: int) -> None:
         """Fresh rows for places whose text is finished, or whose first moment is this one."""
         canvas = self.canvas
         for b in (~canvas.open_B).nonzero()[:, 0].tolist():
             if now < self.begins[b]:
                 continue
-            if keeper is not None and int(canvas.rows_B[b]) != _IDLE:
-                real_L = canvas.real_BL[b]
-                tokens_L, order_L = (part[b][real_L].cpu() for part in (canvas.tokens_BL, canvas.order_BL))
-                row, settings = int(canvas.rows_B[b]), canvas.config
-                keeper(Trajectory(tokens_L, order_L, row, settings.seed, settings.temperature))
             row = self.next_row()
             canvas.restart(b, self.source.ids(row), row)
 
@@ -122,62 +111,6 @@ class Lane:
         canvas.start_round()
         canvas.commit(pick(canvas.base, h_BLD, canvas))
         return before_BL & (canvas.order_BL >= 0)
-
-
-class Keeper:
-    """Keeps finished rows, which come in any order; a shard is written once all of its rows are there.
-
-    Rows depend on settings and row number alone, so a folder of the same settings may be gone on with, and a shard
-    that is there already is left as it is. The manifest counts what is there without a gap.
-
-    Args:
-        config: settings that make these rows; `output`, `first_row` and `shard_rows` are heeded, `num` is not.
-        base: who decodes.
-        source: prompts.
-
-    Raises:
-        InputError: the folder holds rows that other settings made, or a part of a shard.
-    """
-
-    def __init__(self, config: TrajectoriesConfig, base: Base, source: PromptSource) -> None:
-        self.config, self.base, self.source = config, base, source
-        self.folder = Path(config.output)
-        self.waiting: dict[int, Trajectory] = {}
-        self.start = config.first_row
-        require(not self.folder.exists() or self.folder.is_dir(), f"{self.folder} is not a folder")
-        if (self.folder / store.MANIFEST).is_file():
-            rows = store.read_manifest(self.folder)["rows"]
-            store.check_same_run(self.folder, self.manifest(rows))
-            part = rows % config.shard_rows
-            require(part == 0, f"{self.folder} ends in a shard of {part} rows; use another folder to keep rows in")
-
-    def manifest(self, rows: int) -> dict[str, Any]:
-        """Of a store that holds `rows` rows."""
-        return manifest_of(replace(self.config, num=rows), self.base, self.source)
-
-    def __call__(self, trajectory: Trajectory) -> None:
-        """Takes one row."""
-        if trajectory.row >= self.start:
-            self.waiting[trajectory.row] = trajectory
-        size = self.config.shard_rows
-        while all(row in self.waiting for row in range(self.start, self.start + size)):
-            rows = self.start, self.start + size
-            done = [self.waiting.pop(row) for row in range(*rows)]
-            if not store.is_whole(self.folder / store.shard_name(rows)):
-                store.write_shard(self.folder, rows, done, [len(self.source.ids(x.row)) for x in done])
-            self.start += size
-            end = max(stop for _, stop in store.find_shards(self.folder))
-            store.write_manifest(self.folder, self.manifest(end - self.config.first_row))
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint: what waits for its shard."""
-        rows = [(x.tokens_L, x.order_L, x.row, x.seed, x.temperature) for x in self.waiting.values()]
-        return {"start": self.start, "waiting": rows}
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Goes on from a `state`."""
-        self.start = saved["start"]
-        self.waiting = {fields[2]: Trajectory(*fields) for fields in saved["waiting"]}
 
 
 class Pool:
@@ -196,13 +129,12 @@ class Pool:
         rollout: unrolled steps; a slice holds S - rollout windows.
         slices: M, a divisor of the pool's rows.
         weights, decay: row weights that the windows will have; they say how long a state has to wait.
-        keeper: takes every trajectory that is complete.
     """
 
     def __init__(
         self, base: Base, config: PoolConfig, source: PromptSource, *, length: int, rollout: int, slices: int,
         seed: int = 0, suppress_eos: bool = False, first: int = 0, rank: int = 0, world: int = 1,
-        weights: RowWeights = "next", decay: float = NEXT_DECAY, keeper: Keeper | None = None,
+        weights: RowWeights = "next", decay: float = NEXT_DECAY,
     ) -> None:  # fmt: skip
         kinds = config.trajectories(seed=seed, suppress_eos=suppress_eos).decode_configs(base)
         require(
@@ -210,7 +142,7 @@ class Pool:
             f"pool.rows is {config.rows}; it must be a multiple of {slices} (slices) and {len(kinds)} (temperatures)",
         )
         source.check_fits(base, config.max_new_tokens)
-        self.base, self.source, self.keeper, self.first = base, source, keeper, first
+        self.base, self.source, self.first = base, source, first
         self.length, self.rollout, self.groups = length, rollout, config.rows // slices
         self.lanes = [
             Lane(
@@ -260,7 +192,7 @@ class Pool:
     def advance(self) -> None:
         """One base pass over the pool, and a commit in every open row."""
         for lane in self.lanes:
-            lane.refill(self.passes, self.keeper)
+            lane.refill(self.passes)
         canvases = [lane.canvas for lane in self.lanes]
         row_N, tokens_NL, masked_NL, real_NL = (
             torch.cat([getattr(canvas, name) for canvas in canvases])
@@ -301,7 +233,6 @@ class Pool:
             "taken": [lane.taken for lane in self.lanes],
             "lanes": [{name: getattr(lane.canvas, name).cpu() for name in canvas} for lane in self.lanes],
             "moments": [{name: getattr(m, name).cpu() for name in moment} for m in self.moments],
-            "kept": None if self.keeper is None else self.keeper.state(),
         }  # fmt: skip
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -313,8 +244,6 @@ class Pool:
                 lane.next_row()
             for name, value in canvas.items():
                 getattr(lane.canvas, name).copy_(value)
-        if self.keeper is not None and saved["kept"] is not None:
-            self.keeper.load(saved["kept"])
         for part in saved["moments"]:
             known = {name: value.to(device) for name, value in part.items()}
             tokens_NL, real_NL, masked_NL = known["tokens_NL"].long(), known["real_NL"], known["masked_NL"]
@@ -345,7 +274,6 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     pool, windows = config.pool, config.slice_states - config.rollout
     least = "it must be at least 2, for g learns between two commits of a text"
     require(pool.max_new_tokens >= 2, f"pool.max_new_tokens is {pool.max_new_tokens}; {least}")
-    require(pool.keep is None or world == 1, f"pool.keep is {pool.keep!r}; {world} processes cannot keep trajectories")
     stored = open_checked(config.heldout_trajectories, base) if config.heldout_trajectories else None
     manifests, first = ([], config.heldout) if stored is None else (stored.manifests, 0)
     first = max((m["first_row"] + m["rows"] for m in manifests if m["seed"] == config.seed), default=first)
@@ -354,10 +282,8 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
     source.check_fits(base, pool.max_new_tokens)
     made = pool.trajectories(seed=config.seed, suppress_eos=config.suppress_eos, first=first)
     held = RowMaker(made, base, source).decoded((0, config.heldout)) if stored is None else stored
-    keeper = None if pool.keep is None else Keeper(made, base, source)
     return held, Pool(
         base, pool, source, length=config.slice_states, rollout=config.rollout, slices=config.slices,
         seed=config.seed, suppress_eos=config.suppress_eos, first=first, rank=rank, world=world,
         weights=config.weights, decay=config.next_decay,
-        keeper=None if config.dry_run else keeper,
     )  # fmt: skip

@@ -34,6 +34,7 @@ from adjust_dlm.train.run import Run
 from adjust_dlm.train.trackers import start_trackers
 from adjust_dlm.train.unroll import Frames, Slices, states_compared
 from adjust_dlm.types import Trajectory, require
+from adjust_dlm.words import by_depth
 
 __all__ = ["Run", "TrainConfig", "train"]
 log = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def _evaluate(run: Run, folder: Path, metrics: MetricsLog) -> dict[str, float]:
     if run.losses is not None:
         keep_best(run, folder, last)
         metrics.write(run.step, **run.losses, seconds=run.elapsed, **last)
-        log.info("step %d loss %.4f %s", run.step, run.losses["loss"], {k: round(v, 4) for k, v in last.items()})
+        log.info("step %d: loss %.4f; by depth: %s", run.step, run.losses["loss"], by_depth(last))
         run.losses = None
     return last
 

@@ -3,8 +3,8 @@ r"""GSM8K: word problems whose answer is a number, in the two forms that lm-eval
 `cot` ends an answer with "The answer is 18." and asks with "Q:", as the harness' task `gsm8k_cot`; `hashes` ends it
 with "#### 18" and asks with "Question:", as its task `gsm8k`. A completion is cut at its end token and at the stop
 words; then `strict` looks for the first end of the form, `flexible` for the last number. Both compare text without
-commas, $ and a last period; `value` compares the last number by value, as a reader sees it: 18.00 is 18, `1{,}234` is
-1234, a no-break space groups digits, and U+2212 is a minus.
+commas, $ and a last period; `value` compares the last number by value, as a reader sees it: 18.00 is 18, `1{,}234` and
+1'234 are 1234, a no-break space groups digits, U+2212 is a minus, and 3/4, 10^3 and 2e3 are one number each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate, with_shots
@@ -23,7 +23,9 @@ END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens 
 TEXTS = ("question", "answer", "target")
 _NUMBER = r"-?[.,]*[0-9][0-9.,]*"
 _ANY_NUMBER = re.compile(r"(?:-|(?<![$.,]))[$.,]*[0-9][$0-9.,]*")  # never tried anew within a run of dots
-_GROUPED = re.compile(r"(?<=[0-9])(?<![0-9]{4})(?:\{,\}|\\,|[\u00a0\u2007\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+_GROUPED = re.compile(r"(?<=[0-9])(?<![0-9]{4})(?:\{,\}|\\,|['\u00a0\u2007\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+_TERM = re.compile(rf"({_ANY_NUMBER.pattern})(?:( ?/ ?|\^|\*\*|[eE]\+?)([0-9][0-9.,]*))?")
+_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]+)\}\{([0-9.,]+)\}")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
@@ -138,21 +140,27 @@ def clean(number: str) -> str:
 def grade(text: str, gold: str, form: str) -> Scores:
     """Scores of one completion against the cleaned gold number."""
     strict, flexible = find_answers(text, form)
-    number = find_answers(_plain(text), form)[1]
-    same = number is not None and _value(number) == _value(_plain(gold))
+    terms = _TERM.findall(_plain(cut_at_stop(text, stop_words(form))))
+    same = bool(terms) and _value(*terms[-1]) == _value(_plain(gold))
     return {"strict": float(strict == gold), "flexible": float(flexible == gold), "value": float(same)}
 
 
 def _plain(text: str) -> str:
     """Numbers as ASCII writes them, without the marks that TeX and printers group digits with."""
-    return _GROUPED.sub("", text).replace("\u2212", "-")
+    return _FRACTION.sub(r" \1/\2", _GROUPED.sub("", text)).replace("\u2212", "-")
 
 
-def _value(number: str) -> Decimal | str:
+def _value(number: str, sign: str = "", other: str = "") -> Fraction | str:
+    """Of a number alone, or of two with /, a power or e between them."""
     try:
-        return Decimal(number)
-    except InvalidOperation:  # such as 1.2.3, a number of a section
-        return number
+        first, second = Fraction(clean(number)), Fraction(clean(other) or "1")
+        if "/" in sign:
+            return first / second
+        if sign and (second.denominator > 1 or second > 99):
+            raise ValueError
+        return first * 10 ** int(second) if sign[:1] in ("e", "E") else first ** int(second) if sign else first
+    except (ValueError, ZeroDivisionError):  # such as 1.2.3, a number of a section
+        return number + sign + other
 
 
 def score(items: Sequence[Problem], texts: Sequence[list[str]], config: Gsm8kConfig) -> list[list[Scores]]:

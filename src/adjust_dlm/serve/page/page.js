@@ -190,9 +190,9 @@ function pieces(column) {
       out.push({ mask: behind ? "never" : "mask" });
       return;
     }
-    if (!cell.text) { // a special token, such as the end
+    if (!cell.text) { // a special token: the end is shown, what was given (the start token) is not
       flush();
-      out.push({ cells: [cell], text: "\u220e", special: true, behind });
+      if (!cell.given) out.push({ cells: [cell], text: "\u220e", special: true, behind });
       return;
     }
     cells.push(cell);
