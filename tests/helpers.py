@@ -164,7 +164,7 @@ class _Pointer(nn.Module):
 
     def __init__(self, config: Any, ahead: int) -> None:
         super().__init__()
-        self.config, self.ahead = config, ahead
+        self.config, self.ahead = Shape.of({**config.to_dict(), "model_type": "llama"}), ahead
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
     def forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:

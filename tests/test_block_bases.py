@@ -366,13 +366,37 @@ def test_g_changes_the_open_block_alone() -> None:
     assert with_sampler_cache(oracle(base)) is not None
 
 
-def test_verified_is_joint_decoding() -> None:
-    base = tiny_base("dream", block=4, end_ids=NO_END)
-    config = DecodeConfig(max_new_tokens=11, seed=5)
-    joint = decode(base, prompts(4), config, decoder="joint")
-    checked = decode(base, prompts(4), config, decoder="verified", sampler=tiny_sampler(base), depth=3)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("size", "depth"), [(4, 1), (4, 3), (8, 6)])
+def test_verified_is_joint_decoding_and_computes_the_open_block_once_a_draft(
+    family: str, size: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base(family, block=size, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=2 * size + 3, seed=5)
+    joint = decode(base, prompts(size), config, decoder="joint")
+    columns, real = list[tuple[int, int]](), TransformerBase.hidden_drafts
+
+    def spy(
+        base: Any, state: State, memory: Any, column_BN: Tensor, valid_BN: Tensor, token_BJS: Tensor, at: Tensor
+    ) -> Any:
+        columns.append((int(valid_BN.sum(-1).max()), token_BJS.shape[1] * token_BJS.shape[2]))
+        return real(base, state, memory, column_BN, valid_BN, token_BJS, at)
+
+    monkeypatch.setattr(TransformerBase, "hidden_drafts", spy)
+    checked = decode(base, prompts(size), config, decoder="verified", sampler=tiny_sampler(base), depth=depth)
     assert torch.equal(joint.tokens_BL, checked.tokens_BL)
     assert torch.equal(joint.order_BL, checked.order_BL)
+    assert all(own <= 2 * size and drafts <= (depth - 1) * size for own, drafts in columns)
+    assert bool(columns) == (depth > 1)
+
+
+def test_a_g_that_is_right_makes_verified_fast() -> None:
+    """The base itself drafts: every draft stands, up to a block's end."""
+    base = tiny_base("llada", block=4, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=12, seed=5)
+    checked = decode(base, [[BOS, 5, 6, 7]], config, decoder="verified", sampler=oracle(base), depth=4)
+    assert torch.equal(checked.tokens_BL, decode(base, [[BOS, 5, 6, 7]], config, decoder="joint").tokens_BL)
+    assert int(checked.rounds_B[0]) == 4  # the first pass drafts nothing; of 12 tokens 1, 3, 4 and 4
 
 
 # What is refused -----------------------------------------------------------------------------------------------

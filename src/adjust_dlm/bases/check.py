@@ -88,8 +88,8 @@ def _state(base: Base, rows: Sequence[Sequence[int]], *, pad: int | None = None,
 
 
 def _log_p(base: Base, state: State) -> Tensor:
-    """Log-probabilities of every row [B, L, V]."""
-    h_BLD = base.hidden(state)
+    """Log-probabilities of every position [B, L, V]."""
+    h_BLD = base.by_position(base.hidden(state), state)
     return base.logits(h_BLD.flatten(0, 1)).view(*h_BLD.shape[:2], -1).log_softmax(-1)
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.blocks import block_mask, to_edge
 from adjust_dlm.bases.layers import shift_right
-from adjust_dlm.bases.memory import Memory
+from adjust_dlm.bases.memory import KeepKeys, Memory
 from adjust_dlm.types import State, require
 
 _SHAPE_FIELDS = (
@@ -92,6 +93,50 @@ class TransformerBase(Base):
         return states_BLD.clone() if framed_BLD is states_BLD else framed_BLD
 
     @torch.no_grad()
+    def hidden_drafts(
+        self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor, token_BJS: Tensor, place_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden_again` of a block base, and in the same pass J other fillings of each row's open block.
+
+        A filling sees itself and the blocks before, and leaves nothing in the memory.
+
+        Args:
+            state: what to look at, with its surplus columns.
+            memory: of earlier passes, as are the next two.
+            column_BN: see `hidden_again`.
+            valid_BN: likewise.
+            token_BJS: ids of the fillings.
+            place_BS: the columns of the open block.
+
+        Returns:
+            States of the memory's columns [B, L, D], and of the fillings [B, J, S, D].
+        """
+        size, count = self.spec.block or 1, column_BN.shape[1]
+        views = token_BJS.shape[1]
+        every_BN = torch.cat([column_BN, place_BS.repeat(1, views)], 1)
+        tokens_BN = torch.cat([state.tokens_BL.gather(1, column_BN), token_BJS.flatten(1)], 1)
+        own_BNL = block_mask(state, size, every_BN)[:, 0]
+        earlier_BL = torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1]
+        own_BNL[:, count:] &= earlier_BL[:, None]
+        view_N = torch.arange(views * size, device=every_BN.device) // size
+        seen_NM = F.pad(view_N[:, None] == view_N[None], (0, 0, count, 0))
+        mask_BNM = torch.cat([own_BNL, seen_NM.expand(len(every_BN), -1, -1)], 2)[:, None]
+
+        def remember(n: int) -> KeepKeys:
+            keep = memory.keep(n, column_BN, valid_BN)
+
+            def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                known_k, known_v = keep(k[:, :, :count], v[:, :, :count])
+                return torch.cat([known_k, k[:, :, count:]], 2), torch.cat([known_v, v[:, :, count:]], 2)
+
+            return joined
+
+        place_BN = state.positions_BL.gather(1, every_BN)
+        h_BND = self.model(tokens_BN, None, place_BN, remember=remember, mask_BHNL=mask_BNM, keep=self.keep)
+        states_BLD = memory.write(len(self.model.layers), h_BND[:, :count], column_BN, valid_BN)
+        return states_BLD.clone(), h_BND[:, count:].unflatten(1, (views, size))
+
+    @torch.no_grad()
     def hidden_beside(self, tokens_BN: Tensor, positions_BN: Tensor, memory: Memory, mask_BHNM: Tensor) -> Tensor:
         """States [B, N, D or more] of columns that stand behind those of a memory, which stay as they are.
 
@@ -108,13 +153,9 @@ class TransformerBase(Base):
     ) -> Tensor:
         """Of some columns, each at its own position."""
         self.check_length(state)
-        if self.spec.block is not None and not how.get("causal"):
+        how = {name: value for name, value in {"keep": self.keep, **how}.items() if value}
+        if self.spec.block is not None and "causal" not in how:
             how["mask_BHNL"] = block_mask(state, self.spec.block, column_BN)
-        how = {
-            name: value
-            for name, value in {"keep": self.keep, **how}.items()
-            if value is not None and value is not False
-        }
         return self.model(tokens_BN, state.real_BL if state.padded else None, positions_BN, **how)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.decoders.machinery.cache import hidden_drafts
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.types import State, require_count
@@ -45,10 +46,11 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
     canvas.commit(pick(base, h_BLD, canvas))
     while canvas.open:
         states = _drafts(base, sampler, canvas, h_BLD, options.depth)
-        checked_NLD = base.hidden(_stacked(states, canvas.padded))
-        stands_B = canvas.open_B
-        for j, (state, checked_BLD) in enumerate(zip(states, checked_NLD.split(len(h_BLD)), strict=True)):
-            stands_B = stands_B & canvas.open_B & (canvas.tokens_BL == state.tokens_BL).all(-1)
+        looks = hidden_drafts(base, canvas, states[1:])
+        stands_B, part_B = canvas.open_B, canvas.part_B
+        for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
+            stands_B = stands_B & canvas.open_B & (canvas.part_B == part_B)
+            stands_B = stands_B & (canvas.tokens_BL == state.tokens_BL).all(-1)
             canvas.start_round(stands_B.long(), same_pass=j > 0)
             canvas.base_calls_B += state.masked_BL.any(-1) & (j > 0)
             h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
@@ -78,11 +80,3 @@ def _drafts(
 
 def _now(canvas: Canvas, elsewhere_BL: Tensor) -> State:
     return State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL | elsewhere_BL, canvas.padded)
-
-
-def _stacked(states: list[State], padded: bool) -> State:
-    """Canvases of several moments as one batch, moment by moment."""
-    tokens, real, masked = (
-        torch.cat([getattr(s, name) for s in states]) for name in ("tokens_BL", "real_BL", "masked_BL")
-    )
-    return State(tokens, real, masked, padded)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.blocks import to_edge
@@ -58,6 +59,34 @@ def _open_blocks(base: Base, state: State) -> Tensor:
     whole = to_edge(state, size, base.spec.mask_id, surplus(base))
     column_BN, valid_BN, _ = _columns_to_edge(state, state.memory, size, whole.tokens_BL.shape[1], state.open_B)
     return base.hidden_again(whole, state.memory, column_BN, valid_BN)[:, :length]
+
+
+def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State]) -> list[Tensor]:
+    """States h_BLD of a canvas and of drafts of what may follow, by one pass.
+
+    On a block base drafts differ from the canvas in its open block alone: a pass computes that block once for each.
+    """
+    size = base.spec.block
+    if not drafts:
+        return [base.hidden(canvas)]
+    if size is None or not isinstance(base, TransformerBase):
+        tokens, real, masked = (
+            torch.cat([getattr(s, name) for s in (canvas, *drafts)]) for name in ("tokens_BL", "real_BL", "masked_BL")
+        )
+        return list(base.hidden(State(tokens, real, masked, canvas.padded)).split(len(canvas.rows_B)))
+    length, lack = canvas.tokens_BL.shape[1], surplus(base)
+    whole = to_edge(canvas, size, base.spec.mask_id, lack)
+    wide = whole.tokens_BL.shape[1]
+    first_B = canvas.real_BL.long().argmax(-1) + canvas.block_of(size) * size
+    place_BS = (first_B[:, None] + torch.arange(size, device=first_B.device)).clamp_max(wide - 1)
+    token_BJS = torch.stack(
+        [F.pad(s.tokens_BL, (0, lack), value=base.spec.mask_id).gather(1, place_BS) for s in drafts], 1
+    )
+    column_BN, valid_BN, _ = _columns_to_edge(canvas, canvas.memory, size, wide, canvas.open_B)
+    h_BLD, view_BJSD = base.hidden_drafts(whole, canvas.memory, column_BN, valid_BN, token_BJS, place_BS)
+    open_BS = canvas.open_B[:, None].expand_as(place_BS)
+    views = [renew(h_BLD.clone(), view_BSD, place_BS, open_BS) for view_BSD in view_BJSD.unbind(1)]
+    return [part[:, :length] for part in (h_BLD, *views)]
 
 
 def _step_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State, column_BN: Tensor | None = None) -> Tensor:

@@ -174,12 +174,21 @@ class Canvas(State):
     def block_B(self) -> Tensor:
         """The block of each row's first mask; one block unless told."""
         if self.base.spec.block is not None:
-            first_B1 = self.masked_BL.long().argmax(-1, keepdim=True)
-            return self.positions_BL.gather(1, first_B1)[:, 0] // (self.config.block_length or self.base.spec.block)
+            return self.block_of(self.config.block_length or self.base.spec.block)
         if self.config.block_length is None:
             return torch.zeros_like(self.rows_B)
         first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.new_B)
         return first_B.clamp_min(0) // self.config.block_length
+
+    @property
+    def part_B(self) -> Tensor:
+        """The block of a block base that each row is in; 0 on others."""
+        size = self.base.spec.block
+        return torch.zeros_like(self.rows_B) if size is None else self.block_of(size)
+
+    def block_of(self, size: int) -> Tensor:
+        """The block of so many positions that holds each row's first mask."""
+        return self.positions_BL.gather(1, self.masked_BL.long().argmax(-1, keepdim=True))[:, 0] // size
 
     # Rounds and commits ----------------------------------------------------------------------------------------
 
@@ -356,7 +365,7 @@ def _refuse_gaps(spec: BaseSpec, b: int, prompt: list[int]) -> None:
     require(
         given // size <= gap // size,
         f"prompt {b} has a mask at {gap} and a token at {given}, in a later block of {size}; base {spec.name!r} sees "
-        "nothing to the right of a block: take a whole-canvas base such as smol",
+        "nothing to the right of a block: take a base that sees whole canvases",
     )
 
 
