@@ -3,14 +3,16 @@
     adjust serve --base smol --port 8000 &
     python recipes/serve_load.py --clients 1 4 16 64 --seconds 30
     python recipes/serve_load.py --clients --soak-minutes 30 --pid $(pgrep -f 'adjust serve')
+    python recipes/serve_load.py --clients --header-mib 8 16 32 64 --patience 120
 
 The first part lets every client ask again as soon as it has its answer, and prints requests and completion tokens a
 second and the quantiles of latency. Each client has a connection of its own, since a pool that 64 tasks share keeps
 some of them waiting for seconds, whatever the server does. The second part sends, from 16 clients, plain and streamed
 requests, bad ones of many kinds, and requests whose client hangs up; it reads the server's memory and its own view of
 itself, and fails (exit 1) if a good request fails, a bad one is a 5xx, anything stays in the server, or memory is not
-flat: the median of the last third may exceed that of the middle third by `--growth` at most. Results go to stdout as
-JSON.
+flat: the median of the last third may exceed that of the middle third by `--growth` at most. The third part sends what
+is no request: headers of many MiB while another client asks for /health, and connections that say nothing or one byte
+every half second, each until the server closes it or `--patience` ends. Results go to stdout as JSON.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import asyncio
 import functools
 import json
 import random
+import re
 import ssl
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +149,97 @@ async def _until_idle(client: httpx.AsyncClient) -> None:
     raise SystemExit(f"the server keeps rows that nobody waits for: {seen}")
 
 
+# No requests -----------------------------------------------------------------------------------------------------
+
+HEADER = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+# What a client sends at once, and then again and again.
+SLOW = {
+    "says nothing": (b"", b""), "header": (HEADER + b"x: ", b"x"),
+    "body": (POST + b"content-length: 999999\r\n\r\n", b" "),
+    "body of a refused request": (POST.replace(b"/v1/", b"/v0/") + b"content-length: 999999\r\n\r\n", b" "),
+    "second header": (HEADER + b"\r\n" + HEADER, b"x"),
+}  # fmt: skip
+FLOODS = {  # beginning, middle, end
+    "one header": (HEADER + b"x: ", b"x" * 65536, b"\r\n\r\n"),
+    "many headers": (HEADER, b"a:b\r\n" * 13107, b"\r\n"),
+    "one-byte chunks": (POST + b"transfer-encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 10922, b"0\r\n\r\n"),
+}
+
+
+async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    place = httpx.URL(url)
+    return await asyncio.open_connection(place.host, place.port)
+
+
+async def _drop(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+async def slow(url: str, kind: str, patience: float) -> dict[str, Any]:
+    """Seconds until the server closes a connection that never comes to a request's end (None: it does not)."""
+    first, more = SLOW[kind]
+    reader, writer = await _open(url)
+    writer.write(first)
+    started, answer = time.perf_counter(), b""
+    while (waited := time.perf_counter() - started) < patience:
+        try:
+            piece = await asyncio.wait_for(reader.read(65536), 0.5)
+        except TimeoutError:
+            writer.write(more)
+            continue
+        except OSError:
+            piece = b""
+        answer += piece
+        if not piece:
+            break
+    await _drop(writer)
+    status = re.findall(r"HTTP/1\.1 (\d+)", answer.decode())
+    return {"slow": kind, "closed_after": round(waited, 1) if waited < patience else None, "statuses": status}
+
+
+async def flood(connect: Connect, url: str, kind: str, mib: int) -> dict[str, Any]:
+    """The slowest /health while so much arrives as fast as the server takes it, and what the sender was told."""
+    first, piece, last = FLOODS[kind]
+    reader, writer = await _open(url)
+    worst, answer, over = 0.0, b"", False
+
+    async def look() -> None:
+        nonlocal worst
+        async with connect() as client:
+            await client.get("/health")
+            while not over:
+                sent = time.perf_counter()
+                await client.get("/health")
+                worst = max(worst, time.perf_counter() - sent)
+                await asyncio.sleep(0.01)
+
+    looking = asyncio.create_task(look())
+    await asyncio.sleep(0.1)
+    started, sent = time.perf_counter(), 0
+    try:
+        writer.write(first)
+        while sent < mib << 20 and not writer.is_closing():
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+        writer.write(last)
+    except OSError:
+        pass
+    with suppress(OSError, TimeoutError):
+        answer = await asyncio.wait_for(reader.read(65536), 20)
+    await asyncio.sleep(0.1)
+    over = True
+    await looking
+    await _drop(writer)
+    return {
+        "flood": kind, "mib": mib, "seconds": round(time.perf_counter() - started, 2), "worst_health": round(worst, 3),
+        "answer": answer.split(b"\r\n")[0].decode(),
+    }  # fmt: skip
+
+
 def resident(pid: int) -> int:
     """MiB of a process in memory (Linux)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -177,6 +271,9 @@ async def run(flags: argparse.Namespace) -> dict[str, Any]:
     results["load"] = [await measure(connect, flags, clients) for clients in flags.clients]
     if flags.soak_minutes:
         results["soak"] = await soak(connect, flags)
+    results["floods"] = [await flood(connect, flags.url, kind, mib) for kind in FLOODS for mib in flags.header_mib]
+    if flags.patience:
+        results["slow"] = await asyncio.gather(*(slow(flags.url, kind, flags.patience) for kind in SLOW))
     return results
 
 
@@ -192,6 +289,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--soak-minutes", type=float, default=0.0)
     parser.add_argument("--soak-clients", type=int, default=16)
     parser.add_argument("--pid", type=int, help="of the server, for its memory")
+    parser.add_argument("--header-mib", type=int, nargs="*", default=[], help="sizes of headers that are no request's")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a slow connection's end")
     parser.add_argument("--growth", type=float, default=0.02, help="that still counts as flat memory")
     return parser.parse_args(argv)
 

@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
+from adjust_dlm.serve import guard
 from helpers import load_recipe, tiny_sampler
-from serving import serving
+from serving import serving, typing_engine
 from tiny_ar import chat_base
 
 recipe = load_recipe("serve_load")
@@ -32,6 +33,22 @@ def test_ten_seconds_of_load_and_mixed_traffic(capsys: pytest.CaptureFixture[str
     outcomes = results["soak"]["outcomes"]
     assert {"plain: 200", "stream: 200", "canvas: 200", "bad: 400", "bad: 404"} <= outcomes.keys()
     assert len(results["soak"]["memory_mib"]) >= 6
+
+
+def test_what_is_no_request_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too much of it is refused, what never ends is closed, and a connection that may stay open says so."""
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", 0.6)
+    with serving(typing_engine(chat_base(context=256))) as served:
+        flags = ["--url", served.url, "--clients", "--max-tokens", "4", "--header-mib", "1", "--patience", "3"]
+        assert recipe.main(flags) == 0  # type: ignore[attr-defined]
+    results = json.loads(capsys.readouterr().out)
+    *headers, chunks = [row["answer"].split()[1] for row in results["floods"]]
+    assert headers == ["431", "431"] and chunks in ("400", "408")  # it is no JSON, or too slow
+    assert all(0 < row["worst_health"] < 1 for row in results["floods"])
+    ends = {row["slow"]: (row["closed_after"], row["statuses"]) for row in results["slow"]}
+    assert ends.pop("says nothing") == (None, [])
+    assert all(0.5 <= after < 2 for after, _ in ends.values())
+    assert [statuses for _, statuses in ends.values()] == [["408"], ["408"], ["404"], ["200", "408"]]
 
 
 def test_what_counts_as_a_fault() -> None:
