@@ -9,10 +9,13 @@ byte-level BPE.
 from __future__ import annotations
 
 import json
+import re
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.types import InputError
+from adjust_dlm.types import InputError, require
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -53,6 +56,7 @@ class FileTokenizer:
     nothing but the messages (a test compares them); `adjust adapt` writes such a template.
 
     Attributes:
+        backend_tokenizer: of the `tokenizers` library.
         chat_template: Jinja source with `messages` and `add_generation_prompt`, or None.
     """
 
@@ -61,13 +65,13 @@ class FileTokenizer:
         from tokenizers import AddedToken, Tokenizer
 
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self.backend_tokenizer = Tokenizer.from_file(str(file))
             sides = [file.with_name(name) for name in ("tokenizer_config.json", "added_tokens.json")]
             config, old = (json.loads(side.read_text(encoding="utf-8")) if side.is_file() else {} for side in sides)
             said = config.get("added_tokens_decoder", {n: {"content": token} for token, n in old.items()})
             for n, token in sorted((int(n), token) for n, token in said.items()):
                 if self.encode(token["content"]) != [n]:
-                    self._tokenizer.add_tokens([AddedToken(**token)])
+                    self.backend_tokenizer.add_tokens([AddedToken(**token)])
                 if self.encode(token["content"]) != [n]:
                     raise ValueError(
                         f"{token['content']!r} has id {n} in the files beside it, which it cannot get here"
@@ -78,15 +82,15 @@ class FileTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids; special tokens that stand in the text are recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text."""
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
         """Names of ids in the vocabulary; None for an id that is not there."""
-        return [self._tokenizer.id_to_token(token) for token in ids]
+        return [self.backend_tokenizer.id_to_token(token) for token in ids]
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False
@@ -99,3 +103,61 @@ class FileTokenizer:
         template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self.chat_template)
         text = template.render(messages=messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text) if tokenize else text
+
+
+Messages = list[dict[str, str]]
+
+
+def chat_ids(tokenizer: Any, render: Callable[[Messages], str], messages: Messages) -> list[int]:
+    """Ids of a conversation in which control tokens count where the template writes them, and are letters in contents.
+
+    Where no content holds one these are the ids of the rendered text. Where one does, what stands around it between
+    two control tokens of the template is encoded as if the tokenizer had no added tokens.
+
+    Args:
+        tokenizer: with a `backend_tokenizer` of the `tokenizers` library; another has no control tokens.
+        render: the text of messages in the template.
+        messages: `role` and `content` of each.
+
+    Raises:
+        InputError: a content with control tokens that the template changes, or that are no letters to the tokenizer.
+    """
+    text, backend = render(messages), getattr(tokenizer, "backend_tokenizer", None)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    control = {i: t for i, t in added.items() if t.special or _is_mark(t.content, str(tokenizer.chat_template))}
+    longest = sorted(control.values(), key=lambda token: -len(token.content))
+    pattern = "|".join(r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for t in longest)
+    cores: dict[str, str] = {}  # by what stands for them in the template
+    told = []
+    for message in messages:
+        core, name = message["content"].strip(), f"q{secrets.token_hex(16)}"
+        if control and not control.keys().isdisjoint(tokenizer.encode(core, add_special_tokens=False)):
+            cores[name] = core
+            message = {**message, "content": message["content"].replace(core, name)}
+        told.append(message)
+    if not cores:
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids: list[int] = []
+    whole = ""
+    for piece in re.split(f"({pattern})", render(told)):
+        filled = re.sub("|".join(cores), lambda found: cores[found[0]], piece)
+        fresh = tokenizer.encode(piece, add_special_tokens=False) if filled == piece else _letters(backend, filled)
+        require(
+            filled == piece or not control.keys() & set(fresh), f"the tokenizer has no letters for all of {filled!r}"
+        )
+        ids, whole = ids + fresh, whole + filled
+    require(whole == text, "the chat template changes a text that holds control tokens, so they cannot be told apart")
+    return ids
+
+
+def _is_mark(token: str, template: str) -> bool:
+    """Whether a template writes this added token, and it is more than a word or spaces."""
+    return token in template and bool(re.search(r"[^\w\s]", token))
+
+
+def _letters(backend: Any, text: str) -> list[int]:
+    """Ids of a text without any added tokens."""
+    text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+    splitter = backend.pre_tokenizer
+    words = [text] if splitter is None else [word for word, _ in splitter.pre_tokenize_str(text)]
+    return [token.id for word in words for token in backend.model.tokenize(word)]
