@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import pytest
 import schemathesis
@@ -277,6 +279,32 @@ def test_nonsense_behind_an_answer_closes_the_connection(
         got = line.recv(65536)
         line.sendall(b"zz\r\n")
         assert re.findall(rb"HTTP/1\.1 (\d+)", got + heard(line)) == [b"404"]
+    assert not caplog.records
+
+
+def test_a_client_that_resets_a_late_request_leaves_no_trace(
+    slow: tuple[Typist, Served], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reset comes when all of the refusal but its end is written."""
+    _, served = slow
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", WHOLE)
+    send = h11.Connection.send
+
+    def reset(connection: h11.Connection, event: h11.Event) -> bytes | None:
+        if isinstance(event, h11.EndOfMessage):
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            line.close()
+        return send(connection, event)
+
+    with caplog.at_level(logging.WARNING):
+        line = dialled(served)
+        line.sendall(POST + b" ")
+        monkeypatch.setattr(h11.Connection, "send", reset)
+        wait_for(lambda: line.fileno() < 0)
+        monkeypatch.undo()
+        live = served.server.server_state.connections
+        wait_for(lambda: not any(c.cycle is not None and c.cycle.disconnected for c in live))
+        assert httpx.get(f"{served.url}/health").status_code == 200
     assert not caplog.records
 
 

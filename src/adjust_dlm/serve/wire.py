@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from http import HTTPStatus
 
 import h11
@@ -62,16 +63,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
+        if self.cycle is not None:  # the application waits for the rest of the body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         told, self._refused = errors.answer(error), True
         status, headers = told.status_code, [*told.raw_headers, (b"connection", b"close")]
         start = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
         for event in (start, h11.Data(data=bytes(told.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.write_eof()
         self.loop.call_later(_LINGER_SECONDS, self.transport.close)
-        if self.cycle is not None:  # the application waits for the rest of the body
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        with suppress(OSError):  # the client has reset it
+            self.transport.write_eof()
 
     def _stop(self) -> None:
         if self._clock is not None:
