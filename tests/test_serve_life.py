@@ -308,6 +308,41 @@ def test_a_client_that_resets_a_late_request_leaves_no_trace(
     assert not caplog.records
 
 
+def test_empty_lines_before_a_request_are_no_request(slow: tuple[Typist, Served]) -> None:
+    with dialled(slow[1]) as line:
+        for n in range(4):
+            line.sendall(b"\r\n" * n + HEAD + b"connection: close\r\n" * (n == 3) + b"\r\n")
+            time.sleep(0.1)
+        assert told(heard(line)) == ([200] * 4, {})
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, *, reads: bool) -> None:
+    """One that reads slowly gets all of it."""
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", WHOLE)
+    body = json.dumps({"prompt": "write:", "max_tokens": 400, "n": 100, "decoder": "parallel", "tokens_per_step": 100})
+    base = Typist("x" * 400, context=500)
+    with serving(typing_engine(base, rows=100, tokens=10**6)) as served, socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        url, live = httpx.URL(served.url), served.server.server_state.connections
+        line.connect((url.host, url.port or 80))
+        wait_for(lambda: live)
+        sock = next(iter(live)).transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        line.sendall(POST.replace(b"99999", b"%d" % len(body)).replace(b"completions", b"canvas") + body.encode())
+        wait_for(lambda: any(c.flow.write_paused for c in live))
+        begun, answer = time.monotonic(), b""
+        while reads and b"event: end" not in answer:
+            answer += line.recv(1 << 18)
+            time.sleep(0.001)
+        if reads:
+            assert time.monotonic() - begun > 2 * WHOLE
+        else:
+            wait_for(lambda: not live)
+            assert time.monotonic() - begun < WHOLE + 1
+            assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+
+
 def test_answers_leave_at_once(slow: tuple[Typist, Served]) -> None:
     """An answer is two writes: where the system waits for more before it sends the second, each takes 40 ms."""
     _, served = slow

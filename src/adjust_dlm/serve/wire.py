@@ -38,9 +38,22 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes have come."""
-        if not self._refused:
-            self.data_received(bytes(self._buffer[:nbytes]))
+        """Bytes have come; empty lines before a request count for nothing."""
+        data = bytes(self._buffer[:nbytes])
+        if self.conn.their_state in (h11.IDLE, h11.DONE) and not self.conn.trailing_data[0]:
+            data = data.lstrip(b"\r\n")
+        if data and not self._refused:
+            self.data_received(data)
+
+    def pause_writing(self) -> None:
+        """A client that takes nothing of its answer for as long as a request may last is given up."""
+        super().pause_writing()
+        self._stuck = self.loop.call_later(guard.REQUEST_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It takes something again."""
+        super().resume_writing()
+        self._stuck.cancel()
 
     def handle_events(self) -> None:
         """Uvicorn's. Then the clock runs if a request has begun that is not whole."""
