@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from adjust_dlm.bases import load_base
@@ -146,6 +146,17 @@ def test_every_kind_of_control_token_counts(token: AddedToken, content: str) -> 
     inner = plain.index(BYTES.encode("h")[0])
     tail = plain[inner + len(letter) :]
     assert ids[:inner] == plain[:inner] and ids[-len(tail) :] == tail
+
+
+def test_a_tokenizer_without_letters_for_a_control_token_refuses_it() -> None:
+    words = Tokenizer(models.WordLevel({"<|u|>": 0, "hi": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(["<|u|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    fast.chat_template = "<|u|> {{ messages[0].content }}"
+    assert based(fast).encode_messages(turns("hi")) == [0, 1]
+    with pytest.raises(InputError, match=r"no letters for all of ' hi <\|u\|>'"):
+        based(fast).encode_messages(turns("hi <|u|>"))
 
 
 def test_words_that_are_added_tokens_stay_one() -> None:

@@ -124,9 +124,9 @@ def chat_ids(tokenizer: Any, render: Callable[[Messages], str], messages: Messag
     """
     text, backend = render(messages), getattr(tokenizer, "backend_tokenizer", None)
     added = {} if backend is None else backend.get_added_tokens_decoder()
-    control = {i: t for i, t in added.items() if t.special or _is_mark(t.content, str(tokenizer.chat_template))}
-    longest = sorted(control.values(), key=lambda token: -len(token.content))
-    pattern = "|".join(r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for t in longest)
+    template = str(getattr(tokenizer, "chat_template", ""))  # what it writes is control, too, unless a word or spaces
+    marks = {t.content for t in added.values() if t.content in template and re.search(r"[^\w\s]", t.content)}
+    control = {i: t for i, t in added.items() if t.special or t.content in marks}
     cores: dict[str, str] = {}  # by what stands for them in the template
     told = []
     for message in messages:
@@ -137,22 +137,18 @@ def chat_ids(tokenizer: Any, render: Callable[[Messages], str], messages: Messag
         told.append(message)
     if not cores:
         return tokenizer.encode(text, add_special_tokens=False)
+    longest = sorted(control.values(), key=lambda token: -len(token.content))
+    pattern = "|".join(r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for t in longest)
     ids: list[int] = []
     whole = ""
     for piece in re.split(f"({pattern})", render(told)):
         filled = re.sub("|".join(cores), lambda found: cores[found[0]], piece)
         fresh = tokenizer.encode(piece, add_special_tokens=False) if filled == piece else _letters(backend, filled)
-        require(
-            filled == piece or not control.keys() & set(fresh), f"the tokenizer has no letters for all of {filled!r}"
-        )
+        clean = filled == piece or control.keys().isdisjoint(fresh)
+        require(clean, f"the tokenizer has no letters for all of {filled!r}")
         ids, whole = ids + fresh, whole + filled
     require(whole == text, "the chat template changes a text that holds control tokens, so they cannot be told apart")
     return ids
-
-
-def _is_mark(token: str, template: str) -> bool:
-    """Whether a template writes this added token, and it is more than a word or spaces."""
-    return token in template and bool(re.search(r"[^\w\s]", token))
 
 
 def _letters(backend: Any, text: str) -> list[int]:
