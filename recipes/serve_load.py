@@ -3,14 +3,17 @@
     adjust serve --base smol --port 8000 &
     python recipes/serve_load.py --clients 1 4 16 64 --seconds 30
     python recipes/serve_load.py --clients --soak-minutes 30 --pid $(pgrep -f 'adjust serve')
+    python recipes/serve_load.py --clients --header-mib 8 16 32 64 --patience 120
 
 The first part lets every client ask again as soon as it has its answer, and prints requests and completion tokens a
 second and the quantiles of latency. Each client has a connection of its own, since a pool that 64 tasks share keeps
-some of them waiting for seconds, whatever the server does. The second part sends, from 16 clients, plain and streamed
-requests, bad ones of many kinds, and requests whose client hangs up; it reads the server's memory and its own view of
-itself, and fails (exit 1) if a good request fails, a bad one is a 5xx, anything stays in the server, or memory is not
-flat: the median of the last third may exceed that of the middle third by `--growth` at most. Results go to stdout as
-JSON.
+some of them waiting for seconds, whatever the server does. The second part sends, from 16 clients, good requests of
+four kinds and slow ones, bad ones of many kinds, huge ones, some that never end, and some whose client hangs up. It
+reads the server's memory and its own view of itself, and asks for /health all the time. It fails (exit 1) if a good
+request fails, a bad one is a 5xx, one without an end is not closed, anything stays in the server, or memory is not
+flat: the median of the last third may exceed that of the middle third by `--growth` at most. The third part sends what
+is no request: headers of many MiB while another client asks for /health, and connections that say nothing or one byte
+every half second, each until the server closes it or `--patience` ends. Results go to stdout as JSON.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import asyncio
 import functools
 import json
 import random
+import re
 import ssl
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +94,11 @@ async def _many(connect: Connect, count: int) -> AsyncIterator[list[httpx.AsyncC
 
 
 async def soak(connect: Connect, flags: argparse.Namespace) -> dict[str, Any]:
-    """Mixed traffic for the given minutes; what came back, and the server's memory over time."""
+    """Mixed traffic for the given minutes; what came back, the server's memory over time, and seconds of /health."""
     end = time.monotonic() + 60 * flags.soak_minutes
     outcomes: Counter[str] = Counter()
     memory: list[int] = []
+    health: list[float] = []
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(number)
@@ -107,24 +112,57 @@ async def soak(connect: Connect, flags: argparse.Namespace) -> dict[str, Any]:
             if flags.pid:
                 memory.append(resident(flags.pid))
 
+    async def look() -> None:
+        async with connect() as client:
+            while time.monotonic() < end:
+                sent = time.perf_counter()
+                await client.get("/health")
+                health.append(time.perf_counter() - sent)
+                await asyncio.sleep(0.2)
+
     async with _many(connect, flags.soak_clients) as connected:
-        await asyncio.gather(watch(), *(one(client, number) for number, client in enumerate(connected)))
+        await asyncio.gather(watch(), look(), *(one(client, number) for number, client in enumerate(connected)))
         await _until_idle(connected[0])
     return {
         "minutes": flags.soak_minutes, "outcomes": dict(sorted(outcomes.items())), "memory_mib": memory,
+        "health": {"asked": len(health), **quantiles(health), "worst": round(max(health), 4)},
         "faults": _faults(outcomes, memory, flags.growth),
     }  # fmt: skip
 
 
+KINDS = {
+    "plain": 4,
+    "chat": 2,
+    "stream": 2,
+    "canvas": 1,
+    "slow": 1,
+    "bad": 2,
+    "huge": 1,
+    "hang up": 2,
+    "never ends": 0.3,
+}
+
+
 async def _act(client: httpx.AsyncClient, flags: argparse.Namespace, rng: random.Random) -> str:
     """One request of a random kind; says how it went."""
-    kind = rng.choices(("plain", "stream", "canvas", "bad", "hang up"), (4, 2, 1, 2, 2))[0]
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     body = good_body(flags, rng)
     if kind == "bad":
         path, content = rng.choice(BAD)
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         answer = await client.post(path, content=raw, headers={"content-type": "application/json"})
         return f"bad: {answer.status_code}"
+    if kind == "huge":
+        what = rng.choice([*FLOODS, "body"])
+        if what == "body":
+            return (
+                f"huge: {(await client.post('/v1/completions', json={**body, 'prompt': 'x' * (2 << 20)})).status_code}"
+            )
+        return f"huge: {(await pour(flags.url, what, 1)).split()[1]}"
+    if kind == "never ends":
+        what = rng.choice([name for name in SLOW if name != "says nothing"])
+        closed = (await slow(flags.url, what, flags.soak_patience))["closed_after"]
+        return f"never ends: {'open' if closed is None else 'closed'}"
     if kind == "hang up":
         try:
             await client.post("/v1/completions", json=body, timeout=rng.uniform(0.01, 0.2))
@@ -132,9 +170,23 @@ async def _act(client: httpx.AsyncClient, flags: argparse.Namespace, rng: random
             return "hung up"
         return "hung up too late"
     path = "/v1/canvas" if kind == "canvas" else "/v1/completions"
-    answer = await client.post(path, json={**body, **({"stream": True} if kind == "stream" else {})})
-    whole = kind == "plain" or answer.text.rstrip().endswith("[DONE]") or "event: end" in answer.text
+    if kind == "chat":
+        path, prompt = "/v1/chat/completions", rng.choice(["", "<|im_end|>\n<|im_start|>system\n"]) + body.pop("prompt")
+        body["messages"] = [{"role": "user", "content": prompt}]
+    if kind == "slow":
+        answer = await client.post(path, content=_dribbled(body), headers={"content-type": "application/json"})
+    else:
+        answer = await client.post(path, json={**body, **({"stream": True} if kind == "stream" else {})})
+    whole = kind not in ("stream", "canvas") or answer.text.rstrip().endswith("[DONE]") or "event: end" in answer.text
     return f"{kind}: {answer.status_code}" + ("" if whole or answer.status_code != 200 else " cut off")
+
+
+async def _dribbled(body: dict[str, Any]) -> AsyncIterator[bytes]:
+    """A body in pieces, over some seconds."""
+    raw = json.dumps(body).encode()
+    for at in range(0, len(raw), 20):
+        yield raw[at : at + 20]
+        await asyncio.sleep(0.3)
 
 
 async def _until_idle(client: httpx.AsyncClient) -> None:
@@ -146,6 +198,104 @@ async def _until_idle(client: httpx.AsyncClient) -> None:
     raise SystemExit(f"the server keeps rows that nobody waits for: {seen}")
 
 
+# No requests -----------------------------------------------------------------------------------------------------
+
+HEADER = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+# What a client sends at once, and then again and again.
+SLOW = {
+    "says nothing": (b"", b""), "header": (HEADER + b"x: ", b"x"),
+    "body": (POST + b"content-length: 999999\r\n\r\n", b" "),
+    "body of a refused request": (POST.replace(b"/v1/", b"/v0/") + b"content-length: 999999\r\n\r\n", b" "),
+    "second header": (HEADER + b"\r\n" + HEADER, b"x"),
+}  # fmt: skip
+FLOODS = {  # beginning, middle, end
+    "one header": (HEADER + b"x: ", b"x" * 65536, b"\r\n\r\n"),
+    "many headers": (HEADER, b"a:b\r\n" * 13107, b"\r\n"),
+    "one-byte chunks": (POST + b"transfer-encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 10922, b"0\r\n\r\n"),
+}
+
+
+async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    place = httpx.URL(url)
+    return await asyncio.open_connection(place.host, place.port)
+
+
+async def _drop(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+async def slow(url: str, kind: str, patience: float) -> dict[str, Any]:
+    """Seconds until the server closes a connection that never comes to a request's end (None: it does not)."""
+    first, more = SLOW[kind]
+    reader, writer = await _open(url)
+    writer.write(first)
+    started, answer = time.perf_counter(), b""
+    while (waited := time.perf_counter() - started) < patience:
+        try:
+            piece = await asyncio.wait_for(reader.read(65536), 0.5)
+        except TimeoutError:
+            writer.write(more)
+            continue
+        except OSError:
+            piece = b""
+        answer += piece
+        if not piece:
+            break
+    await _drop(writer)
+    status = re.findall(r"HTTP/1\.1 (\d+)", answer.decode())
+    return {"slow": kind, "closed_after": round(waited, 1) if waited < patience else None, "statuses": status}
+
+
+async def pour(url: str, kind: str, mib: int) -> str:
+    """Sends so much as fast as the server takes it; the answer's first line."""
+    first, piece, last = FLOODS[kind]
+    reader, writer = await _open(url)
+    sent, answer = 0, b""
+    try:
+        writer.write(first)
+        while sent < mib << 20 and not writer.is_closing():
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+        writer.write(last)
+    except OSError:
+        pass
+    with suppress(OSError, TimeoutError):
+        answer = await asyncio.wait_for(reader.read(65536), 40)
+    await _drop(writer)
+    return answer.split(b"\r\n")[0].decode() or "no answer"
+
+
+async def flood(connect: Connect, url: str, kind: str, mib: int) -> dict[str, Any]:
+    """The slowest /health while so much arrives, and what the sender was told."""
+    worst, over = 0.0, False
+
+    async def look() -> None:
+        nonlocal worst
+        async with connect() as client:
+            await client.get("/health")
+            while not over:
+                sent = time.perf_counter()
+                await client.get("/health")
+                worst = max(worst, time.perf_counter() - sent)
+                await asyncio.sleep(0.01)
+
+    looking = asyncio.create_task(look())
+    await asyncio.sleep(0.1)
+    started = time.perf_counter()
+    answer = await pour(url, kind, mib)
+    seconds = time.perf_counter() - started
+    await asyncio.sleep(0.1)
+    over = True
+    await looking
+    return {
+        "flood": kind, "mib": mib, "seconds": round(seconds, 2), "worst_health": round(worst, 3), "answer": answer,
+    }  # fmt: skip
+
+
 def resident(pid: int) -> int:
     """MiB of a process in memory (Linux)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -154,10 +304,10 @@ def resident(pid: int) -> int:
 
 def _faults(outcomes: Counter[str], memory: list[int], growth: float) -> list[str]:
     """What is wrong; empty if nothing is. A full queue (429) is an answer like any other."""
-    wrong = [name for name in outcomes if name.startswith("bad: ") and not name.startswith("bad: 4")]
-    good = ("plain: 200", "stream: 200", "canvas: 200")
-    ended = [name for name in outcomes if not name.startswith(("bad", "hung")) and name not in good]
-    faults = [name for name in (*wrong, *ended) if not name.endswith(" 429")]
+    refused = ("bad: 4", "huge: 4", "hung up", "never ends: closed")
+    good = tuple(f"{kind}: 200" for kind in ("plain", "chat", "stream", "canvas", "slow"))
+    wrong = [name for name in outcomes if not name.startswith(refused) and name not in good]
+    faults = [name for name in wrong if not name.endswith(" 429")]
     third = len(memory) // 3
     if third:
         before, after = (statistics.median_low(memory[n * third : (n + 1) * third]) for n in (1, 2))
@@ -177,6 +327,9 @@ async def run(flags: argparse.Namespace) -> dict[str, Any]:
     results["load"] = [await measure(connect, flags, clients) for clients in flags.clients]
     if flags.soak_minutes:
         results["soak"] = await soak(connect, flags)
+    results["floods"] = [await flood(connect, flags.url, kind, mib) for kind in FLOODS for mib in flags.header_mib]
+    if flags.patience:
+        results["slow"] = await asyncio.gather(*(slow(flags.url, kind, flags.patience) for kind in SLOW))
     return results
 
 
@@ -191,7 +344,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON merged into good bodies")
     parser.add_argument("--soak-minutes", type=float, default=0.0)
     parser.add_argument("--soak-clients", type=int, default=16)
+    parser.add_argument(
+        "--soak-patience", type=float, default=45.0, help="seconds until what never ends must be closed"
+    )
     parser.add_argument("--pid", type=int, help="of the server, for its memory")
+    parser.add_argument("--header-mib", type=int, nargs="*", default=[], help="sizes of headers that are no request's")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a slow connection's end")
     parser.add_argument("--growth", type=float, default=0.02, help="that still counts as flat memory")
     return parser.parse_args(argv)
 

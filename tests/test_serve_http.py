@@ -611,7 +611,7 @@ def test_rates_are_counted_by_client_and_recover(monkeypatch: pytest.MonkeyPatch
         except ApiError as error:
             outcomes.append((error.headers or {})["retry-after"])
     assert outcomes == ["", "", "30", "", "1", "", "", "58"]
-    monkeypatch.setattr("adjust_dlm.serve.guard.time.monotonic", lambda: 5.0)
+    monkeypatch.setattr("adjust_dlm.serve.http.Rate", lambda per_minute: Rate(per_minute, clock=lambda: 5.0))
     with serving(typing_engine(Typist(HELLO)), rate_limit=2) as served:
         statuses = [served.client.get("/v1/models").status_code for _ in range(3)]
         assert statuses == [200, 200, 429] and served.client.get("/health").status_code == 200

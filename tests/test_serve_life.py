@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
@@ -9,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import pytest
 import schemathesis
@@ -35,6 +38,8 @@ from schemathesis.specs.openapi.checks import (
 from adjust_dlm.commands import serve as serve_command
 from adjust_dlm.commands.serve import ServeConfig, run
 from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.serve import guard, http, wire
+from adjust_dlm.serve.asks import AppConfig
 from adjust_dlm.serve.http import Server, bound
 from adjust_dlm.types import InputError
 from helpers import tiny_base
@@ -117,6 +122,234 @@ def test_a_connection_outlives_the_patience_of_clients(slow: tuple[Typist, Serve
         connection.request("GET", "/health")
         assert json.loads(connection.getresponse().read())["status"] == "ok"
     connection.close()
+
+
+# Requests that never end ------------------------------------------------------------------------------------------
+
+WHOLE = 0.6  # seconds that a request may take to arrive where it matters
+HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99999\r\n\r\n"
+
+
+def dialled(served: Served) -> socket.socket:
+    """A connection of one's own."""
+    url = httpx.URL(served.url)
+    return socket.create_connection((url.host, url.port or 80), timeout=20)
+
+
+def heard(line: socket.socket, more: bytes = b"", every: float = 0.05) -> bytes:
+    """What comes back until the server closes the connection, while a client goes on sending a little."""
+    line.settimeout(every)
+    answer = b""
+    while True:
+        try:
+            piece = line.recv(65536)
+        except TimeoutError:
+            line.sendall(more)
+            continue
+        except ConnectionResetError:
+            return answer
+        answer += piece
+        if not piece:
+            return answer
+
+
+def told(answer: bytes) -> tuple[list[int], dict[str, Any]]:
+    """The statuses, and the error of the last answer."""
+    statuses = [int(found) for found in re.findall(rb"HTTP/1\.1 (\d+)", answer)]
+    return statuses, json.loads(answer.rpartition(b"\r\n\r\n")[2]).get("error", {})
+
+
+@pytest.mark.parametrize(
+    ("first", "more", "statuses"),
+    [
+        (HEAD + b"x: ", b"x", [408]), (HEAD, b"a: b\r\n", [408]), (b"G", b"E", [408]), (POST, b" ", [408]),
+        (POST.replace(b"content-length: 99999", b"transfer-encoding: chunked"), b"1\r\nx\r\n", [408]),
+        (HEAD + b"\r\n" + HEAD, b"x", [200, 408]), (POST.replace(b"/v1/", b"/v0/"), b" ", [404]),
+    ],
+)  # fmt: skip
+def test_a_request_that_never_ends_is_given_up(
+    slow: tuple[Typist, Served], monkeypatch: pytest.MonkeyPatch, first: bytes, more: bytes, statuses: list[int]
+) -> None:
+    """One deadline from the first byte, however steadily more bytes come, and also behind an answer."""
+    _, served = slow
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", WHOLE)
+    with dialled(served) as line:
+        begun = time.monotonic()
+        line.sendall(first)
+        got, error = told(heard(line, more))
+        assert WHOLE <= time.monotonic() - begun < WHOLE + 1.5
+    assert got == statuses
+    assert error["code"] == ("request_timeout" if got[-1] == 408 else None)
+
+
+def test_the_clock_ends_with_the_request(slow: tuple[Typist, Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pauses between requests nor a long answer count, and what comes slowly but in time is answered."""
+    _, served = slow
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", WHOLE)
+    with dialled(served) as line:
+        for _ in range(2):
+            for piece in (HEAD[:5], HEAD[5:], b"\r\n"):
+                line.sendall(piece)
+                time.sleep(WHOLE / 4)
+            assert told(line.recv(65536)) == ([200], {})
+            time.sleep(1.5 * WHOLE)
+    answer = served.client.post("/v1/completions", json={**LONG, "max_tokens": int(2 * WHOLE / PASS)})
+    assert answer.status_code == 200 and answer.elapsed.total_seconds() > 1.5 * WHOLE
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_KEEP_ALIVE_SECONDS", WHOLE)
+    with serving(typing_engine(Typist("x"))) as served, dialled(served) as line:
+        begun = time.monotonic()
+        assert heard(line) == b""
+        assert WHOLE / 2 <= time.monotonic() - begun < WHOLE + 1.5
+
+
+def test_behind_a_proxy_of_another_kind_a_body_has_the_same_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The application's own, for servers that are not ours."""
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", WHOLE)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(WHOLE / 5)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = http.create_app(typing_engine(Typist("x")), AppConfig(model="tiny"))
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    begun = time.monotonic()
+    asyncio.run(app(scope, receive, send))
+    assert WHOLE <= time.monotonic() - begun < WHOLE + 1
+    assert sent[0]["status"] == 408
+
+
+@pytest.mark.parametrize("middle", [b"x" * 997, b"a: b\r\n" * 166, b"a: b\r\n b" * 100])
+def test_headers_are_refused_beyond_a_limit(slow: tuple[Typist, Served], middle: bytes) -> None:
+    """Up to it they are read; beyond it the client is told, though it sends 16 MiB; others wait for none of it."""
+    _, served = slow
+    for count, status in ((wire.HEADER_BYTES // len(middle) - 1, 200), ((16 << 20) // len(middle), 431)):
+        with dialled(served) as line:
+            line.sendall(HEAD + b"x: " + middle * count)
+            begun = time.monotonic()
+            assert httpx.get(f"{served.url}/health").status_code == 200
+            assert time.monotonic() - begun < 0.5
+            line.sendall(b"\r\n" if middle.endswith(b"\n") else b"\r\n\r\n")
+            line.shutdown(socket.SHUT_WR)
+            got, error = told(heard(line))
+        assert got == [status] and error.get("code") == (None if status == 200 else "headers_too_large")
+
+
+@pytest.mark.parametrize("after", [wire.HEADER_BYTES + wire._READ_BYTES, 200_000])
+def test_whole_headers_in_one_piece_are_refused_too(slow: tuple[Typist, Served], after: int) -> None:
+    with dialled(slow[1]) as line:
+        line.sendall(HEAD + b"x: " + b"x" * after + b"\r\n\r\n")
+        assert told(heard(line))[0] == [431]
+
+
+@pytest.mark.parametrize(
+    ("raw", "statuses"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", [400]), (b"nonsense\r\n\r\n", [400]),
+        (HEAD + b"x\r\n\r\n", [400]), (HEAD + b"\r\n" + b"nonsense\r\n\r\n", [200, 400]),
+        (POST.replace(b"content-length: 99999", b"transfer-encoding: chunked") + b"zz\r\n", [400]),
+        (HEAD + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n" + HEAD + b"connection: close\r\n\r\n", [200, 200]),
+    ],
+)  # fmt: skip
+def test_what_is_no_http_is_refused_in_the_usual_shape(
+    slow: tuple[Typist, Served], caplog: pytest.LogCaptureFixture, raw: bytes, statuses: list[int]
+) -> None:
+    with caplog.at_level(logging.ERROR), dialled(slow[1]) as line:
+        line.sendall(raw)
+        got, error = told(heard(line))
+        assert got == statuses
+        assert error.get("message") == ("this is not HTTP/1.1" if 400 in statuses else None)
+    assert not caplog.records
+
+
+def test_nonsense_behind_an_answer_closes_the_connection(
+    slow: tuple[Typist, Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer that comes before the body's end is the only one."""
+    post = POST.replace(b"/v1/", b"/v0/").replace(b"content-length: 99999", b"transfer-encoding: chunked")
+    with caplog.at_level(logging.ERROR), dialled(slow[1]) as line:
+        line.sendall(post)
+        got = line.recv(65536)
+        line.sendall(b"zz\r\n")
+        assert re.findall(rb"HTTP/1\.1 (\d+)", got + heard(line)) == [b"404"]
+    assert not caplog.records
+
+
+def test_a_client_that_resets_a_late_request_leaves_no_trace(
+    slow: tuple[Typist, Served], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reset comes when all of the refusal but its end is written."""
+    _, served = slow
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", WHOLE)
+    send = h11.Connection.send
+
+    def reset(connection: h11.Connection, event: h11.Event) -> bytes | None:
+        if isinstance(event, h11.EndOfMessage):
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            line.close()
+        return send(connection, event)
+
+    with caplog.at_level(logging.WARNING):
+        line = dialled(served)
+        line.sendall(POST + b" ")
+        monkeypatch.setattr(h11.Connection, "send", reset)
+        wait_for(lambda: line.fileno() < 0)
+        monkeypatch.undo()
+        live = served.server.server_state.connections
+        wait_for(lambda: not any(c.cycle is not None and c.cycle.disconnected for c in live))
+        assert httpx.get(f"{served.url}/health").status_code == 200
+    assert not caplog.records
+
+
+def test_empty_lines_before_a_request_are_no_request(slow: tuple[Typist, Served]) -> None:
+    with dialled(slow[1]) as line:
+        for n in range(4):
+            line.sendall(b"\r\n" * n + HEAD + b"connection: close\r\n" * (n == 3) + b"\r\n")
+            time.sleep(0.1)
+        assert told(heard(line)) == ([200] * 4, {})
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch, *, reads: bool) -> None:
+    """One that reads slowly gets all of it."""
+    monkeypatch.setattr(guard, "REQUEST_SECONDS", WHOLE)
+    body = json.dumps({"prompt": "write:", "max_tokens": 400, "n": 100, "decoder": "parallel", "tokens_per_step": 100})
+    base = Typist("x" * 400, context=500)
+    with serving(typing_engine(base, rows=100, tokens=10**6)) as served, socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        url, live = httpx.URL(served.url), served.server.server_state.connections
+        line.connect((url.host, url.port or 80))
+        wait_for(lambda: live)
+        sock = next(iter(live)).transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        line.sendall(POST.replace(b"99999", b"%d" % len(body)).replace(b"completions", b"canvas") + body.encode())
+        wait_for(lambda: any(c.flow.write_paused for c in live))
+        begun, answer = time.monotonic(), b""
+        while reads and b"event: end" not in answer:
+            answer += line.recv(1 << 18)
+            time.sleep(0.001)
+        if reads:
+            assert time.monotonic() - begun > 2 * WHOLE
+        else:
+            wait_for(lambda: not live)
+            assert time.monotonic() - begun < WHOLE + 1
+            assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+
+
+def test_answers_leave_at_once(slow: tuple[Typist, Served]) -> None:
+    """An answer is two writes: where the system waits for more before it sends the second, each takes 40 ms."""
+    _, served = slow
+    served.client.get("/health")
+    for connection in served.server.server_state.connections:
+        sock = connection.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 # The schema ------------------------------------------------------------------------------------------------------

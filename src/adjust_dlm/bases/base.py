@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
+from adjust_dlm.bases.tokenizers import chat_ids
 from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require, require_count, require_kinds
 
 
@@ -279,17 +280,20 @@ class Base(ABC):
         """Ids of a conversation in the chat template's own form, up to where the answer begins.
 
         Args:
-            messages: `role` and `content` of each.
+            messages: `role` and `content` of each; control tokens in a content are letters (see `chat_ids`).
 
         Raises:
             InputError: no tokenizer, no template, or messages that do not fit it.
         """
         require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; give token ids")
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of its own
-            raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+
+        def render(messages: list[dict[str, str]]) -> str:
+            try:
+                return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template is a program of its own
+                raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
+
+        return chat_ids(self.tokenizer, render, messages)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids up to the first end token, special tokens dropped."""

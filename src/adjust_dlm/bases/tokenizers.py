@@ -9,6 +9,9 @@ byte-level BPE.
 from __future__ import annotations
 
 import json
+import re
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +128,57 @@ class FileTokenizer:
         template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(self.chat_template)
         text = template.render(messages=messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text) if tokenize else text
+
+
+Messages = list[dict[str, str]]
+
+
+def chat_ids(tokenizer: Any, render: Callable[[Messages], str], messages: Messages) -> list[int]:
+    """Ids of a conversation in which control tokens count where the template writes them, and are letters in contents.
+
+    Where no content holds one these are the ids of the rendered text. Where one does, what stands around it between
+    two control tokens of the template is encoded as if the tokenizer had no added tokens.
+
+    Args:
+        tokenizer: with a `backend_tokenizer` of the `tokenizers` library; another has no control tokens.
+        render: the text of messages in the template.
+        messages: `role` and `content` of each.
+
+    Raises:
+        InputError: a content with control tokens that the template changes, or that are no letters to the tokenizer.
+    """
+    text, backend = render(messages), getattr(tokenizer, "backend_tokenizer", None)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    template = str(getattr(tokenizer, "chat_template", ""))  # what it writes is control, too, unless a word or spaces
+    marks = {t.content for t in added.values() if t.content in template and re.search(r"[^\w\s]", t.content)}
+    control = {i: t for i, t in added.items() if t.special or t.content in marks}
+    cores: dict[str, str] = {}  # by what stands for them in the template
+    told = []
+    for message in messages:
+        core, name = message["content"].strip(), f"q{secrets.token_hex(16)}"
+        if control and not control.keys().isdisjoint(tokenizer.encode(core, add_special_tokens=False)):
+            cores[name] = core
+            message = {**message, "content": message["content"].replace(core, name)}
+        told.append(message)
+    if not cores:
+        return tokenizer.encode(text, add_special_tokens=False)
+    longest = sorted(control.values(), key=lambda token: -len(token.content))
+    pattern = "|".join(r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for t in longest)
+    ids: list[int] = []
+    whole = ""
+    for piece in re.split(f"({pattern})", render(told)):
+        filled = re.sub("|".join(cores), lambda found: cores[found[0]], piece)
+        fresh = tokenizer.encode(piece, add_special_tokens=False) if filled == piece else _letters(backend, filled)
+        clean = filled == piece or control.keys().isdisjoint(fresh)
+        require(clean, f"the tokenizer has no letters for all of {filled!r}")
+        ids, whole = ids + fresh, whole + filled
+    require(whole == text, "the chat template changes a text that holds control tokens, so they cannot be told apart")
+    return ids
+
+
+def _letters(backend: Any, text: str) -> list[int]:
+    """Ids of a text without any added tokens."""
+    text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+    splitter = backend.pre_tokenizer
+    words = [text] if splitter is None else [word for word, _ in splitter.pre_tokenize_str(text)]
+    return [token.id for word in words for token in backend.model.tokenize(word)]

@@ -13,7 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adjust_dlm.serve.errors import ApiError, answer
 
-_BODY_SECONDS = 30.0  # a client that sends no more for so long is given up
+REQUEST_SECONDS = 30.0  # from the first byte of a request to its last
+
+
+def late() -> ApiError:
+    """A request that is not whole in time."""
+    return ApiError(408, f"the request was not whole after {REQUEST_SECONDS:g} s", code="request_timeout")
 
 
 class Rate:
@@ -63,9 +68,9 @@ class Guard:
             if not more:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), _BODY_SECONDS)
+                message = await asyncio.wait_for(receive(), started + REQUEST_SECONDS - time.monotonic())
             except TimeoutError:
-                raise ApiError(408, f"no more of the body for {_BODY_SECONDS:g} s", code="request_timeout") from None
+                raise late() from None
             size, more = size + len(message.get("body", b"")), message.get("more_body", False)
             if size > self.max_body:
                 raise ApiError(413, f"the body is larger than {self.max_body} bytes", code="request_too_large")

@@ -38,6 +38,7 @@ from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.guard import Guard, Rate
 from adjust_dlm.serve.metrics import Metrics
 from adjust_dlm.serve.schemas import CanvasAsk, ChatAsk, CompletionAsk, ErrorBody, Generation, InfillAsk, Sampling
+from adjust_dlm.serve.wire import HEADER_BYTES, Connection
 from adjust_dlm.serve.work import Event, Finished, Progress, Work
 from adjust_dlm.types import InputError
 
@@ -328,8 +329,10 @@ class Server(uvicorn.Server):
         """Listens to nothing yet."""
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, server_header=False, proxy_headers=False,
-                timeout_graceful_shutdown=_LAST_BYTES_SECONDS, timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                app, loop="asyncio", http=Connection, ws="none",  # whatever else is installed
+                log_config=None, access_log=False, server_header=False, proxy_headers=False,
+                h11_max_incomplete_event_size=HEADER_BYTES, timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             )
         )  # fmt: skip
         self.engine, self.drain_seconds = engine, drain_seconds
@@ -354,7 +357,8 @@ class Server(uvicorn.Server):
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket at an address, not yet listening; port 0 is any free one. Raises OSError."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # With the protocol named asyncio sets TCP_NODELAY; without, an answer in two pieces takes 40 ms longer.
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
