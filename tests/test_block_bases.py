@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2ForCausalLM
 
 from adjust_dlm.bases.blocks import to_edge
 from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.bench.clock import Ceilings
+from adjust_dlm.bench.measure import Bench, Cell, eager_parts, half_filled
+from adjust_dlm.bench.runtime import RuntimeConfig, make_runtime
+from adjust_dlm.bench.shapes import random_base, random_sampler
 from adjust_dlm.decoders import DECODERS, Canvas, decode, make_plan
 from adjust_dlm.decoders.divergence import observe
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Picks
 from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
-from adjust_dlm.sampler import Sampler, SamplerConfig
+from adjust_dlm.exported import export, generate_with
+from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
+from adjust_dlm.serve.engine import Engine, Limits
+from adjust_dlm.serve.work import Progress
 from adjust_dlm.types import DecodeConfig, InputError, State
-from helpers import BOS, FAMILIES, MASK, Law, assert_law, distance, left_pad, oracle, tiny_base, tiny_sampler
-from tiny_ar import tiny_partner
+from helpers import (
+    BOS,
+    FAMILIES,
+    MASK,
+    Law,
+    assert_law,
+    distance,
+    left_pad,
+    oracle,
+    tiny_base,
+    tiny_config,
+    tiny_sampler,
+)
+from serving import play, submit, work_of
+from tiny_ar import BOS as AR_BOS
+from tiny_ar import chat_base, tiny_partner
 
 WORDS, LENGTH = 3, 4
 N = 20_000
@@ -444,3 +468,81 @@ def test_forms_and_samplers_that_do_not_fit() -> None:
     assert len({base.fingerprint, other.fingerprint, tiny_base("dream").fingerprint}) == 3
     with pytest.raises(InputError, match="belongs to a base with fingerprint"):
         decode(base, [[BOS]], config, decoder="adjust", sampler=tiny_sampler(other))
+
+
+# Speed, export, server -----------------------------------------------------------------------------------------
+
+
+def test_the_bench_times_a_block_base_in_the_eager_form(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "base": "tiny-shape", "block": 8, "tokens_per_step": (2,), "batch_sizes": (2,), "new_tokens": (24,), "runs": 1,
+        "prompt_tokens": 30, "device": "cpu", "cell_seconds": 0.2, "output": str(tmp_path),
+    }  # fmt: skip
+    made = make_runtime(RuntimeConfig(forms=("eager",), decoders=("parallel", "adjust", "components"), **settings))
+    assert not made["left_out"]
+    parts = {(row["decoder"], row["part"]) for row in made["rows"]}
+    assert {("components", "base pass"), ("components", "g step"), ("components", "round")} <= parts
+    with pytest.raises(InputError, match="a base with blocks has eager alone"):
+        make_runtime(RuntimeConfig(forms=("fast",), **settings))
+    with pytest.raises(InputError, match="block can be set for"):
+        RuntimeConfig(**{**settings, "base": "smol"})
+
+
+def test_a_component_pass_computes_one_block_behind_any_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is S columns, in the middle of the text."""
+    base = random_base("tiny-shape", device=torch.device("cpu"), dtype=torch.float32, block=8)
+    clock = Bench(base, {"sampler": random_sampler(base)}, DecodeConfig(), [5] * 30, 1, 0.1, Ceilings(1.0, 1.0, None))
+    canvas = half_filled(clock, Cell("eager", "components", 2, 2, 24))
+    assert canvas.order_BL[0].tolist() == [*[-1] * 40, *[-1, -2] * 4, *[-2] * 6]
+    parts = eager_parts(clock, canvas)
+    columns, again = list[int](), TransformerBase.hidden_again
+
+    def spy(*given: Any) -> Tensor:
+        columns.append(given[3].shape[1])
+        return again(*given)
+
+    monkeypatch.setattr(TransformerBase, "hidden_again", spy)
+    parts["base pass"][0]()
+    parts["round"][0]()
+    assert columns == [8, 8]
+
+
+def test_an_exported_sampler_decodes_in_blocks_from_transformers(tmp_path: Path) -> None:
+    base = tiny_base("dream", block=4)
+    model: Any = Qwen2ForCausalLM(tiny_config("dream")).eval()
+    model.model.load_state_dict(base.model.state_dict())
+    model.lm_head.weight.data.copy_(base.head_matrix)
+    folder = export(tiny_sampler(base), base, tmp_path / "g")
+    settings: dict[str, Any] = {"tokens_per_step": 3, "max_new_tokens": 9, "seed": 5}
+    ids = torch.tensor([[BOS, 5, 6]])
+    out = generate_with(folder, model, {"inputs": ids, **settings})
+    g = load_sampler(folder, base)  # weights are stored as bf16
+    ours = decode(base, ids.tolist(), DecodeConfig(**settings), decoder="adjust", sampler=g)
+    assert torch.equal(out, ours.tokens_BL)
+    facts = json.loads((folder / "base_facts.json").read_text())
+    assert (facts["spec"]["block"], facts["shape"]["block"]) == (4, 4)
+    facts["spec"]["block"] = 8
+    (folder / "base_facts.json").write_text(json.dumps(facts))
+    with pytest.raises(InputError, match="block is 8, wanted 4"):
+        generate_with(folder, model, {"inputs": ids, **settings})
+
+
+@pytest.mark.parametrize("decoder", ["joint", "adjust", "threshold", "edlm"])
+def test_a_server_answers_as_decode_and_text_comes_block_by_block(decoder: str) -> None:
+    base = chat_base(context=128, block=4)
+    helpers: dict[str, Any] = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
+    engine = Engine(base, **helpers, limits=Limits(rows=3), eager=True)
+    asked = []
+    for n in range(6):
+        ids = [AR_BOS, *range(10, 11 + n)]
+        work = work_of(ids, new=3 + 2 * n, seed=n, decoder=decoder, tokens_per_step=3)
+        asked.append((ids, work, submit(engine, work)[1]))
+        play(engine, 2)
+    play(engine)
+    for ids, work, log in asked:
+        spec = work.rows[0]
+        config = work.config.but(seed=spec.seed, max_new_tokens=spec.new)
+        alone = decode(base, [ids], config, decoder=decoder, rows=[spec.row], **helpers)
+        assert log.finished[0].ids == alone.tokens_BL[0].tolist()
+        commits = [c.position for e in log.events if isinstance(e, Progress) for c in e.commits]
+        assert [place // 4 for place in commits] == sorted(place // 4 for place in commits)

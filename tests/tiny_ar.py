@@ -57,13 +57,13 @@ def tiny_partner(base: Base, *, vocab: int | None = None, seed: int = 0) -> Caus
     return CausalPartner(model.to(base.device), base.spec, name="tiny")
 
 
-def chat_base(*, context: int, template: str = CHAT) -> TransformerBase:
+def chat_base(*, context: int, template: str = CHAT, block: int | None = None) -> TransformerBase:
     """A random Dream that reads and writes the letters of `tiny_tokenizer`."""
     from helpers import tiny_config
 
     torch.manual_seed(0)
     config = tiny_config("dream", vocab_size=104, max_position_embeddings=context)
-    base = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100)
+    base = dream_base(config, mask_id=MASK, end_ids=(IM_END,), bos_id=BOS, token_limit=100, block=block)
     base.tokenizer = tiny_tokenizer()
     base.tokenizer.chat_template = template
     return base

@@ -22,6 +22,7 @@ from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.pick import pick
 from adjust_dlm.decoders.fast.work import length_bucket, slot_bucket, width_bucket
+from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.pick import pick as pick_open
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import GIVEN, DecodeConfig
@@ -250,10 +251,15 @@ Parts = dict[str, tuple[Callable[[], Any], list[Work]]]
 
 
 def half_filled(bench: Bench, cell: Cell) -> Canvas:
-    """Every second new position holds a given token, which ends no text: the mean of a decode."""
+    """Every second new position holds a given token, which ends no text: the mean of a decode.
+
+    On a block base so it is in the block in the middle; everything before that block is there.
+    """
     canvas = Canvas(bench.base, [bench.prompt] * cell.batch, bench.config(cell))
-    given, token = slice(len(bench.prompt), None, 2), bench.prompt[-1]
-    canvas.tokens_BL[:, given], canvas.masked_BL[:, given], canvas.order_BL[:, given] = token, False, GIVEN
+    first, size, token = len(bench.prompt), bench.base.spec.block or 1, bench.prompt[-1]
+    middle = first if size == 1 else max(first, (first + cell.new_tokens // 2) // size * size)
+    for given in (slice(first, middle), slice(middle, None if size == 1 else middle + size, 2)):
+        canvas.tokens_BL[:, given], canvas.masked_BL[:, given], canvas.order_BL[:, given] = token, False, GIVEN
     return canvas
 
 
@@ -268,13 +274,13 @@ def _work(base: Base, g: Sampler, rows: int, length: int, scored: int, k: int) -
 
 def eager_parts(bench: Bench, canvas: Canvas) -> Parts:
     """The reference's parts, the head on all rows beside them."""
-    g: Sampler = bench.helpers["sampler"]
-    base = g.on(bench.base)
+    g: Sampler = with_sampler_cache(bench.helpers["sampler"])
+    base = with_cache(g.on(bench.base), canvas.config)
     names = ("tokens_BL", "masked_BL", "order_BL", "commits_B")
     kept = {name: getattr(canvas, name).clone() for name in names}
     h_BLD = base.hidden(canvas)
     canvas.start_round()
-    at = canvas.masked_BL.nonzero(as_tuple=True)
+    at = canvas.open_BL.nonzero(as_tuple=True)
 
     def whole() -> None:
         for name, value in kept.items():
@@ -290,6 +296,7 @@ def eager_parts(bench: Bench, canvas: Canvas) -> Parts:
         "head, all rows": lambda: base.head(h_BLD.flatten(0, 1)), "round": whole,
     }  # fmt: skip
     rows, length = canvas.tokens_BL.shape
+    length = base.spec.block or length  # columns of a pass, whose attention to the blocks before is not counted
     work = _work(base, g, rows, length, len(at[0]) // rows, canvas.config.tokens_per_step)
     return {name: (part, work[name]) for name, part in parts.items()}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from adjust_dlm.bases import load_base
+from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.base import pick_device
 from adjust_dlm.bases.placement import check_placement, quantize_body
 from adjust_dlm.bench.clock import ceilings, limit
@@ -23,7 +23,7 @@ from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
-from adjust_dlm.types import DecodeConfig, OrderRule, require
+from adjust_dlm.types import DecodeConfig, OrderRule, require, require_count
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class RuntimeConfig:
         cell_seconds: no timed decode of a cell begins later; with warm-up a cell has three times as long, a compiled
             one all that is left.
         layers: of a shape, instead of its own number; 0 keeps that.
+        block: S, for a shape that writes in blocks (eager form).
         device: auto, cpu, cuda or cuda:N.
         quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
     """
@@ -80,6 +81,7 @@ class RuntimeConfig:
     seconds: float = 300.0
     cell_seconds: float = 10.0
     layers: int = 0
+    block: int | None = None
     device: str = "auto"
     quantize: str | None = None
 
@@ -97,6 +99,10 @@ class RuntimeConfig:
                 read_variant(decoder)
         require(self.layers >= 0, f"layers is {self.layers}; it must be >= 0 (0 keeps the shape's own)")
         require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
+        require_count("block", self.block, 1, optional=True)
+        require(
+            self.block is None or self.base in SHAPES, f"block can be set for {', '.join(SHAPES)}, not {self.base!r}"
+        )
         check_placement(self.quantize, None)
         DecodeConfig(temperature=self.temperature, top_p=self.top_p, order=self.order)
 
@@ -116,6 +122,7 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
     cells = grid(config.forms, config.decoders, config.tokens_per_step, batches, lengths)
     require(bool(cells), f"none of {', '.join(config.decoders)} has one of the forms {', '.join(config.forms)}")
     bench = bench or open_bench(config)
+    _check_forms(config, bench.base)
     base, most, rows = bench.base, bench.most, list[Row]()
     out: Row = {
         "rows": [], "left_out": [],
@@ -151,6 +158,12 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
     return out
 
 
+def _check_forms(config: RuntimeConfig, base: Base) -> None:
+    """Raises InputError for forms that a block base does not have."""
+    odd = [form for form in config.forms if form != "eager"]
+    require(base.spec.block is None or not odd, f"forms are {config.forms}; a base with blocks has eager alone")
+
+
 def _reason(error: Exception, left: float, most: float) -> str:
     """Why a cell is left out; an alarm inside a compiler comes back as an error of the compiler's own."""
     if isinstance(error, TimeoutError):
@@ -166,7 +179,7 @@ def open_bench(config: RuntimeConfig) -> Bench:
     if config.base in SHAPES:
         layers = {"num_hidden_layers": config.layers} if config.layers else {}
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        base: Any = random_base(config.base, device=device, dtype=dtype, **layers)
+        base: Any = random_base(config.base, device=device, dtype=dtype, block=config.block, **layers)
         form = SamplerConfig(**read_config(Path(config.sampler))["config"]) if config.sampler else None
         sampler = random_sampler(base, form)
         quantize_body(base, config.quantize)  # type: ignore[arg-type]

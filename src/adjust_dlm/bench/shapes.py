@@ -33,8 +33,9 @@ SHAPES: dict[str, tuple[Callable[..., Any], Callable[..., TransformerBase], dict
 
 
 def random_base(
-    name: str, *, device: torch.device, dtype: torch.dtype, head_std: float = 0.02, **changes: Any
-) -> TransformerBase:
+    name: str, *, device: torch.device, dtype: torch.dtype, head_std: float = 0.02, block: int | None = None,
+    **changes: Any,
+) -> TransformerBase:  # fmt: skip
     """Weights are drawn where they stay, with a fixed seed.
 
     Args:
@@ -42,6 +43,7 @@ def random_base(
         device: where.
         dtype: of all weights.
         head_std: of the head's weights.
+        block: S, of a base that writes in blocks.
         changes: of the config, such as `num_hidden_layers=2`.
 
     Raises:
@@ -56,7 +58,7 @@ def random_base(
             torch.manual_seed(0)
             # A family whose body differs from its config (LLaDA's turns q and k in fp32) makes it itself.
             head = torch.empty(config.vocab_size, config.hidden_size).normal_(std=head_std)
-            base = build(config, head_weight=head, **ids)
+            base = build(config, head_weight=head, block=block, **ids)
     finally:
         torch.set_default_dtype(before)
     base.model.to(device)  # the rotary frequencies

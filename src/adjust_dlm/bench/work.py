@@ -144,7 +144,8 @@ def decode_work(
         rows: canvases.
         prompt: tokens of a prompt.
     """
-    if variant.name not in ("joint", "parallel", "adjust") or config.schedule != "exact" or config.cache_period:
+    covered = variant.name in ("joint", "parallel", "adjust") and base.spec.block is None
+    if not covered or config.schedule != "exact" or config.cache_period:
         return None
     length, sparse, parts = prompt + config.max_new_tokens, bool(variant.options.get("sparse")), list[Work]()
     if variant.name == "adjust" and sampler is not None:
