@@ -18,8 +18,8 @@ from helpers import tiny_sampler
 from tiny_ar import chat_base, save_tiny
 
 BASES = (
-    "smol", "antiberty", "models/dream", "runs/base", "path/to/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B",
-    "GSAI-ML/LLaDA-8B-Base",
+    "smol", "antiberty", "models/dream", "runs/base", "runs/block", "path/to/Dream-v0-Base-7B",
+    "Dream-org/Dream-v0-Instruct-7B", "GSAI-ML/LLaDA-8B-Base",
 )  # fmt: skip
 SMALL: dict[str, Any] = {
     "num": 8, "n": 2, "steps": 2, "max_new_tokens": 6, "batch_size": 4, "limit": 1, "heldout": 4, "heldout_texts": 2,
@@ -84,12 +84,14 @@ def small(given: Any) -> Any:
 
 def fill(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Makes `folder` a place where printed commands run, and this process one that finds tiny models by their names."""
-    base, ar = chat_base(context=4096), save_tiny(folder / "ar")
-    base.ar_source = str(ar)
+    made, ar = {None: chat_base(context=4096), 4: chat_base(context=4096, block=4)}, save_tiny(folder / "ar")
+    for base in made.values():
+        base.ar_source = str(ar)
     patch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     patch.setattr(adapted, "MODELS", folder / "shipped")
     for name in BASES:
-        register_base(name, "tiny")(lambda **_: base)
+        base = made[4 if name == "runs/block" else None]
+        register_base(name, "tiny")(lambda base=base, **_: base)
         tiny_sampler(base).save(folder / "shipped" / f"{name}-sampler")
     for module in (adapted, scores):
         patch.setattr(module, "ar_folder", lambda source: ar)
@@ -125,6 +127,7 @@ CANNOT = {  # part of a line -> why it is not run
     "--base antiberty": "it needs that model: only its letters are residues and masks",
     "--base dream-7b-shape": "it needs the memory of a 7B model",
     "--base llada-8b-shape": "it needs the memory of an 8B model",
+    "--base small-shape": "it takes minutes on a CPU",
     "--push": "it writes to the Hub",
     "--engine ray": "it starts a Ray",
     "--from-released": "it needs the authors' checkpoint",

@@ -34,6 +34,7 @@ from helpers import (
     BOS,
     FAMILIES,
     MASK,
+    ROOT,
     Law,
     assert_law,
     distance,
@@ -199,6 +200,38 @@ def test_positions_are_scored_by_the_column_before_in_a_shifted_family_alone() -
     assert tiny_base("dream").at(h_BLD, state, *at)[:, 0].tolist() == [0, 4, 8, 9]  # its states were moved
 
 
+def table_of_decoders() -> dict[tuple[str, str], str]:
+    """(decoder, kind of base) -> what docs/models.md says of it."""
+    text = (ROOT / "docs/models.md").read_text().partition("## Decoders and kinds of bases")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line[:1] == "|"]
+    head, _, *lines = [[cell.strip() for cell in row] for row in rows]
+    return {(line[0].strip("`"), kind): said for line in lines for kind, said in zip(head[1:], line[1:], strict=True)}
+
+
+KINDS: dict[str, tuple[str, int | None]] = {
+    "whole canvas": ("llada", None), "whole canvas, shifted": ("dream", None), "blocks": ("llada", 4),
+    "blocks, shifted": ("dream", 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_docs_say_of_a_decoder_on_a_kind_of_base(decoder: str, kind: str) -> None:
+    said, (family, size) = table_of_decoders(), KINDS[kind]
+    assert said.keys() == {(name, kind) for name in DECODERS for kind in KINDS}
+    base = tiny_base(family, block=size)
+    order = "confidence" if decoder == "guided" else "entropy"
+    config = DecodeConfig(max_new_tokens=9, tokens_per_step=2, order=order)
+    helpers = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
+    if said[decoder, kind] == "refused":
+        with pytest.raises(InputError, match=base.spec.name):
+            decode(base, [[BOS, 5]], config, decoder=decoder, **helpers)
+        return
+    assert said[decoder, kind] == "yes"
+    made = decode(base, [[BOS, 5], [BOS]], config, decoder=decoder, **helpers)
+    assert MASK not in made.tokens_BL
+
+
 # The cache -----------------------------------------------------------------------------------------------------
 
 
@@ -260,9 +293,9 @@ def test_cached_states_are_those_of_the_whole_canvas(family: str, size: int) -> 
         upto_BL = canvas.real_BL & (place_BL <= canvas.block_B[:, None]) & canvas.open_B[:, None]
         torch.testing.assert_close(h_BLD[upto_BL], whole_BLD[upto_BL], rtol=0, atol=2e-5)
         assert bool((upto_BL | ~canvas.seen_BL).all())
-        for part in canvas.memory.kept:  # what lies to the right is never looked at
-            behind_BL = torch.nn.functional.pad(place_BL > canvas.block_B[:, None], (0, size - 1), value=False)
-            part.transpose(1, -2)[behind_BL] = 1e3 if part.ndim == 3 else part.transpose(1, -2)[behind_BL]
+        behind_BL = torch.nn.functional.pad(place_BL > canvas.block_B[:, None], (0, size - 1), value=False)
+        for part in canvas.memory.kept:  # keys, values and states to the right are never looked at
+            part.movedim(-2, 1)[behind_BL] = 1e3
         canvas.start_round()
         row_B = torch.arange(len(canvas.rows_B))
         position_B1 = canvas.open_BL.long().argmax(-1, keepdim=True)
