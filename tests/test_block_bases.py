@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from adjust_dlm.bases.blocks import to_edge
+from adjust_dlm.bases.check import check_base
 from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.bench.clock import Ceilings
@@ -22,9 +24,9 @@ from adjust_dlm.bench.runtime import RuntimeConfig, make_runtime
 from adjust_dlm.bench.shapes import random_base, random_sampler
 from adjust_dlm.decoders import DECODERS, Canvas, decode, make_plan
 from adjust_dlm.decoders.divergence import observe
-from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
+from adjust_dlm.decoders.machinery.cache import with_cache
 from adjust_dlm.decoders.machinery.canvas import Picks
-from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
+from adjust_dlm.decoders.machinery.rows import RoundCanvas, before, join, take
 from adjust_dlm.exported import export, generate_with
 from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.serve.engine import Engine, Limits
@@ -51,6 +53,8 @@ from tiny_ar import chat_base, tiny_partner
 WORDS, LENGTH = 3, 4
 N = 20_000
 NO_END = (23,)
+adjust_module = importlib.import_module("adjust_dlm.decoders.adjust")
+edlm_module = importlib.import_module("adjust_dlm.decoders.edlm")
 
 
 def table(seed: int = 3) -> Tensor:
@@ -413,6 +417,40 @@ def test_a_step_of_g_is_the_one_over_the_whole_canvas(sparse: bool, config: Samp
     assert torch.equal(made[0].order_BL, made[1].order_BL)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [4, 8])
+def test_sparse_steps_are_exact_once_the_candidates_are_the_block(family: str, size: int) -> None:
+    base = tiny_base(family, block=size, end_ids=NO_END)
+    g = tiny_sampler(base, layers=2, mlp=0.5)
+    config = DecodeConfig(max_new_tokens=2 * size + 3, tokens_per_step=3, seed=6, candidates=100)
+    dense, sparse = (
+        decode(base, prompts(size), config, decoder="adjust", sampler=g, sparse=sparse) for sparse in (False, True)
+    )
+    assert torch.equal(dense.tokens_BL, sparse.tokens_BL)
+    assert torch.equal(dense.order_BL, sparse.order_BL)
+
+
+def test_a_sparse_step_renews_the_states_that_candidates_are_scored_by() -> None:
+    """Blocks of 8, two candidates a round: in a shifted family the columns before them, too."""
+    base = tiny_base("dream", block=8, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=14, tokens_per_step=3, seed=6)
+    stale = list[bool]()
+    step = adjust_module.sparse_step
+
+    def spy(g: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Any, k: int) -> Tensor:
+        out = step(g, h_BLD, canvas, keys, k)
+        row_R, position_R = (canvas.open_BL & canvas.busy_B[:, None]).nonzero(as_tuple=True)
+        changed_R = (base.at(out, canvas, row_R, position_R) != base.at(h_BLD, canvas, row_R, position_R)).any(-1)
+        first_R = canvas.positions_BL[row_R, position_R] % 8 == 0
+        stale.extend((~changed_R & ~first_R).tolist())
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adjust_module, "sparse_step", spy)
+        decode(base, prompts(8), config, decoder="adjust", sampler=tiny_sampler(base), sparse=True)
+    assert len(stale) > 20 and not any(stale)
+
+
 def test_g_changes_the_open_block_alone() -> None:
     base = tiny_base("dream", block=4)
     state = left_pad([[BOS, 5, 6, 7, 8, MASK, 9, MASK, MASK, MASK], [BOS, 5, 6]])
@@ -420,7 +458,6 @@ def test_g_changes_the_open_block_alone() -> None:
     h_BLD = base.hidden(state)
     changed_BL = (tiny_sampler(base)(h_BLD, state) != h_BLD).any(-1)
     assert changed_BL[0].nonzero().flatten().tolist() == [4, 5, 6, 7]
-    assert with_sampler_cache(oracle(base)) is not None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -447,13 +484,100 @@ def test_verified_is_joint_decoding_and_computes_the_open_block_once_a_draft(
     assert bool(columns) == (depth > 1)
 
 
+def test_verified_books_what_a_row_would_cost_alone_and_leaves_the_keys_that_adjust_leaves() -> None:
+    base = tiny_base("dream", block=2, end_ids=NO_END)
+    g, config = tiny_sampler(base), DecodeConfig(max_new_tokens=9, seed=3)
+    texts = [[BOS, 5], [BOS, 6, 7, 8], [BOS]]
+    how: dict[str, Any] = {"decoder": "verified", "sampler": g, "depth": 4}
+    together = decode(base, texts, config, **how)
+    alone = [decode(base, [text], config, rows=[n], **how) for n, text in enumerate(texts)]
+    assert together.base_calls_B.tolist() == [int(one.base_calls_B[0]) for one in alone]
+    base = tiny_base("llada", block=4, end_ids=NO_END)
+    g, plan = tiny_sampler(base), None
+    plan = make_plan(base, config, decoder="verified", sampler=g, depth=3)
+    canvas = Canvas(base, [[BOS, 5, 6]], config)
+    plan.run(canvas)
+    final = int(canvas.sampler_memory.counts_B3[0, 0])
+    assert final >= 4
+    right = g.keys(base.hidden(canvas), canvas).kept
+    for kept, whole in zip(canvas.sampler_memory.kept, right, strict=True):
+        torch.testing.assert_close(kept[..., :final, :], whole[..., :final, :], rtol=0, atol=2e-5)
+
+
+def test_a_row_that_begins_anew_has_no_cache_of_the_old_one() -> None:
+    base = tiny_base("dream", block=4, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=9, seed=2)
+    plan = make_plan(base, config, decoder="joint")
+    canvas = Canvas(base, [[BOS, 5, 6, 7, 8]], config, rows=[0])
+    plan.run(canvas)
+    canvas.restart(0, [BOS, 9], 7)
+    plan.run(canvas)
+    fresh = decode(base, [[BOS, 9]], config, decoder="joint", rows=[7])
+    assert canvas.tokens_BL[0, 3:].tolist() == fresh.tokens_BL[0].tolist()
+    with pytest.raises(InputError, match="in a later block"):
+        canvas.restart(0, [BOS, MASK, 5, 6, 7], 8)
+
+
+@pytest.mark.parametrize("rule", ["best", "resample"])
+def test_energies_of_completions_know_nothing_of_later_blocks(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same completions of the open block, with one block behind it or three."""
+    base = tiny_base("llada", block=4)
+    partner, seen = tiny_partner(base), list[Tensor]()
+    real = edlm_module._choose
+
+    def spy(canvas: Canvas, energy_CR: Tensor, *rest: Any) -> Tensor:
+        seen.append(energy_CR)
+        return real(canvas, energy_CR, *rest)
+
+    monkeypatch.setattr(edlm_module, "_choose", spy)
+    starts = list[int]()
+    for new in (7, 15):
+        starts.append(len(seen))
+        config = DecodeConfig(max_new_tokens=new, tokens_per_step=4, seed=5)
+        decode(base, [[BOS]] * 6, config, decoder="edlm", partner=partner, rule=rule, completions=4, window_end=0.0)
+    short, long = (seen[at] for at in starts)
+    torch.testing.assert_close(short, long)
+    assert float(short.abs().max()) < 1e3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_stands_left_alone_is_scored_alike_in_both_frames(size: int) -> None:
+    state = State(torch.tensor([[1, 3, 0, 3]]), torch.ones(1, 4, dtype=torch.bool), torch.tensor([[False, True] * 2]))
+    shifted, plain = (ExactBase(table(), block=size, shifted=shifted) for shifted in (True, False))
+    left_BLD = shifted.by_position(shifted.hidden_causal(state), state)
+    assert torch.equal(left_BLD[:, 1:], plain.hidden_causal(state)[:, 1:])
+
+
+def test_a_base_with_blocks_passes_its_check() -> None:
+    rows = [[BOS, 5, MASK, 7], [BOS, 6, MASK, 8, 9, MASK, 3]]
+    for family in FAMILIES:
+        check_base(tiny_base(family, block=4), rows)
+    with pytest.raises(InputError, match="behind it in the same block of 2"):
+        check_base(tiny_base("llada", block=2), [[BOS, MASK, 5, 6], [BOS, MASK, 5, 6, 7]])
+
+
+def test_a_copy_for_a_retry_shares_the_finished_blocks() -> None:
+    base = tiny_base("dream", block=4, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=9, seed=2)
+    plan = make_plan(base, config, decoder="joint")
+    canvas = RoundCanvas(base, prompts(4), config)
+    for _ in range(5):
+        canvas.play(plan.run)
+    kept = before(canvas)
+    assert kept.memory.kept[0].data_ptr() == canvas.memory.kept[0].data_ptr()
+    for one in (canvas, kept):  # the second as if the first had failed half-way
+        while bool(one.open_B.any()):
+            one.play(plan.run)
+    assert torch.equal(canvas.tokens_BL, kept.tokens_BL) and torch.equal(canvas.order_BL, kept.order_BL)
+
+
 def test_a_g_that_is_right_makes_verified_fast() -> None:
     """The base itself drafts: every draft stands, up to a block's end."""
     base = tiny_base("llada", block=4, end_ids=NO_END)
     config = DecodeConfig(max_new_tokens=12, seed=5)
     checked = decode(base, [[BOS, 5, 6, 7]], config, decoder="verified", sampler=oracle(base), depth=4)
     assert torch.equal(checked.tokens_BL, decode(base, [[BOS, 5, 6, 7]], config, decoder="joint").tokens_BL)
-    assert int(checked.rounds_B[0]) == 4  # the first pass drafts nothing; of 12 tokens 1, 3, 4 and 4
+    assert int(checked.rounds_B[0]) == 6  # a block's first pass drafts nothing: 1 and 3 of every 4 tokens
 
 
 # What is refused -----------------------------------------------------------------------------------------------
@@ -472,12 +596,12 @@ def test_the_edge_of_the_last_block() -> None:
         ([BOS], {"block_length": 3}, "block_length is 3; base 'dream' has blocks of 4, which it must divide"),
         ([BOS], {"schedule": "reference"}, "schedule is 'reference'"),
         ([BOS], {"cache_period": 4}, "exact cache, always on"),
-        ([BOS] * 50, {"max_new_tokens": 15}, "make 65, and with the rest of the last block 68; .* at most 64"),
+        ([BOS] * 50, {"max_new_tokens": 15}, "make 65; base 'dream' takes at most 64"),  # of 66, in whole blocks
         ([BOS, MASK, 5, 6, 7], {}, "prompt 0 has a mask at 1 and a token at 4, in a later block of 4"),
     ],
 )
 def test_bad_input_is_one_line(prompt: list[int], settings: dict[str, Any], said: str) -> None:
-    base = tiny_base("dream", block=4)
+    base = tiny_base("dream", block=4, max_position_embeddings=66)
     with pytest.raises(InputError, match=said):
         decode(base, [prompt], DecodeConfig(**{"max_new_tokens": 7, **settings}), decoder="parallel")
 
@@ -526,7 +650,7 @@ def test_a_component_pass_computes_one_block_behind_any_prompt(monkeypatch: pyte
     base = random_base("tiny-shape", device=torch.device("cpu"), dtype=torch.float32, block=8)
     clock = Bench(base, {"sampler": random_sampler(base)}, DecodeConfig(), [5] * 30, 1, 0.1, Ceilings(1.0, 1.0, None))
     canvas = half_filled(clock, Cell("eager", "components", 2, 2, 24))
-    assert canvas.order_BL[0].tolist() == [*[-1] * 40, *[-1, -2] * 4, *[-2] * 6]
+    assert canvas.order_BL[0].tolist() == [*[-1] * 40, *[-2, -1] * 4, *[-2] * 6]
     parts = eager_parts(clock, canvas)
     columns, again = list[int](), TransformerBase.hidden_again
 

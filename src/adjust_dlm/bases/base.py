@@ -33,7 +33,7 @@ class BaseSpec:
         bos_id: put before an unconditional canvas; None if the family has none.
         vocab_size: V, rows of the head.
         token_limit: ids from here on are padding rows of the head and never real tokens.
-        context: longest canvas in tokens.
+        context: longest canvas in tokens; of a block base made a multiple of S.
         order: the family's rule for the next position.
         order_on: whether that rule sees the tempered and filtered distribution.
         block: S, if it writes in blocks of S positions, left to right (see `bases.blocks`); None: a canvas sees itself.
@@ -54,6 +54,7 @@ class BaseSpec:
     def __post_init__(self) -> None:
         require_kinds(self)
         require_count("block", self.block, 1, optional=True)
+        object.__setattr__(self, "context", self.context // (self.block or 1) * (self.block or 1))
         ids = {"mask_id": self.mask_id, "pad_id": self.pad_id, "bos_id": self.bos_id or 0}
         ids |= {f"end_ids[{n}]": token for n, token in enumerate(self.end_ids)} | {"last token": self.token_limit - 1}
         odd = {name: token for name, token in ids.items() if not 0 <= token < self.vocab_size}

@@ -18,6 +18,12 @@ def block_mask(state: State, size: int, column_BN: Tensor | None = None) -> Tens
     return ((block_BL[:, None] <= own_BN[..., None]) & state.real_BL[:, None])[:, None]
 
 
+def before_and_own(length: int, size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Of texts without left pads, whether column j is of a block before that of column i, and of the same: [L, L]."""
+    block_L = torch.arange(length, device=device) // size
+    return block_L[None] < block_L[:, None], block_L[None] == block_L[:, None]
+
+
 def open_block(state: State, size: int) -> Tensor:
     """The columns of the block that holds a row's first mask: [B, L]; of a row without masks, its first block."""
     block_BL = state.positions_BL // size

@@ -101,7 +101,7 @@ class ExactBase(Base):
         tokens_BL = state.tokens_BL
         columns = torch.arange(tokens_BL.shape[1])
         rows = [self.marginals(tokens_BL.masked_fill(columns >= i, self.spec.mask_id))[:, i] for i in columns]
-        return self._states(torch.stack(rows, dim=1))
+        return self._states(torch.stack(rows, dim=1).roll(-self.lag, 1))
 
     def _states(self, p_BLV: Tensor) -> Tensor:
         h_BLD = torch.zeros(*p_BLV.shape[:2], self.width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,6 +59,12 @@ class Memory:
             return torch.cat([next(known), k], 2), torch.cat([next(known), v], 2)
 
         return joined
+
+    def before(self) -> Memory:
+        """Itself as it is now, without a copy: for a block base, whose final columns are never written again."""
+        out = copy.copy(self)
+        out.kept, out.counts_B3 = list(self.kept), self.counts_B3.clone()
+        return out
 
     def take(self, index_B: Tensor, first: int) -> Memory:
         """A copy of some rows, without the columns left of `first`."""

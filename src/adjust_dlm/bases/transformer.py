@@ -56,6 +56,7 @@ class TransformerBase(Base):
 
     def compile(self) -> None:
         """Compiles one layer for all layers, batch sizes and lengths, when it is first called (10-30 s)."""
+        require(self.spec.block is None, f"base {self.spec.name!r} writes in blocks; its passes have no compiled form")
         self.compiled = True
 
     def with_features(self, layers: tuple[int, ...]) -> Base:

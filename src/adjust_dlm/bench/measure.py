@@ -256,9 +256,12 @@ def half_filled(bench: Bench, cell: Cell) -> Canvas:
     On a block base so it is in the block in the middle; everything before that block is there.
     """
     canvas = Canvas(bench.base, [bench.prompt] * cell.batch, bench.config(cell))
-    first, size, token = len(bench.prompt), bench.base.spec.block or 1, bench.prompt[-1]
-    middle = first if size == 1 else max(first, (first + cell.new_tokens // 2) // size * size)
-    for given in (slice(first, middle), slice(middle, None if size == 1 else middle + size, 2)):
+    first, size, token = len(bench.prompt), bench.base.spec.block, bench.prompt[-1]
+    parts = [slice(first, None, 2)]
+    if size is not None:
+        middle = max(first, (first + cell.new_tokens // 2) // size * size)
+        parts = [slice(first, middle), slice(middle + 1, (middle // size + 1) * size, 2)]
+    for given in parts:
         canvas.tokens_BL[:, given], canvas.masked_BL[:, given], canvas.order_BL[:, given] = token, False, GIVEN
     return canvas
 

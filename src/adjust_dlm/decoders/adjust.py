@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.decoders.machinery.canvas import Canvas, columns_of
 from adjust_dlm.decoders.machinery.pick import pick
@@ -61,7 +63,10 @@ def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canva
 
 def sparse_step(sampler: Sampler, h_BLD: Tensor, canvas: Canvas, keys: Memory, k: int) -> Tensor:
     """Step k = 1, 2, ... of a round, at the candidates and the columns that see the round's k tokens."""
-    active_BL = canvas.only_BL | sampler.carriers(canvas.written_BL, canvas)
-    column_BN, valid_BN = columns_of(active_BL, canvas.wide + k)
+    active_BL, most = canvas.only_BL | sampler.carriers(canvas.written_BL, canvas), canvas.wide + k
+    if sampler.block is not None:  # and of candidates the columns that score them
+        scoring_BL = F.pad(canvas.only_BL[:, 1:], (0, 1)) if canvas.base.lag else canvas.only_BL
+        active_BL, most = (active_BL | scoring_BL) & open_block(canvas, sampler.block), sampler.block
+    column_BN, valid_BN = columns_of(active_BL, most)
     new_BND = sampler.rows(h_BLD, canvas, column_BN, keys, valid_BN)
     return renew(h_BLD.clone(), new_BND, column_BN, valid_BN)

@@ -136,10 +136,10 @@ def _energies(partner: Partner, canvas: Canvas, made: Completions, asking_R: Ten
     canvas.partner_calls_B[asking_R] += count
     token_NL, log_q_NL = made.token_CBL[:, asking_R].flatten(0, 1), made.log_q_CBL[:, asking_R].flatten(0, 1)
     real_NL, new_NL, masked_NL = (
-        part_BL[asking_R].repeat(count, 1) for part_BL in (canvas.real_BL, canvas.order_BL != GIVEN, canvas.masked_BL)
+        part_BL[asking_R].repeat(count, 1) for part_BL in (canvas.real_BL, canvas.order_BL != GIVEN, canvas.seen_BL)
     )
     end_NL = torch.isin(token_NL, torch.tensor(spec.end_ids, device=token_NL.device, dtype=torch.long)) & new_NL
-    text_NL = (new_NL.cumsum(-1) > 0) & (end_NL.long().cumsum(-1) - end_NL.long() == 0)
+    text_NL = (token_NL != spec.mask_id) & (new_NL.cumsum(-1) > 0) & (end_NL.long().cumsum(-1) - end_NL.long() == 0)
     counted_NL = masked_NL if options.as_released else text_NL
     h_NLD = partner.hidden(State(token_NL, real_NL, torch.zeros_like(real_NL), padded=canvas.padded))
     log_p_NL = torch.zeros_like(log_q_NL)

@@ -42,27 +42,30 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
     what a row waits for where a pass costs as much for one canvas as for several (small batches on a GPU).
     """
     canvas.start_round(torch.ones_like(canvas.commits_B))
-    h_BLD = base.hidden(canvas)
+    h_BLD, part_B = base.hidden(canvas), canvas.part_B
     canvas.commit(pick(base, h_BLD, canvas))
     while canvas.open:
-        states = _drafts(base, sampler, canvas, h_BLD, options.depth)
+        # A block that no pass has looked at is not drafted: its first pass makes what stands before it final.
+        drafted_BL = canvas.seen_BL & (canvas.part_B == part_B)[:, None]
+        states = _drafts(base, sampler, canvas, h_BLD, options.depth, drafted_BL)
         looks = hidden_drafts(base, canvas, states[1:])
-        stands_B, part_B = canvas.open_B, canvas.part_B
+        stands_B, part_B, seen_BL = canvas.open_B, canvas.part_B, canvas.seen_BL
         for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
             stands_B = stands_B & canvas.open_B & (canvas.part_B == part_B)
             stands_B = stands_B & (canvas.tokens_BL == state.tokens_BL).all(-1)
             canvas.start_round(stands_B.long(), same_pass=j > 0)
-            canvas.base_calls_B += state.masked_BL.any(-1) & (j > 0)
+            canvas.base_calls_B += (state.masked_BL & seen_BL & drafted_BL).any(-1) & (j > 0)
             h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
             canvas.commit(pick(base, h_BLD, canvas))
 
 
 def _drafts(
-    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor, depth: int
-) -> list[State]:
-    """The present canvas and, one commit by g after another, those that may follow."""
-    draft, elsewhere_BL = copy.copy(canvas), canvas.masked_BL & ~canvas.seen_BL
-    draft.masked_BL = canvas.seen_BL.clone()  # a draft ends with its block
+    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor, depth: int,
+    drafted_BL: Tensor,
+) -> list[State]:  # fmt: skip
+    """The present canvas and, one commit by g after another, those that may follow: by masks of `drafted_BL` alone."""
+    draft, elsewhere_BL = copy.copy(canvas), canvas.masked_BL & ~drafted_BL
+    draft.masked_BL = drafted_BL.clone()
     for name in ("tokens_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from adjust_dlm.decoders import Plan
-from adjust_dlm.decoders.machinery.rows import RoundCanvas, join, take
+from adjust_dlm.decoders.machinery.rows import RoundCanvas, before, join, take
 from adjust_dlm.serve.work import Commit, Cost, Finished, Progress, Row
 from adjust_dlm.types import InputError
 
@@ -99,11 +99,11 @@ class Lane:
         now = time.monotonic()
         for row in self.rows:
             row.first_round = row.first_round or now
-        before = self.canvas if self._play else take(self.canvas, range(len(self.rows)))
+        earlier = self.canvas if self._play else before(self.canvas)
         try:
             self._round(self.canvas)
         except BaseException as error:
-            self._one_by_one(before, error)
+            self._one_by_one(earlier, error)
         return self._report() if self.rows else Cost()
 
     @torch.no_grad()

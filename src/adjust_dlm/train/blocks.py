@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.blocks import before_and_own
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
@@ -159,7 +160,6 @@ class Finished:
 
 def views_mask(real_NL: Tensor, size: int, count: int) -> Tensor:
     """[C N, 1, L, 2 L]: a view's column sees the clean blocks before its own, and its own block in the view."""
-    block_L = torch.arange(real_NL.shape[1], device=real_NL.device) // size
-    before_LL, own_LL = block_L[None] < block_L[:, None], block_L[None] == block_L[:, None]
+    before_LL, own_LL = before_and_own(real_NL.shape[1], size, real_NL.device)
     mask_NLM = torch.cat([before_LL, own_LL], 1) & torch.cat([real_NL, real_NL], 1)[:, None]
     return mask_NLM.repeat(count, 1, 1)[:, None]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.blocks import before_and_own
 from adjust_dlm.data.corpus import KINDS, Corpus
 from adjust_dlm.losses import with_gradients
 from adjust_dlm.types import require
@@ -126,8 +127,7 @@ def block_views_mask(length: int, size: int) -> Tensor:
 
     The clean half sees its own block and those before, a view its own block in the view and the clean ones before it.
     """
-    block_L = torch.arange(length) // size
-    before_LL, own_LL = block_L[None] < block_L[:, None], block_L[None] == block_L[:, None]
+    before_LL, own_LL = before_and_own(length, size)
     never_LL = torch.zeros_like(own_LL)
     rows = [[before_LL | own_LL, never_LL, never_LL], [before_LL, own_LL, never_LL], [before_LL, never_LL, own_LL]]
     return torch.cat([torch.cat(row, 1) for row in rows])[None, None]

@@ -322,6 +322,9 @@ class Canvas(State):
         room = len(self._column_L) - self.config.max_new_tokens
         require(len(prompt) <= room, f"row {row} has a prompt of {len(prompt)} tokens; this canvas has room for {room}")
         spec, pads = self.base.spec, room - len(prompt)
+        _refuse_gaps(spec, b, prompt)
+        for memory in (self.memory, self.sampler_memory):
+            memory.counts_B3[b] = 0
         line = [*[spec.pad_id] * pads, *prompt, *[spec.mask_id] * self.config.max_new_tokens]
         self.tokens_BL[b] = torch.tensor(line, device=self.tokens_BL.device)
         self.real_BL[b] = self._column_L >= pads
@@ -338,19 +341,16 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
     require(not flat, f"{flat[:1]} among the prompts; each is a list of token ids")
     long, masks = max(zip(map(len, prompts), new, strict=True), key=sum)
     width = long + masks
-    whole = width + (-width % spec.block if spec.block else 0)
-    what = f"{width}" if whole == width else f"{width}, and with the rest of the last block {whole}"
     require(
-        whole <= spec.context,
-        f"prompt of {long} tokens plus {masks} new ones make {what}; base {spec.name!r} takes at most {spec.context}",
+        width <= spec.context,
+        f"prompt of {long} tokens plus {masks} new ones make {width}; base {spec.name!r} takes at most {spec.context}",
     )
     tokens_BL = torch.full((len(prompts), width), spec.pad_id, dtype=torch.long)
     real_BL = torch.zeros(tokens_BL.shape, dtype=torch.bool)
     for b, (prompt, masks) in enumerate(zip(prompts, new, strict=True)):
         wrong = [t for t in prompt if not is_id(t, 0, spec.vocab_size)]
         require(not wrong, f"prompt {b} holds token id {wrong[:1]}; ids run from 0 to {spec.vocab_size - 1}")
-        if spec.block is not None:
-            _refuse_gaps(spec, b, prompt)
+        _refuse_gaps(spec, b, prompt)
         first = width - len(prompt) - masks
         tokens_BL[b, first:] = torch.tensor([*prompt, *[spec.mask_id] * masks])
         real_BL[b, first:] = True
@@ -358,8 +358,8 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
 
 
 def _refuse_gaps(spec: BaseSpec, b: int, prompt: list[int]) -> None:
-    """Raises InputError for a mask with a given token in a later block."""
-    size = spec.block or 1
+    """Raises InputError for a mask with a given token in a later block of a block base."""
+    size = spec.block or len(prompt) + 1
     gap = next((n for n, token in enumerate(prompt) if token == spec.mask_id), len(prompt))
     given = max((n for n, token in enumerate(prompt) if token != spec.mask_id), default=-1)
     require(

@@ -65,6 +65,18 @@ def take(canvas: RoundCanvas, rows: Sequence[int]) -> RoundCanvas:
     return _settled(out)
 
 
+def before(canvas: RoundCanvas) -> RoundCanvas:
+    """All rows as they are now, for a round that may have to be played again."""
+    every, kept = range(len(canvas.rows_B)), (canvas.memory, canvas.sampler_memory)
+    if canvas.base.spec.block is None or not bool(canvas.real_BL[:, 0].any()):
+        return take(canvas, every)
+    bare = copy.copy(canvas)
+    bare.memory, bare.sampler_memory = Memory(len(every)), Memory(len(every))
+    out = take(bare, every)
+    out.memory, out.sampler_memory = (memory.before() for memory in kept)
+    return out
+
+
 def join(parts: Sequence[RoundCanvas]) -> RoundCanvas:
     """All rows of canvases of one base and one config as one canvas, between rounds; short ones get left pads."""
     first, width = parts[0], max(part.tokens_BL.shape[1] for part in parts)
