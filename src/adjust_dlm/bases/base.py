@@ -331,7 +331,7 @@ def register_base(name: str, description: str, *, cpu_only: bool = False) -> Cal
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a `--device` flag; auto: this process's GPU (torchrun's LOCAL_RANK), or the CPU. InputError: none."""
+    """The device of a `--device` flag; auto: this process's GPU (LOCAL_RANK) or the CPU. InputError for no such one."""
     if name == "auto":
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     known = re.fullmatch(r"cpu|cuda(:\d+)?", name)
