@@ -215,8 +215,8 @@ def _block_shape(config: Mapping[str, Any], key: str, size: int, ignored: tuple[
     return replace(Shape.of({**plain, **body}), block=size if given is None else given)
 
 
-# Both releases order positions by the probability of the token drawn there. Text so ordered has no chain rule at T > 0,
-# which `verified`, the divergence and the training of g need; entropy is a function of the canvas.
+# Both releases order positions by the probability of the token drawn there. At T > 0 such a text does not follow the
+# joint law, so `verified` and the divergence would have none; entropy is a function of the canvas.
 FAST_DLLM = Family(
     name="fast_dllm_qwen", base=TransformerBase, next_frame=True, order="entropy", order_on="processed",
     shape=lambda config: _block_shape(config, "bd_size", 32, model_type="qwen2"), plain_shape=_dream_shape,
