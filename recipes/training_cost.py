@@ -136,7 +136,7 @@ def running_pool(bench: Bench) -> Pool:
     lane = pool.lanes[0]
     places, canvas = len(lane.begins), lane.canvas
     lane.begins = [0] * places
-    lane.refill(0, None)
+    lane.refill(0)
     for b in range(places):
         t = b * options.new_tokens // places
         at = 1 + torch.randperm(options.new_tokens)[:t].to(base.device)

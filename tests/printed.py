@@ -94,7 +94,7 @@ def fill(folder: Path, patch: pytest.MonkeyPatch) -> None:
         register_base(name, "tiny")(lambda base=base, **_: base)
         tiny_sampler(base).save(folder / "shipped" / f"{name}-sampler")
     for module in (adapted, scores):
-        patch.setattr(module, "ar_folder", lambda source: ar)
+        patch.setattr(module, "ar_folder", lambda source, **_: ar)
     parse = settings.parse
 
     def parse_small(*args: Any, **kwargs: Any) -> Any:

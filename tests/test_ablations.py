@@ -127,8 +127,9 @@ def parameters(config: SamplerConfig) -> int:
         "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
     })  # fmt: skip
     base: Any = SimpleNamespace(
-        fingerprint="", embed=None, to_frame=None, width=576, layer_config=shape, with_features=lambda _: None
-    )
+        fingerprint="", embed=None, to_frame=None, width=576, layer_config=shape, with_features=lambda _: None, lag=0,
+        spec=SimpleNamespace(name="stub", block=None),
+    )  # fmt: skip
     with torch.device("meta"):
         return sum(p.numel() for p in Sampler(base, config).parameters())
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjust_dlm.data import ar
 from adjust_dlm.data import corpus as corpus_module
 from adjust_dlm.data.ar import ar_sample, read_vocabulary
 from adjust_dlm.data.corpus import (
@@ -74,6 +75,19 @@ def test_the_cache_changes_no_greedy_token(family: str) -> None:
     for _ in range(20):
         ids = [*ids, int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
     assert got[0].tolist() == ids[3:]
+
+
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_the_kernels_draw_the_same_texts(monkeypatch: pytest.MonkeyPatch, top_p: float) -> None:
+    """Those of a card, interpreted here."""
+    pytest.importorskip("triton")
+    model: Any = tiny_model().to("cuda" if torch.cuda.is_available() else "cpu")
+    how: dict[str, Any] = {"count": 6, "new_tokens": 5, "batch_size": 6, "seed": 5, "top_p": top_p, "forbid": [7]}
+    made = []
+    for kernels in (False, True):
+        monkeypatch.setattr(ar, "_kernels", lambda logits_CV, kernels=kernels: kernels)
+        made.append(ar_sample(model, [BOS], **how))
+    assert torch.equal(*made)
 
 
 def test_a_sample_depends_on_its_row_alone() -> None:

@@ -122,11 +122,8 @@ class Partner(ABC):
     def require_start(self, state: State) -> None:
         """Raises InputError if the first token of a text is masked: nothing stands before it."""
         first_BL = (state.positions_BL == 0) & state.real_BL & state.masked_BL
-        require(
-            not bool(first_BL.any()),
-            f"partner {self.name!r} scores a token given those before it, and a canvas begins with a mask; "
-            "put at least one token (the start token) in front",
-        )
+        said = f"partner {self.name!r} scores a token given those before it, and a canvas begins with a mask; "
+        require(not bool(first_BL.any()), said + "put at least one token (the start token) in front")
 
 
 class Base(ABC):
@@ -135,8 +132,7 @@ class Base(ABC):
     Attributes:
         spec: the facts above.
         width: D.
-        lag: 1 where state i-1 scores token i: block bases of a shifted family. Their states stay at their own columns,
-            since a block's last state scores nothing in it, but carries its last token.
+        lag: 1 where state i-1 scores token i: block bases of a shifted family, whose states stay at their own columns.
         fingerprint: hex digest of what it was loaded from; a sampler names the base it belongs to.
         head_matrix: W [V, D], frozen.
         layer_config: the shape of one decoder layer of the base (`bases.layers.Shape`).

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampling import draw, process, uniform
 from adjust_dlm.types import DecodeConfig, require
 
@@ -144,7 +145,7 @@ def ar_sample(
     bias_V = forbid_bias(len(weight_VD), forbid, device)
 
     def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
-        return draw(process((h_CD @ weight_VD.T).float() + bias_V, settings), u_C, temperature)
+        return _drawn((h_CD @ weight_VD.T) + bias_V.to(weight_VD.dtype), u_C, settings)
 
     grain = HEAD_ROWS if on_gpu else 1
     rows = min(batch_size, -(-count // grain) * grain)
@@ -164,6 +165,22 @@ def ar_sample(
             tokens_BT = out_BT[:, step : step + 1]
         parts.append(out_BT.cpu())
     return torch.cat(parts)[:count]
+
+
+def _drawn(logits_CV: Tensor, u_C: Tensor, settings: DecodeConfig) -> Tensor:
+    """A token of each row: int64 [C]; on a card by kernels that read a row some fifteen times, not a hundred."""
+    if settings.temperature == 0 or not _kernels(logits_CV):
+        return draw(process(logits_CV.float(), settings), u_C, settings.temperature)
+    from adjust_dlm.kernels.draw import draw_rows, row_stats
+
+    how: dict[str, Any] = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+    every_C = torch.arange(len(logits_CV), device=logits_CV.device)
+    bad = torch.zeros((), dtype=torch.bool, device=logits_CV.device)
+    return draw_rows(logits_CV, every_C, row_stats(logits_CV, **how), u_C, bad, **how)
+
+
+def _kernels(logits_CV: Tensor) -> bool:
+    return HAS_TRITON and logits_CV.is_cuda
 
 
 def forbid_bias(size: int, forbid: Sequence[int], device: torch.device | str) -> Tensor:
