@@ -500,7 +500,13 @@ def test_where_a_text_ends(tmp_path: Path, family: str, ends: tuple[int, ...]) -
     more = (33,) if family == "sdar" else ()
     assert load_base(str(tmp_path)).spec.end_ids == (END, *more)
     write_dream_tokenizer(tmp_path)
-    assert load_base(str(tmp_path)).spec.end_ids == (*ends, *more)
+    spec = load_base(str(tmp_path)).spec
+    assert (spec.end_ids, spec.bos_id) == ((*ends, *more), BOS)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": None}))  # as Qwen's
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 34}))
+    assert load_base(str(tmp_path)).spec.bos_id == {"fast_dllm_qwen": 34, "sdar": None}[family]  # no end of Fast-dLLM's
     (tmp_path / "generation_config.json").write_text("[")
     if family == "sdar":
         with pytest.raises(InputError, match=r"generation_config\.json is not JSON"):

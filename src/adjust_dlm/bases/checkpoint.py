@@ -215,9 +215,10 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
     pad = (said["pad"] or ends)[0]
     words = min(vocab, opened.config.get("vocab_size") or vocab)  # LLaDA's matrices may have more rows
     limit = max(known.values()) + 1 if known else opened.config.get("token_limit", words)
-    # Configs of Dream-v0 name the end token as the start: without a tokenizer it is not believed.
-    starts = [*said["bos"], *([family.bos_id] if family.bos_id < vocab else [])]
-    bos = next((i for i in starts if i not in ends), None) if tokenizer is None else tokenizer.bos_token_id
+    # Configs of Dream-v0 name the end token as the start, which is not believed; Qwen's tokenizers name none.
+    starts = [*said["bos"], *([family.bos_id] if tokenizer is None and family.bos_id < vocab else [])]
+    bos = None if tokenizer is None else tokenizer.bos_token_id
+    bos = next((i for i in starts if i not in ends), None) if bos is None else bos
     return BaseSpec(
         name=name, mask_id=masks[0], end_ids=tuple(ends), pad_id=pad, bos_id=bos, vocab_size=vocab, token_limit=limit,
         context=opened.shape.max_position_embeddings, order=family.order, order_on=family.order_on,
