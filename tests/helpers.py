@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, BaseSpec, load_base
 from adjust_dlm.bases.exact import ExactBase
-from adjust_dlm.bases.family import DreamBase, dream_base, dream_config, llada_base, llada_config
+from adjust_dlm.bases.family import FAMILIES as KNOWN
+from adjust_dlm.bases.family import DreamBase, dream_base, dream_config, llada_base
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
@@ -31,6 +32,7 @@ from adjust_dlm.types import DecodeResult, OrderOn, OrderRule, State
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ("dream", "llada")
+IN_BLOCKS = ("fast_dllm_qwen", "sdar")
 RULES: tuple[OrderRule, ...] = ("entropy", "confidence", "margin", "random", "left_to_right")
 CORE = ("joint", "parallel", "adjust")  # decoders that need no more than a base and a sampler
 VOCAB, LIMIT, MASK, END, BOS = 24, 22, 20, 1, 2  # of the tiny bases: ids 22 and 23 are padding rows of the head
@@ -41,26 +43,26 @@ VOCAB, LIMIT, MASK, END, BOS = 24, 22, 20, 1, 2  # of the tiny bases: ids 22 and
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """Two layers, D=32, wide initial weights: attention and context really matter."""
-    make = {"dream": dream_config, "llada": llada_config}[family]
     shape = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": {"dream": 2, "llada": 4}[family], "vocab_size": VOCAB, "max_position_embeddings": 64,
+        "num_key_value_heads": 4 if family == "llada" else 2, "vocab_size": VOCAB, "max_position_embeddings": 64,
         "initializer_range": 0.3,
     }  # fmt: skip
-    return make(**{**shape, **changes})
+    head = {"head_dim": 16} if family == "sdar" else {}
+    return KNOWN[family].config(**{**shape, **head, **changes})
 
 
 def tiny_base(
     family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), block: int | None = None, **changes: Any
 ) -> TransformerBase:
-    """A random Dream or LLaDA, with blocks if asked; the same seed gives the same weights."""
-    build = {"dream": dream_base, "llada": llada_base}[family]
+    """A random base of a family, with blocks if asked or its own; the same seed gives the same weights."""
+    block = KNOWN[family].block[1] if block is None and KNOWN[family].block else block
     config = tiny_config(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = new_model(replace(Shape.of(config), block=block))
         head_weight = torch.randn(config.vocab_size, config.hidden_size) / 2
-    return build(
+    return KNOWN[family].make(
         config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model, head_weight=head_weight,
         block=block,
     )  # fmt: skip

@@ -38,7 +38,7 @@ from adjust_dlm.train.masked_ce import (
 from adjust_dlm.types import InputError, State
 from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_model, tiny_tokenizer
 
-FAMILIES = ["llama", "qwen2"]
+FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaModel, Qwen2Model
+from transformers import LlamaModel, Qwen2Model, Qwen3Model
 
 from adjust_dlm.bases import cut_at_end, known_bases, load_base
 from adjust_dlm.bases.exact import ExactBase
@@ -33,11 +33,12 @@ from helpers import (
     target,
     tiny_base,
     tiny_config,
+    tiny_sampler,
     two_sentences,
 )
 
 ROW = [2, 5, 6, 7, MASK, MASK, 9, MASK]
-PLAIN = {"dream": Qwen2Model, "llada": LlamaModel}
+PLAIN = {"dream": Qwen2Model, "llada": LlamaModel, "sdar": Qwen3Model}
 
 
 def states(base: TransformerBase, rows: list[list[int]]) -> torch.Tensor:
@@ -91,6 +92,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llada", {"rope_parameters": LLAMA3}),
     ("dream", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     ("dream", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+    ("sdar", {}),
+    ("sdar", {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 4}),
 ]
 
 
@@ -130,7 +133,8 @@ def test_the_body_is_that_of_transformers(family: str, changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama and qwen2"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama, qwen2, qwen3"),
+        ({"model_type": "qwen3"}, "the config lacks head_dim"),
         ({"hidden_act": "gelu"}, "'hidden_act': 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
@@ -166,6 +170,22 @@ def test_pads_are_invisible_whatever_they_hold(family: str) -> None:
     rows = [[2, MASK, 4], [3] * 9]
     one, other = base.hidden(left_pad(rows, pad_id=1)), base.hidden(left_pad(rows, pad_id=7))
     torch.testing.assert_close(one[0, -3:], other[0, -3:], atol=0, rtol=0)
+
+
+def test_the_layer_of_g_has_the_norms_of_the_bases_heads_in_both_of_its_ways_to_keys() -> None:
+    base = tiny_base("sdar", block=8)
+    layer, state = tiny_sampler(base).layer, left_pad([ROW])
+    for norm in (layer.layer.self_attn.q_norm, layer.layer.self_attn.k_norm):
+        assert norm.weight.shape == (16,)
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+    z_BLD, made = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0)), list[torch.Tensor]()
+    with torch.no_grad():
+        before = layer(z_BLD, state, torch.arange(8)[None], lambda k, v: (made.extend((k, v)), (k, v))[1])
+        torch.testing.assert_close(before, layer(z_BLD, state))
+        for own, there in zip(layer.keys(z_BLD, state), made, strict=True):
+            torch.testing.assert_close(own, there)
+        layer.layer.self_attn.k_norm.weight.mul_(2)
+        assert float((layer(z_BLD, state) - before).abs().max()) > 1e-3
 
 
 def test_the_layer_of_g_is_bidirectional_and_masks_pads() -> None:
@@ -269,7 +289,7 @@ def test_a_canvas_beyond_the_context_is_refused(family: str) -> None:
 
 def test_an_unknown_base_is_refused_with_the_known_names(tmp_path) -> None:
     assert {"exact", "smol", "adapted"} <= known_bases().keys()
-    with pytest.raises(InputError, match=r"unknown base 'dreem'; known are .*exact.*Hub id of a Dream or LLaDA"):
+    with pytest.raises(InputError, match=r"unknown base 'dreem'; known are .*exact.*Hub id of a published"):
         load_base("dreem")
     with pytest.raises(InputError, match=r"is no model: config\.json is missing"):
         load_base(str(tmp_path))

@@ -87,7 +87,7 @@ def by_blocks(adapter: AdapterModel, tokens_L: Tensor, hidden_L: Tensor) -> Tens
     return body.norm(h_BLD)[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_loss_and_gradients_are_those_of_every_position_by_hand(family: str) -> None:
     adapter = live_adapter(family)
     tokens_BL, prompt_B = canvases()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from adjust_dlm.bases.blocks import to_edge
 from adjust_dlm.bases.check import check_base
@@ -284,7 +284,7 @@ def test_every_decoder_writes_the_same_with_the_cache(
 
 
 @pytest.mark.parametrize("size", [4, 16, 64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "sdar"])
 def test_cached_states_are_those_of_the_whole_canvas(family: str, size: int) -> None:
     """After every commit, at all columns of the open block and before it; junk to the right changes nothing."""
     base = tiny_base(family, block=size, max_position_embeddings=256, end_ids=NO_END)
@@ -398,8 +398,9 @@ def test_rows_join_and_leave_between_rounds(family: str, decoder: str) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("config", [SamplerConfig(), SamplerConfig(layers=2, mlp=0.5, features=(1,))])
-def test_a_step_of_g_is_the_one_over_the_whole_canvas(sparse: bool, config: SamplerConfig) -> None:
-    base = tiny_base("dream", block=4, end_ids=NO_END)
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_a_step_of_g_is_the_one_over_the_whole_canvas(family: str, sparse: bool, config: SamplerConfig) -> None:
+    base = tiny_base(family, block=4, end_ids=NO_END)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         g = Sampler(base, config).eval()
@@ -664,9 +665,10 @@ def test_a_component_pass_computes_one_block_behind_any_prompt(monkeypatch: pyte
     assert columns == [8, 8]
 
 
-def test_an_exported_sampler_decodes_in_blocks_from_transformers(tmp_path: Path) -> None:
-    base = tiny_base("dream", block=4)
-    model: Any = Qwen2ForCausalLM(tiny_config("dream")).eval()
+@pytest.mark.parametrize(("family", "kind"), [("dream", Qwen2ForCausalLM), ("sdar", Qwen3ForCausalLM)])
+def test_an_exported_sampler_decodes_in_blocks_from_transformers(tmp_path: Path, family: str, kind: Any) -> None:
+    base = tiny_base(family, block=4)
+    model: Any = kind(tiny_config(family)).eval()
     model.model.load_state_dict(base.model.state_dict())
     model.lm_head.weight.data.copy_(base.head_matrix)
     folder = export(tiny_sampler(base), base, tmp_path / "g")

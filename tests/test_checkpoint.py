@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from adjust_dlm.bases.tokenizers import FileTokenizer, read_tokenizer
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.sampler import Sampler, load_sampler
 from adjust_dlm.types import InputError
-from helpers import FAMILIES, left_pad, tiny_config
+from helpers import FAMILIES, IN_BLOCKS, KNOWN, left_pad, tiny_config, tiny_sampler
 
 VOCAB, MASK, END, BOS = 40, 36, 34, 35
 ROWS = [[2, 5, 6, 7, MASK, MASK, 9, MASK], [3, MASK, 4]]
@@ -45,8 +46,31 @@ LLADA_CONFIG = {
     "activation_type": "silu", "include_bias": False, "include_qkv_bias": False, "rope": True, "alibi": False,
     "weight_tying": False, "mask_token_id": MASK, "eos_token_id": END, "pad_token_id": END,
 }  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {"dream": DREAM_CONFIG, "llada": LLADA_CONFIG}
-HEADS = {"dream": "lm_head.weight", "llada": "model.transformer.ff_out.weight"}
+# As the releases write them, but for the numbers; Fast-dLLM's has no MASK.
+FAST_CONFIG = {
+    "architectures": ["Fast_dLLM_QwenForCausalLM"], "attention_dropout": 0.0, "bd_size": 8, "bos_token_id": BOS,
+    "eos_token_id": END, "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 64,
+    "layer_types": ["full_attention"] * 2, "max_position_embeddings": 64, "max_window_layers": 2,
+    "model_type": "Fast_dLLM_Qwen", "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "pad_token_id": END, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": VOCAB, "mask_token_id": MASK,
+}  # fmt: skip
+SDAR_CONFIG = {
+    "architectures": ["SDARForCausalLM"], "attention_bias": False, "attn_implementation": "flex_attention",
+    "block_size": 8, "bos_token_id": END, "debug": False, "ep_size": 1, "eos_token_id": END,
+    "fuse_cross_entropy": True, "head_dim": 16, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 64,
+    "mask_token_id": MASK, "max_position_embeddings": 64, "max_window_layers": 2, "micro_forward": False,
+    "model_type": "sdar", "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6, "skip_checkpoint": False, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": False, "use_deepep": False,
+    "use_sliding_window": False, "vocab_size": VOCAB,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dream": DREAM_CONFIG, "llada": LLADA_CONFIG, "fast_dllm_qwen": FAST_CONFIG, "sdar": SDAR_CONFIG,
+}  # fmt: skip
+ALL = tuple(CONFIGS)
+HEADS = dict.fromkeys(ALL, "lm_head.weight") | {"llada": "model.transformer.ff_out.weight"}
 
 
 def weights_of(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -62,7 +86,7 @@ def published(family: str, ours: str) -> str:
     """Written out from the families' published lists of tensors, apart from the loader's own map."""
     if ours == "lm_head.weight":
         return HEADS[family]
-    if family == "dream":
+    if family != "llada":
         return f"model.{ours}"
     fixed = {"embed_tokens.weight": "model.transformer.wte.weight", "norm.weight": "model.transformer.ln_f.weight"}
     if ours in fixed:
@@ -79,7 +103,7 @@ def published(family: str, ours: str) -> str:
 def write(folder: Path, family: str, *, shards: int = 2, tied: bool = False, **changes: Any) -> Path:
     """A checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    tie = {"dream": "tie_word_embeddings", "llada": "weight_tying"}[family]
+    tie = "weight_tying" if family == "llada" else "tie_word_embeddings"
     (folder / "config.json").write_text(json.dumps(CONFIGS[family] | {tie: tied} | changes))
     named = {published(family, k): v.contiguous() for k, v in weights_of(family).items()}
     if tied:
@@ -105,15 +129,12 @@ def same_states(a: Any, b: Any, atol: float = 1e-6) -> None:
 
 def reference(family: str, *, tied: bool = False) -> TransformerBase:
     """The same weights put together by hand."""
-    from adjust_dlm.bases.family import dream_base, llada_base
-
-    weights = weights_of(family)
+    weights, block = weights_of(family), 8 if family in IN_BLOCKS else None
     head = weights.pop("lm_head.weight")
-    body = new_model(tiny_config(family, vocab_size=VOCAB))
+    body = new_model(replace(shape.Shape.of(tiny_config(family, vocab_size=VOCAB)), block=block))
     body.load_state_dict(weights)
-    build = {"dream": dream_base, "llada": llada_base}[family]
-    return build(
-        tiny_config(family, vocab_size=VOCAB), mask_id=MASK, end_ids=(END,), bos_id=BOS, model=body,
+    return KNOWN[family].make(
+        tiny_config(family, vocab_size=VOCAB), block=block, mask_id=MASK, end_ids=(END,), bos_id=BOS, model=body,
         head_weight=body.embed_tokens.weight if tied else head,
     )  # fmt: skip
 
@@ -122,18 +143,22 @@ def reference(family: str, *, tied: bool = False) -> TransformerBase:
 
 
 @pytest.mark.parametrize(("shards", "tied"), [(1, False), (3, False), (1, True), (2, True)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_folder_gives_the_states_of_its_tensors(tmp_path: Path, family: str, shards: int, tied: bool) -> None:
     base = load_base(str(write(tmp_path, family, shards=shards, tied=tied)))
     same_states(base, reference(family, tied=tied))
-    order, on, frame = {"dream": ("entropy", "processed", True), "llada": ("confidence", "raw", False)}[family]
+    order, on, frame, block, bos = {
+        "dream": ("entropy", "processed", True, None, None), "llada": ("confidence", "raw", False, None, None),
+        "fast_dllm_qwen": ("entropy", "processed", True, 8, BOS), "sdar": ("entropy", "processed", False, 8, None),
+    }[family]  # fmt: skip
     spec = base.spec
+    assert (spec.block, base.lag) == (block, int(family == "fast_dllm_qwen"))
     assert (spec.order, spec.order_on, base.next_frame) == (order, on, frame)
     assert (spec.mask_id, spec.end_ids, spec.pad_id, spec.vocab_size) == (MASK, (END,), END, VOCAB)
-    assert (spec.bos_id, spec.context) == (None, 64)  # the config's bos is the end token: not believed
+    assert (spec.bos_id, spec.context) == (bos, 64)  # the config's bos is the end token: not believed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_fingerprint_follows_the_weights_not_the_files(tmp_path: Path, family: str) -> None:
     one, three = (load_base(str(write(tmp_path / str(n), family, shards=n))) for n in (1, 3))
     half, other_half = (load_base(str(tmp_path / "1"), dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
@@ -187,7 +212,7 @@ def test_old_buffers_and_a_tied_head_are_harmless(tmp_path: Path) -> None:
     same_states(load_base(str(tmp_path)), reference("dream", tied=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_tied_head_that_differs_in_one_number_is_refused(tmp_path: Path, family: str) -> None:
     write(tmp_path, family, shards=1, tied=True)
     file = tmp_path / "model.safetensors"
@@ -433,35 +458,135 @@ def test_rotary_settings_are_applied_wherever_they_stand(tmp_path: Path, family:
     assert torch.equal(ours.inverse_F, theirs.inverse_F)
 
 
+# Families that write in blocks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", IN_BLOCKS)
+def test_the_block_is_read_from_the_config_or_the_releases_own(tmp_path: Path, family: str) -> None:
+    key, size = {"fast_dllm_qwen": ("bd_size", 32), "sdar": ("block_size", 4)}[family]
+    assert load_base(str(write(tmp_path, family, **{key: 16}))).spec.block == 16
+    assert load_base(str(write(tmp_path, family, **{key: None}))).spec.block == size
+    prints = {load_base(str(write(tmp_path, family, **{key: n}))).fingerprint for n in (4, 8)}
+    assert len(prints) == 2
+    for wrong in (0, "32", 8.0, True):
+        with pytest.raises(InputError, match=f"block is {wrong!r}; it must be"):
+            load_base(str(write(tmp_path, family, **{key: wrong})))
+
+
+@pytest.mark.parametrize("family", IN_BLOCKS)
+def test_a_mask_that_no_file_names_is_the_releases_own(tmp_path: Path, family: str) -> None:
+    """MASK is named by the config, else by the tokenizer, else it is the published id, unless a token has that."""
+    tokens, ids = {"fast_dllm_qwen": "|<MASK>|", "sdar": "<|MASK|>"}, {"fast_dllm_qwen": 151665, "sdar": 151669}
+    with pytest.raises(InputError, match=f"'mask_id': {ids[family]}"):  # a tiny vocabulary has no such row
+        load_base(str(write(tmp_path, family, mask_token_id=None)))
+    known = replace(KNOWN[family], mask_id=38)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KNOWN, family, known)
+        assert load_base(str(tmp_path)).spec.mask_id == 38
+        write_dream_tokenizer(tmp_path)
+        with pytest.raises(InputError, match="no mask_token_id in config"):  # 38 is <|im_end|> there
+            load_base(str(tmp_path))
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        settings["added_tokens_decoder"]["36"]["content"] = settings["mask_token"] = tokens[family]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert load_base(str(tmp_path)).spec.mask_id == 36
+
+
+@pytest.mark.parametrize(("family", "ends"), [("fast_dllm_qwen", (38,)), ("sdar", (34, 38))])
+def test_where_a_text_ends(tmp_path: Path, family: str, ends: tuple[int, ...]) -> None:
+    """Fast-dLLM v2 stops at <|im_end|> alone; SDAR also at what generation_config.json names."""
+    write(tmp_path, family)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [34, 33]}))
+    more = (33,) if family == "sdar" else ()
+    assert load_base(str(tmp_path)).spec.end_ids == (END, *more)
+    write_dream_tokenizer(tmp_path)
+    spec = load_base(str(tmp_path)).spec
+    assert (spec.end_ids, spec.bos_id) == ((*ends, *more), BOS)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": None}))  # as Qwen's
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 34}))
+    assert load_base(str(tmp_path)).spec.bos_id == {"fast_dllm_qwen": 34, "sdar": None}[family]  # no end of Fast-dLLM's
+    (tmp_path / "generation_config.json").write_text("[")
+    if family == "sdar":
+        with pytest.raises(InputError, match=r"generation_config\.json is not JSON"):
+            load_base(str(tmp_path))
+
+
+def test_relatives_in_blocks_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    for kind in ("llada2_moe", "sdar_moe", "a2d-qwen3"):
+        (tmp_path / "config.json").write_text(json.dumps({**SDAR_CONFIG, "model_type": kind}))
+        with pytest.raises(InputError, match=rf"'{kind}'; known are dream, llada, fast_dllm_qwen, sdar\. Another one"):
+            load_base(str(tmp_path))
+    for family, key in (("sdar", "num_experts"), ("sdar", "bd_size"), ("fast_dllm_qwen", "block_size")):
+        with pytest.raises(InputError, match=f"has {{'{key}': 8}}: not known here"):
+            load_base(str(write(tmp_path, family, **{key: 8})))
+    with pytest.raises(InputError, match="the config lacks head_dim"):
+        load_base(str(write(tmp_path, "sdar", head_dim=None)))
+
+
+@pytest.mark.parametrize("family", IN_BLOCKS)
+def test_a_gguf_of_a_family_in_blocks_is_refused(tmp_path: Path, family: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", family)
+    writer.add_token_list(["a"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InputError, match=f"'{family}', which has no GGUF form; load the folder of safetensors"):
+        load_base(str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("family", IN_BLOCKS)
+def test_a_checkpoint_in_blocks_decodes_with_a_sampler(tmp_path: Path, family: str) -> None:
+    base = load_base(str(write(tmp_path, family, initializer_range=0.3)))  # g's, too
+    config = DecodeConfig(max_new_tokens=21, tokens_per_step=4, seed=3)
+    out = [decode(b, [[2, 3, 4]], config, sampler=tiny_sampler(b)) for b in (base, reference(family))]
+    assert torch.equal(out[0].tokens_BL, out[1].tokens_BL)
+
+
 # What a config may say: the table of docs/models.md ---------------------------------------------------------------
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+NAMES = {"Dream": "dream", "LLaDA": "llada", "Fast-dLLM v2": "fast_dllm_qwen", "SDAR": "sdar", "all": "all"}
 ROWS_OF_KEYS = [
-    (who.lower(), re.findall(r"`([^`]+)`", keys), said)
-    for who, keys, said in re.findall(r"^\| (Dream|LLaDA|both) \| (`[^|]*) \| ([^|]*) \|$", DOCS.read_text(), re.M)
+    (NAMES[who], re.findall(r"`([^`]+)`", keys), said)
+    for who, keys, said in re.findall(rf"^\| ({'|'.join(NAMES)}) \| (`[^|]*) \| ([^|]*) \|$", DOCS.read_text(), re.M)
 ]
+
+
+def tables(family: str) -> tuple[str, ...]:
+    """Whose rows count for a family: those in blocks have Dream's keys, too."""
+    return ("all", family, "dream") if family in IN_BLOCKS else ("all", family)
+
+
+def must_of(family: str) -> dict[str, Any]:
+    return family_module.LLADA_MUST if family == "llada" else shape.MUST
 
 
 def documented(family: str, done: str) -> dict[str, str]:
     """Key -> what the table says, of rows that begin with `done`."""
-    rows = [row for row in ROWS_OF_KEYS if row[0] in (family, "both") and row[2].startswith(done)]
+    rows = [row for row in ROWS_OF_KEYS if row[0] in tables(family) and row[2].startswith(done)]
     return {key: said for _, keys, said in rows for key in keys}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_table_of_keys_is_the_one_in_the_code(family: str) -> None:
-    must = {"dream": shape.MUST, "llada": family_module.LLADA_MUST}[family]
-    known = {"dream": shape.KNOWN, "llada": (*family_module.LLADA_KNOWN, *family_module.LLADA_IGNORED)}[family]
-    assert len(documented(family, "")) == sum(len(keys) for who, keys, _ in ROWS_OF_KEYS if who in (family, "both"))
+    must = must_of(family)
+    known = {
+        "dream": shape.KNOWN, "llada": (*family_module.LLADA_KNOWN, *family_module.LLADA_IGNORED),
+        "fast_dllm_qwen": (*shape.KNOWN, "bd_size"), "sdar": (*shape.KNOWN, "block_size", *family_module.SDAR_IGNORED),
+    }[family]  # fmt: skip
+    assert len(documented(family, "")) == sum(len(keys) for who, keys, _ in ROWS_OF_KEYS if who in tables(family))
     assert documented(family, "").keys() == {*must, *known, *shape.IGNORED}
     said = {key: re.search(r"must be `(.*?)`", text) for key, text in documented(family, "must be").items()}
     values = {key: json.loads(found[1]) for key, found in said.items() if found}
     assert values == {**must, "partial_rotary_factor": 1}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_every_key_does_what_the_table_says(tmp_path: Path, family: str) -> None:
-    must = {"dream": shape.MUST, "llada": family_module.LLADA_MUST}[family]
+    must = must_of(family)
     same_states(load_base(str(write(tmp_path, family, **must))), reference(family))
     nothing = {key: ["odd", 7] for key in documented(family, "ignored")}
     same_states(load_base(str(write(tmp_path, family, **nothing))), reference(family))
@@ -477,7 +602,7 @@ def test_every_key_does_what_the_table_says(tmp_path: Path, family: str) -> None
             load_base(str(write(tmp_path, family, **{key: {"nonsense": 1}})))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_key_that_is_not_in_the_table_is_refused_by_name(tmp_path: Path, family: str) -> None:
     for key in ("logit_scale", "qk_norm", "final_logit_softcapping", "per_layer_config", "embedding_multiplier"):
         with pytest.raises(InputError, match=rf"has {{'{key}': False}}: not known here, so they may change"):
@@ -485,7 +610,7 @@ def test_a_key_that_is_not_in_the_table_is_refused_by_name(tmp_path: Path, famil
     same_states(load_base(str(write(tmp_path, family, logit_scale=None, _name_or_path="x"))), reference(family))
 
 
-@pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.Qwen2Config])
+@pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config])
 def test_all_that_transformers_writes_for_its_own_classes_is_known(kind: Any) -> None:
     body = shape.Shape.of(kind(head_dim=128).to_dict())
     assert (body.hidden_size, body.head_dim) == (4096, 128)

@@ -54,7 +54,7 @@ def chi_square_is_plausible(counts_V: Tensor, law_V: Tensor) -> bool:
     return bool(statistic < freedom + 5 * (2 * freedom) ** 0.5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_samples_follow_the_enumerated_law(family: str) -> None:
     model = tiny_model(family)
     settings: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "forbid": [0, 5, 103]}
@@ -68,7 +68,7 @@ def test_samples_follow_the_enumerated_law(family: str) -> None:
     assert chi_square_is_plausible(seen, second)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_cache_changes_no_greedy_token(family: str) -> None:
     model, ids = tiny_model(family), [BOS, 7, 30]
     got = ar_sample(model, ids, count=1, new_tokens=20, batch_size=4, seed=0, temperature=0)

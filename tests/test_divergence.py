@@ -350,6 +350,8 @@ def test_own_tokens_are_those_of_decode() -> None:
         ("factor", {}, None, ("own",), "chooses positions by the tokens drawn there"),
         ("klass", {}, None, ("own",), "chooses positions by the tokens drawn there"),
         ("guided", {}, None, ("own",), "chooses positions by the tokens drawn there"),
+        ("fast_dllm", {}, None, ("own",), "chooses positions by the tokens drawn there"),
+        ("sdar", {}, None, ("own",), "chooses positions by the tokens drawn there"),
         ("verified", {}, None, ("own",), "measure joint"),
         ("edlm", {}, None, ("own",), "second model"),
         ("parallel", {"order": "confidence"}, None, ("own",), "order confidence looks at the drawn tokens"),

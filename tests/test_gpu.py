@@ -82,7 +82,7 @@ def test_fused_kl_equals_torch_at_full_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["dream", "llada"])
+@pytest.mark.parametrize("family", ["dream", "llada", "sdar"])
 def test_half_precision_kernels_give_the_states_of_the_plain_forms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
 ) -> None:

@@ -110,7 +110,7 @@ def runs(q: Tensor, k: Tensor, v: Tensor, edge_E: Tensor, edge_too_E: Tensor, *_
     return [out]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "sdar"])
 @pytest.mark.parametrize("joined", [False, True])
 def test_states_are_those_of_the_plain_forms(monkeypatch: pytest.MonkeyPatch, family: str, joined: bool) -> None:
     """In fp32, where nothing but the order of sums differs; pads, and rows without any, by runs instead of a mask."""

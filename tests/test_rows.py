@@ -26,7 +26,7 @@ ROWS = [
 
 
 def test_which_decoders_keep_nothing_between_rounds() -> None:
-    assert set(DECODERS) - set(RESUMABLE) == {"verified", "klass", "origin"}
+    assert set(DECODERS) - set(RESUMABLE) == {"verified", "klass", "origin", "sdar"}
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_model(family: str = "llama", *, seed: int = 0, vocab: int = 104, tied: bool = True) -> Any:
-    """A random LlamaForCausalLM or Qwen2ForCausalLM whose distributions are far from flat. 104 > 100 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    """A random Llama, Qwen2 or Qwen3ForCausalLM whose distributions are far from flat. 104 > 100 tokens."""
+    import transformers
 
     fields: dict[str, Any] = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,9 +39,9 @@ def tiny_model(family: str = "llama", *, seed: int = 0, vocab: int = 104, tied: 
         "tie_word_embeddings": tied, "bos_token_id": BOS, "eos_token_id": IM_END,
     }  # fmt: skip
     torch.manual_seed(seed)
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**fields)).eval().requires_grad_(False)
-    return Qwen2ForCausalLM(Qwen2Config(**fields)).eval().requires_grad_(False)
+    name = family.capitalize()
+    config = getattr(transformers, f"{name}Config")(**fields, **({"head_dim": 16} if family == "qwen3" else {}))
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
 
 
 def save_tiny(folder: Path, family: str = "llama", **options: Any) -> Path:

@@ -31,7 +31,11 @@ from adjust_dlm.types import DecodeConfig, InputError, require
 FACTS = "base_facts.json"
 GENERATE, REQUIREMENTS = "custom_generate/generate.py", "custom_generate/requirements.txt"
 _FAMILIES: dict[str, type[TransformerBase]] = {"dream": DreamBase, "llada": LladaBase, "adapted": TransformerBase}
-_CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}  # by model_type of the body
+_CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}  # by model_type of the body
 _NOT_IN_STATES = ("max_position_embeddings", "initializer_range")  # of a shape: facts that change no state
 
 
@@ -96,7 +100,7 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     """Our base on the weights of a transformers model: shared, nothing is copied.
 
     Args:
-        model: a `Qwen2ForCausalLM` or `LlamaForCausalLM`, float32 or bfloat16, on one device.
+        model: a `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `LlamaForCausalLM`, float32 or bfloat16, on one device.
         facts: content of `base_facts.json`.
 
     Raises:
@@ -104,7 +108,7 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     """
     shape = Shape.of(model.config, facts["spec"].get("block"))
     wanted, found = facts["shape"], _shape_facts(shape)
-    odd = [key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key)]
+    odd = [key for key in wanted.keys() | found.keys() if (wanted.get(key) or None) != (found.get(key) or None)]
     said = "; ".join(f"{key} is {found.get(key)!r}, wanted {wanted.get(key)!r}" for key in sorted(odd))
     require(not odd, f"the model does not fit this sampler's base: {said}")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})

@@ -328,11 +328,7 @@ def register_base(name: str, description: str, *, cpu_only: bool = False) -> Cal
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a `--device` flag; auto is this process's GPU (torchrun's LOCAL_RANK) if there is one.
-
-    Raises:
-        InputError: no such device.
-    """
+    """The device of a `--device` flag; auto: this process's GPU (LOCAL_RANK) or the CPU. InputError for no such one."""
     if name == "auto":
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     known = re.fullmatch(r"cpu|cuda(:\d+)?", name)
@@ -354,7 +350,7 @@ def load_base(
 
     Args:
         name_or_path: a name from `known_bases()`; a folder that `adjust adapt` wrote (it has `base.json`); or a
-            Dream or LLaDA checkpoint: folder, `.gguf` file or Hub id (see `bases.checkpoint`).
+            published checkpoint: folder, `.gguf` file or Hub id (see `bases.checkpoint`).
         device: where to put it; "auto" is the GPU if there is one and the base can use it.
         dtype: floating type; fp32 on the CPU and bf16 on a GPU unless given.
         options: passed to the loader (`length=` of the exact base; `quantize=` of smol, an adapted base or a
@@ -379,7 +375,7 @@ def load_base(
         return _load("checkpoint", options, {"source": name_or_path, **placed})
     raise InputError(
         f"unknown base {name_or_path!r}; known are {', '.join(known_bases())}, the path of a folder that "
-        "`adjust adapt` wrote, or the path or Hub id of a Dream or LLaDA checkpoint"
+        "`adjust adapt` wrote, or the path or Hub id of a published checkpoint (docs/models.md)"
     )
 
 

@@ -37,7 +37,7 @@ from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows
 from adjust_dlm.types import InputError, require
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Opened:
         return unpaired(name, tensor, self.shape) if self.rotary_pairs else tensor
 
 
-@register_base("checkpoint", "Dream, LLaDA and relatives: a folder, a .gguf file or a Hub id instead of this name")
+@register_base("checkpoint", "Dream, LLaDA, Fast-dLLM v2, SDAR: a folder, .gguf file or Hub id instead of this name")
 def load_checkpoint(
     *, device: torch.device, dtype: torch.dtype, source: str | None = None, revision: str | None = None,
     tokenizer: str | None = None, quantize: Quantize | None = None, device_map: DeviceMap | None = None,
@@ -104,6 +104,8 @@ def _open_folder(folder: Path) -> _Opened:
         f"{folder} is quantized ({CONFIG} has quantization_config); load the unquantized checkpoint with quantize=",
     )
     shape = family.shape(config)
+    if family.stops and (folder / GENERATION).is_file():
+        config["stops"] = _ids(read_json(folder / GENERATION), "eos_token_id")
     tied = config.get(*family.tied)
     require(isinstance(tied, bool), f"{folder / CONFIG} says {tied!r} on tied embeddings; true or false is wanted")
     names = {name: family.published(name) for name in body_names(shape)} | {HEAD: family.head}
@@ -126,6 +128,9 @@ def _family(kind: str, where: Path) -> Family:
 def _open_gguf(path: Path) -> _Opened:
     meta, files = open_gguf(path)
     family = _family(kind := str(meta.get("general.architecture")), path)
+    require(
+        family.block is None, f"{path} is of family {kind!r}, which has no GGUF form; load the folder of safetensors"
+    )
     facts = gguf_config(meta, kind)
     shape, config = family.plain_shape(facts), facts | _gguf_ids(meta)
     shift = meta.get("diffusion.shift_logits", family.next_frame)
@@ -197,22 +202,27 @@ def _spec(opened: _Opened, tokenizer: Any, name: str) -> BaseSpec:
     said = {what: _ids(opened.config, f"{what}_token_id") for what in ("mask", "eos", "pad", "bos")}
     known = tokenizer.get_vocab() if tokenizer is not None else {}
     masks = [*said["mask"], *(known[token] for token in [family.mask_token] if token in known)]
+    if family.block is not None and not masks and family.mask_id not in known.values():
+        masks = [family.mask_id]
     require(bool(masks), f"{name} has no mask_token_id in config.json and no {family.mask_token} in its tokenizer")
     require(
         all(mask == masks[0] for mask in masks),
         f"{name}: config.json says mask_token_id {masks[0]}, the tokenizer's {family.mask_token} is {masks[-1]}",
     )
     ends = [known[token] for token in family.end_tokens if token in known] or said["eos"]
+    ends += [token for token in opened.config.get("stops", []) if token not in ends]
     require(bool(ends), f"{name}: neither the tokenizer nor config.json (eos_token_id) names a token that ends a text")
     pad = (said["pad"] or ends)[0]
     words = min(vocab, opened.config.get("vocab_size") or vocab)  # LLaDA's matrices may have more rows
     limit = max(known.values()) + 1 if known else opened.config.get("token_limit", words)
-    # Configs of Dream-v0 name the end token as the start: without a tokenizer it is not believed.
-    starts = [*said["bos"], *([family.bos_id] if family.bos_id < vocab else [])]
-    bos = next((i for i in starts if i not in ends), None) if tokenizer is None else tokenizer.bos_token_id
+    # Configs of Dream-v0 name the end token as the start, which is not believed; Qwen's tokenizers name none.
+    starts = [*said["bos"], *([family.bos_id] if tokenizer is None and family.bos_id < vocab else [])]
+    bos = None if tokenizer is None else tokenizer.bos_token_id
+    bos = next((i for i in starts if i not in ends), None) if bos is None else bos
     return BaseSpec(
         name=name, mask_id=masks[0], end_ids=tuple(ends), pad_id=pad, bos_id=bos, vocab_size=vocab, token_limit=limit,
         context=opened.shape.max_position_embeddings, order=family.order, order_on=family.order_on,
+        block=opened.shape.block,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What sets one published family of masked diffusion transformers apart from another.
 
 Dream is Qwen2 run bidirectionally; state i-1 scores token i. LLaDA is Llama run bidirectionally, without a shift.
+Fast-dLLM v2 is Qwen2 in blocks, shifted. SDAR is Qwen3 in blocks, without a shift.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class Family:
         rotary_pairs: whether its GGUF files keep q and k in rotary pairs (2i, 2i + 1).
         plain_class: the class of transformers for configs under those names.
         numbers: what such a config holds for the published model.
+        block: of a family that writes in blocks, the key of S in `config.json`, and S without it. MASK may be missing
+            there, too, and there is no GGUF form.
+        stops: `generation_config.json` names ends of texts, too.
     """
 
     name: str
@@ -60,6 +64,8 @@ class Family:
     rotary_pairs: bool
     plain_class: str
     numbers: Mapping[str, Any]
+    block: tuple[str, int] | None = None
+    stops: bool = False
 
     def config(self, **changes: Any) -> Any:
         """The published model's config, as one of transformers, with changes."""
@@ -78,9 +84,11 @@ class Family:
             model: the body; random weights unless it is given.
             head_weight: [V, D]; random unless it is given.
             tokenizer: optional.
-            block: S, if it writes in blocks (see `bases.blocks`); a given body must have it too.
+            block: S, if it writes in blocks (see `bases.blocks`), where it is not the family's own; a given body must
+                have it too.
             ids: `mask_id`, `end_ids`, `bos_id` and `token_limit` where they are not the published model's.
         """
+        block = self.block[1] if block is None and self.block is not None else block
         shape = replace(self.plain_shape(config.to_dict()), block=block)
         model = model if model is not None else new_model(shape)
         if head_weight is None:
@@ -198,5 +206,40 @@ LLADA = Family(
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     },
 )  # fmt: skip
-FAMILIES = {family.name: family for family in (DREAM, LLADA)}
+
+
+def _block_shape(config: Mapping[str, Any], key: str, size: int, ignored: tuple[str, ...] = (), **body: Any) -> Shape:
+    """Qwen's shape, and S, which Qwen's configs do not have."""
+    given = config.get(key)
+    plain = {name: value for name, value in config.items() if name not in (key, *ignored)}
+    return replace(Shape.of({**plain, **body}), block=size if given is None else given)
+
+
+# Both releases order positions by the probability of the token drawn there. At T > 0 such a text does not follow the
+# joint law, so `verified` and the divergence would have none; entropy is a function of the canvas.
+FAST_DLLM = Family(
+    name="fast_dllm_qwen", base=TransformerBase, next_frame=True, order="entropy", order_on="processed",
+    shape=lambda config: _block_shape(config, "bd_size", 32, model_type="qwen2"), plain_shape=_dream_shape,
+    tied=("tie_word_embeddings", False), published=lambda name: f"model.{name}", head="lm_head.weight",
+    mask_token="|<MASK>|", end_tokens=("<|im_end|>",), mask_id=151665, end_ids=(151645,), bos_id=151643,
+    rotary_pairs=False, plain_class="Qwen2Config", block=("bd_size", 32),
+    numbers={**DREAM.numbers, "max_position_embeddings": 32768},
+)  # fmt: skip
+SDAR_IGNORED = (
+    "attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep",
+)  # fmt: skip
+SDAR = Family(
+    name="sdar", base=TransformerBase, next_frame=False, order="entropy", order_on="processed",
+    shape=lambda config: _block_shape(config, "block_size", 4, SDAR_IGNORED, model_type="qwen3"),
+    plain_shape=Shape.of, tied=("tie_word_embeddings", False), published=lambda name: f"model.{name}",
+    head="lm_head.weight", mask_token="<|MASK|>", end_tokens=("<|endoftext|>", "<|im_end|>"), mask_id=151669,
+    end_ids=(151643, 151645), bos_id=151643, rotary_pairs=False, plain_class="Qwen3Config", block=("block_size", 4),
+    stops=True,
+    numbers={
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+)  # fmt: skip
+FAMILIES = {family.name: family for family in (DREAM, LLADA, FAST_DLLM, SDAR)}
 dream_base, dream_config, llada_base, llada_config = DREAM.make, DREAM.config, LLADA.make, LLADA.config

@@ -1,4 +1,4 @@
-"""The bidirectional body: RMSNorm, rotary attention and a gated MLP, as in Llama and Qwen2, without a causal mask.
+"""The bidirectional body: RMSNorm, rotary attention, gated MLP, as in Llama, Qwen2 and Qwen3, without a causal mask.
 
 Tensor names are those of the families' checkpoints. transformers' own classes are what the tests compare with; they
 are not used here because importing them takes longer than everything else in a start together.
@@ -134,6 +134,8 @@ class Attention(_Joins):
         self.k_proj = Linear(width, keys, bias=shape.qkv_bias)
         self.v_proj = Linear(width, keys, bias=shape.qkv_bias)
         self.o_proj = Linear(queries, width, bias=shape.output_bias)
+        if shape.qk_norm:
+            self.q_norm, self.k_norm = Norm(d, shape.rms_norm_eps), Norm(d, shape.rms_norm_eps)
 
     def forward(
         self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
@@ -143,8 +145,10 @@ class Attention(_Joins):
         `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see, or is what
         `visible` gives.
         """
-        parts = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
-        q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, L, d]
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
+        if self.shape.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, L, d]
         q, k = turned(q, k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
@@ -153,6 +157,7 @@ class Attention(_Joins):
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values alone: [B, heads, L, d] each."""
         k, v = (proj(h_BLD).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.k_proj, self.v_proj))
+        k = self.k_norm(k) if self.shape.qk_norm else k
         return turn(k.transpose(1, 2), *rotary), v.transpose(1, 2)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from adjust_dlm.types import require, require_count
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_CONTEXT = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # of a config that does not say
 _WHOLE = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 # Forms of rotary scaling whose frequencies do not depend on the canvas, and what they need.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
@@ -65,7 +66,7 @@ class Shape:
     """What a body is built from: names and values of a family's `config.json`.
 
     Attributes:
-        model_type: llama or qwen2.
+        model_type: llama, qwen2 or qwen3.
         hidden_size: D.
         intermediate_size: width of the MLP.
         num_hidden_layers: layers.
@@ -77,6 +78,7 @@ class Shape:
         rms_norm_eps: of every norm.
         qkv_bias, output_bias, mlp_bias: which projections have a bias.
         rope: rotary settings, `rope_theta` and `rope_type` among them.
+        qk_norm: every head of q and k has an RMSNorm before it is turned.
         rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
         block: S of a block-diffusion body (see `bases.blocks`); None: every column sees all.
         initializer_range: standard deviation of fresh weights.
@@ -97,6 +99,7 @@ class Shape:
     mlp_bias: bool
     rope: dict[str, Any]
     initializer_range: float
+    qk_norm: bool = False
     rotate_fp32: bool = False
     block: int | None = None
 
@@ -126,19 +129,21 @@ class Shape:
             return config
         facts: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         kind = str(facts.get("model_type"))
-        require(kind in ("llama", "qwen2"), f"model_type is {kind!r}; known are llama and qwen2")
+        require(kind in _CONTEXT, f"model_type is {kind!r}; known are {', '.join(_CONTEXT)}")
         check_keys(facts, MUST, KNOWN)
         lost = [name for name in _NEEDED if name not in facts]
+        lost += ["head_dim"] * (kind == "qwen3" and facts.get("head_dim") is None)  # 128 by default there, whatever D
         require(not lost, f"the config lacks {', '.join(lost)}")
         heads, bias = facts["num_attention_heads"], flag(facts, "attention_bias")
         kv = facts.get("num_key_value_heads")
         return cls(
             model_type=kind, **{name: facts[name] for name in _NEEDED},
             num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts),
-            max_position_embeddings=facts.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
+            max_position_embeddings=facts.get("max_position_embeddings", _CONTEXT[kind]),
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
-            output_bias=bias and kind == "llama", mlp_bias=flag(facts, "mlp_bias") and kind == "llama",
-            rope=_rope(facts), initializer_range=facts.get("initializer_range", 0.02), block=block,
+            output_bias=bias and kind != "qwen2", mlp_bias=flag(facts, "mlp_bias") and kind == "llama",
+            qk_norm=kind == "qwen3", rope=_rope(facts),
+            initializer_range=facts.get("initializer_range", 0.02), block=block,
         )  # fmt: skip
 
 

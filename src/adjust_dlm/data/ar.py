@@ -119,7 +119,7 @@ def ar_sample(
     model: Any, prefix_ids: Sequence[int], *, count: int, new_tokens: int, batch_size: int, seed: int,
     temperature: float = 1.0, top_p: float = 0.95, forbid: Sequence[int] = (), first_row: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Samples continuations of one prefix from a causal `LlamaForCausalLM` or `Qwen2ForCausalLM`.
+    """Samples continuations of one prefix from a causal Llama, Qwen2 or Qwen3ForCausalLM.
 
     Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
     `batch_size` or its neighbours beyond the rounding of the model's own kernels.

@@ -15,6 +15,7 @@ from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
+from adjust_dlm.decoders.block_loops import FastDllmOptions, SdarOptions, fast_dllm, sdar
 from adjust_dlm.decoders.cascade import CascadeOptions, cascade
 from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.edlm import EdlmOptions, edlm
@@ -86,6 +87,8 @@ DECODERS: dict[str, Decoder] = {
     "origin": Decoder(origin, takes_k=True, options=OriginOptions, by_order=False),
     "soft_order": Decoder(soft_order, resumable=True, takes_k=True, options=SoftOrderOptions),
     "guided": Decoder(guided, resumable=True, takes_k=True, options=GuidedOptions, by_drawn=True),
+    "fast_dllm": Decoder(fast_dllm, resumable=True, options=FastDllmOptions, by_drawn=True, by_order=False),
+    "sdar": Decoder(sdar, options=SdarOptions, by_drawn=True, by_order=False),
     "apd": Decoder(apd, resumable=True, needs_partner=True, options=ApdOptions, lawless=_MIXED),
     "dcd": Decoder(dcd, resumable=True, needs_partner=True, takes_k=True, options=DcdOptions, lawless=_MIXED),
 }

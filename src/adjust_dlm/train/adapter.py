@@ -35,7 +35,7 @@ class AdapterModel(nn.Module):
         self, causal: Any, vocabulary: Vocabulary, *, rank: int, alpha: int, seed: int, source: str,
         block: int | None = None,
     ) -> None:  # fmt: skip
-        """Wraps a `LlamaForCausalLM` or `Qwen2ForCausalLM` in place; with `block` it reads [clean | A | B].
+        """Wraps a Llama, Qwen2 or Qwen3ForCausalLM in place; with `block` it reads [clean | A | B].
 
         Raises:
             InputError: the head is not tied to the embeddings (an adapted base reads its head from them), or the body

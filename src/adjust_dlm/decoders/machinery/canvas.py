@@ -155,10 +155,14 @@ class Canvas(State):
         row's first position is scored by its own state.
         """
         if self.base.lag:
-            place_BL = self.positions_BL
-            first_BL = (place_BL % (self.base.spec.block or 1) == 0) & (place_BL > 0) & (score_BL > -torch.inf)
-            score_BL.masked_fill_(first_BL, torch.inf)
+            score_BL.masked_fill_(self.lead_BL & (score_BL > -torch.inf), torch.inf)
         return score_BL
+
+    @property
+    def lead_BL(self) -> Tensor:
+        """First positions of blocks that the block before scores."""
+        place_BL = self.positions_BL
+        return (place_BL % (self.base.spec.block or 1) == 0) & (place_BL > 0) & bool(self.base.lag)
 
     @property
     def _block_BL(self) -> Tensor:
