@@ -126,7 +126,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Tensor | None) -> Tensor:
         return _attend_runs(q, k, v, mask_BHLL)
     share = q.shape[1] // k.shape[1]
     # With a mask, grouped heads would send CUDA to the slow kernel.
-    grouped = share > 1 and mask_BHLL is None and q.is_cuda
+    grouped = share > 1 and (mask_BHLL is None or not q.is_cuda)
     if share > 1 and not grouped:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     # cuDNN's form has no plan for some masks with gradients.
