@@ -13,8 +13,9 @@ from torch import Tensor
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode, make_plan
-from adjust_dlm.decoders.block_loops import FastDllmOptions, SdarOptions
+from adjust_dlm.decoders.fast_dllm import FastDllmOptions
 from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.sdar import SdarOptions
 from adjust_dlm.sampling import DRAW
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import BOS, IN_BLOCKS, KNOWN, left_pad, tiny_base, tiny_config, writer

@@ -15,13 +15,13 @@ from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
 from adjust_dlm.decoders.adjust import AdjustOptions, adjust
 from adjust_dlm.decoders.apd import ApdOptions, apd
-from adjust_dlm.decoders.block_loops import FastDllmOptions, SdarOptions, fast_dllm, sdar
 from adjust_dlm.decoders.cascade import CascadeOptions, cascade
 from adjust_dlm.decoders.dcd import DcdOptions, dcd
 from adjust_dlm.decoders.edlm import EdlmOptions, edlm
 from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
 from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast_dllm import FastDllmOptions, fast_dllm
 from adjust_dlm.decoders.guided import GuidedOptions, guided
 from adjust_dlm.decoders.joint import joint
 from adjust_dlm.decoders.klass import KlassOptions, klass
@@ -29,6 +29,7 @@ from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
 from adjust_dlm.decoders.origin import OriginOptions, origin
 from adjust_dlm.decoders.parallel import parallel
+from adjust_dlm.decoders.sdar import SdarOptions, sdar
 from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
 from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified

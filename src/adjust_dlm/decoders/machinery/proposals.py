@@ -71,6 +71,15 @@ def probability(logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R:
     return confidence(logits_RV, token_R)
 
 
+def drawn_probability(canvas: Canvas) -> Score:
+    """Probability of the drawn token, after temperature and filters; at T = 0 before them."""
+
+    def score(logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
+        return confidence(process(logits_RV, canvas.config) if canvas.config.temperature else logits_RV, token_R)
+
+    return score
+
+
 def largest_probability(logits_RV: Tensor, _token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
     """That of the likeliest token, before temperature and filters: a function of the canvas, whatever is drawn."""
     return logits_RV.softmax(-1).amax(-1)
