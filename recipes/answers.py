@@ -1,69 +1,85 @@
-"""Short questions by chat: how many each decoder answers right, on the default model.
+"""Short questions by chat that no corpus asks: how many each decoder answers right.
 
-    python recipes/answers.py [--base DIR --sampler DIR] [--device cuda] [--temperatures 0 0.6] [--limit 107]
+    python recipes/answers.py [--base smol-block --sampler DIR] [--device cuda] [--temperatures 0 0.6] [--number 200]
 
-An answer is right if the wanted word stands in it. Joint, parallel and ADJUST decoding, the latter with the positions
-of the base's pass and with those that g chooses (`candidates=0`); 24 new tokens, seed 3, one draw of each.
+The questions are those of `adjust_dlm.data.questions` that are held out by fact, the kinds in turn; asked are the first
+200 of them that the autoregressive model itself answers right at T = 0. An answer is right if the wanted word stands in
+its first 24 tokens. Seed 3, one draw of each; the half-width is of the share over questions, 95 % (Wilson).
 """
 
 import argparse
-import calendar
-import itertools
-import re
+import json
+import math
 import sys
+from collections import Counter
+
+import torch
 
 from adjust_dlm import DecodeConfig, load_base, load_sampler
+from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.data.ar import ar_replies
+from adjust_dlm.data.questions import Fact, held_out_questions
 from adjust_dlm.decoders import decode_many
+from adjust_dlm.types import GIVEN
 
-CAPITALS = """France:Paris Germany:Berlin Italy:Rome Spain:Madrid Portugal:Lisbon Greece:Athens Egypt:Cairo Japan:Tokyo
-China:Beijing Russia:Moscow Poland:Warsaw Austria:Vienna Hungary:Budapest Sweden:Stockholm Norway:Oslo Finland:Helsinki
-Denmark:Copenhagen Ireland:Dublin England:London Canada:Ottawa India:Delhi Thailand:Bangkok Cuba:Havana Peru:Lima
-Turkey:Ankara Iran:Tehran Iraq:Baghdad Kenya:Nairobi Belgium:Brussels"""
-OPPOSITES = """hot:cold big:small up:down fast:slow old:young rich:poor happy:sad light:dark wet:dry hard:soft
-strong:weak early:late open:closed full:empty black:white good:bad day:night north:south high:low love:hate"""
-COLORS = {
-    "the sky on a clear day": "blue", "grass": "green", "a banana": "yellow", "blood": "red", "snow": "white",
-    "coal": "black", "an orange": "orange", "a lemon": "yellow", "a tomato": "red", "the sea": "blue",
-}  # fmt: skip
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Monday")
-MONTHS = tuple(calendar.month_name)[1:]
+NEW_TOKENS = 24
+SETTINGS = (
+    ("joint", {"tokens_per_step": 1}), ("parallel", {"tokens_per_step": 2}), ("parallel", {"tokens_per_step": 4}),
+    ("adjust", {"tokens_per_step": 2}), ("adjust", {"tokens_per_step": 4}), ("adjust", {"tokens_per_step": 8}),
+    ("adjust", {"tokens_per_step": 4, "candidates": 0}),
+)  # fmt: skip
 
 
-def questions() -> list[tuple[str, str]]:
-    """Each question and the word that answers it."""
-    out = [(f"What is the capital of {a}?", b) for a, b in (pair.split(":") for pair in CAPITALS.split())]
-    out += [(f"What is the opposite of {a}?", b) for a, b in (pair.split(":") for pair in OPPOSITES.split())]
-    out += [(f"What is {a} plus {b}?", str(a + b)) for a in (2, 3, 5, 7, 10) for b in (1, 2, 4, 6, 8, 9)]
-    out += [(f"What color is {a}?", b) for a, b in COLORS.items()]
-    out += [(f"Which day comes after {a}?", b) for a, b in itertools.pairwise(DAYS)]
-    return out + [(f"Which month comes after {a}?", b) for a, b in itertools.pairwise(MONTHS)]
+def asked(ar: str, number: int, device: torch.device) -> list[tuple[str, Fact]]:
+    """The first questions that the autoregressive model answers right; says how many it was asked."""
+    model, tokenizer = load_ar(ar, device=device, dtype=torch.float32)
+    found = held_out_questions()
+    replies = ar_replies(model, tokenizer, [text for text, _ in found], new_tokens=NEW_TOKENS, batch_size=128)
+    end = tokenizer.eos_token_id
+    texts = [tokenizer.decode(reply[: reply.index(end)] if end in reply else reply) for reply in replies]
+    right = [entry for entry, text in zip(found, texts, strict=True) if entry[1].right(text)]
+    kinds = dict(Counter(fact.kind for _, fact in right[:number]))
+    facts = {"asked": len(found), "right_at_t0": len(right), "used": len(right[:number]), "kinds": kinds}
+    sys.stdout.write(json.dumps({"autoregressive": ar, **facts}) + "\n")
+    return right[:number]
 
 
 def main() -> None:
-    """Prints a line for each decoder and temperature."""
+    """Prints a line of JSON for each decoder and temperature."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="smol")
+    parser.add_argument("--base", default="smol-block")
     parser.add_argument("--sampler")
+    parser.add_argument("--ar", default="smol", help="the autoregressive model that picks the questions")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
-    parser.add_argument("--limit", type=int, default=107)
+    parser.add_argument("--number", type=int, default=200)
     args = parser.parse_args()
     base = load_base(args.base, device=args.device)
     g = load_sampler(args.sampler, base)
-    asked = questions()[: args.limit]
-    prompts = [base.encode_messages([{"role": "user", "content": question}]) for question, _ in asked]
+    entries = asked(args.ar, args.number, base.device)
+    prompts = [base.encode_messages([{"role": "user", "content": text}]) for text, _ in entries]
     for temperature in args.temperatures:
-        for decoder, k, more in (
-            ("joint", 1, {}), ("parallel", 2, {}), ("parallel", 4, {}),
-            *(("adjust", k, more) for more in ({}, {"candidates": 0}) for k in (2, 4, 8)),
-        ):  # fmt: skip
-            config = DecodeConfig(tokens_per_step=k, max_new_tokens=24, temperature=temperature, seed=3, **more)
-            sampler, right = g if decoder == "adjust" else None, 0
+        for decoder, more in SETTINGS:
+            config = DecodeConfig(max_new_tokens=NEW_TOKENS, temperature=temperature, seed=3, **more)
+            sampler, right, tokens, calls = g if decoder == "adjust" else None, 0, 0, 0
             for numbers, result in decode_many(base, prompts, config, decoder=decoder, sampler=sampler, batch_size=256):
-                for number, tokens in zip(numbers, result.tokens_BL.tolist(), strict=True):
-                    text = base.tokenizer.decode(tokens[-24:], skip_special_tokens=True)
-                    right += re.search(rf"\b{asked[number][1]}\b", text, re.IGNORECASE) is not None
-            sys.stdout.write(f"T {temperature} {decoder} K {k} {more or ''}: {right} of {len(asked)} right\n")
+                rows = zip(numbers, result.tokens_BL.tolist(), strict=True)
+                right += sum(
+                    entries[n][1].right(base.tokenizer.decode(row[-NEW_TOKENS:], skip_special_tokens=True))
+                    for n, row in rows
+                )
+                tokens, calls = tokens + int((result.order_BL > GIVEN).sum()), calls + int(result.base_calls_B.sum())
+            share, count, z = right / len(entries), len(entries), 1.96
+            half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+            line = {
+                "T": temperature,
+                "decoder": decoder,
+                **more,
+                "right": right,
+                "of": count,
+                "half_width": round(half, 3),
+            }
+            sys.stdout.write(json.dumps(line | {"tokens_a_pass": round(tokens / calls, 2)}) + "\n")
 
 
 if __name__ == "__main__":

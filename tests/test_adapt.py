@@ -21,7 +21,8 @@ from torch import Tensor
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
-from adjust_dlm.data.corpus import KINDS, Corpus
+from adjust_dlm.data.canvases import KINDS
+from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.train import adapt as adapt_module
 from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
@@ -480,7 +481,7 @@ def test_a_finished_base_is_not_written_again(tmp_path: Path, monkeypatch: pytes
     config = run_config(tmp_path, steps=1)
     adapt(config)
     before = (config.output / "base.json").read_bytes()
-    monkeypatch.setattr(AdaptTrainer, "evaluate", lambda _: {"text": {"0.5": 1.0}})  # another device, say
+    monkeypatch.setattr(AdaptTrainer, "evaluate", lambda _: {"ce": {"text": {"0.5": 1.0}}})  # another device, say
     assert adapt(config)["ce"] == {"text": {"0.5": 1.0}}
     assert (config.output / "base.json").read_bytes() == before
 

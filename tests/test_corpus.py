@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.data import ar
+from adjust_dlm.data import canvases as canvases_module
 from adjust_dlm.data import corpus as corpus_module
-from adjust_dlm.data.ar import ar_sample, read_vocabulary
-from adjust_dlm.data.corpus import (
-    KINDS,
-    Corpus,
-    CorpusConfig,
-    Source,
-    _texts,
-    build_corpus,
-    chat_canvas,
-    chat_context,
-    load_corpus,
-)
+from adjust_dlm.data.ar import ar_sample, chat_context, read_vocabulary
+from adjust_dlm.data.canvases import KINDS, Source, chat_canvas
+from adjust_dlm.data.corpus import Corpus, CorpusConfig, _texts, build_corpus, load_corpus
 from adjust_dlm.types import InputError
 from tiny_ar import BOS, IM_END, IM_START, MASK, tiny_model, tiny_tokenizer
 
@@ -205,7 +197,7 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
         rows = [(bad if (options["first_row"] + n) % 4 else good) for n in range(count)]
         return torch.tensor([row + [90] * (new_tokens - len(row)) for row in rows])
 
-    monkeypatch.setattr(corpus_module, "ar_sample", fake)
+    monkeypatch.setattr(canvases_module, "ar_sample", fake)
     build_corpus(tmp_path, config(text=0, chat=9, length=40, sample_batch=8), source())
     corpus = load_corpus(tmp_path, "train")
     start = "<|im_start|>user\naaa<|im_end|>\n<|im_start|>assistant\n"
@@ -214,7 +206,7 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
         assert tokens[prompt:] == [70, 71] + [IM_END] * (38 - prompt)
     assert len(corpus.tokens_NL) == 9
     assert all(call["forbid"] == [MASK, 100, 101, 102, 103] for call in asked)
-    monkeypatch.setattr(corpus_module, "MIN_YIELD", 0.5)
+    monkeypatch.setattr(canvases_module, "MIN_YIELD", 0.5)
     with pytest.raises(InputError, match="only 2 of 8 samples"):
         build_corpus(tmp_path / "other", config(text=0, chat=9, length=40, sample_batch=8), source())
 

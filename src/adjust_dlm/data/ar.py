@@ -116,17 +116,17 @@ def _forward(body: Any, tokens_BT: Tensor, cache: _Cache) -> Tensor:
 
 @torch.no_grad()
 def ar_sample(
-    model: Any, prefix_ids: Sequence[int], *, count: int, new_tokens: int, batch_size: int, seed: int,
-    temperature: float = 1.0, top_p: float = 0.95, forbid: Sequence[int] = (), first_row: int = 0,
+    model: Any, prefix_ids: Sequence[int] | Tensor, *, count: int, new_tokens: int, batch_size: int, seed: int,
+    temperature: float = 1.0, top_p: float = 0.95, forbid: Sequence[int] = (), first_row: int | Tensor = 0,
 ) -> Tensor:  # fmt: skip
-    """Samples continuations of one prefix from a causal Llama, Qwen2 or Qwen3ForCausalLM.
+    """Samples continuations from a causal Llama, Qwen2 or Qwen3ForCausalLM.
 
     Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
     `batch_size` or its neighbours beyond the rounding of the model's own kernels.
 
     Args:
         model: the causal LM in eval mode; its dtype is the dtype of the pass.
-        prefix_ids: the ids before every continuation, at least one.
+        prefix_ids: the ids before every continuation, at least one; or int64 [count, P], those of each row.
         count: rows to sample.
         new_tokens: T, length of each.
         batch_size: rows at a time.
@@ -134,12 +134,14 @@ def ar_sample(
         temperature: T >= 0; 0 is argmax.
         top_p: nucleus mass in (0, 1].
         forbid: ids never drawn.
-        first_row: id of the first row; the others follow.
+        first_row: id of the first row, and the others follow; or int64 [count], the id of each.
 
     Returns:
         int64 [count, T] on the CPU, without the prefix.
     """
-    require(len(prefix_ids) >= 1, "the prefix is empty; a causal model needs at least one token to start from")
+    prefix_NP = torch.as_tensor(prefix_ids, dtype=torch.long).expand(count, -1)
+    rows_N = first_row + torch.arange(count) if isinstance(first_row, int) else first_row
+    require(prefix_NP.shape[1] >= 1, "the prefix is empty; a causal model needs at least one token to start from")
     settings, weight_VD = DecodeConfig(temperature=temperature, top_p=top_p), model.lm_head.weight
     device, on_gpu = weight_VD.device, weight_VD.device.type == "cuda"
     bias_V = forbid_bias(len(weight_VD), forbid, device)
@@ -152,9 +154,10 @@ def ar_sample(
     parts, steps_T = [], torch.arange(new_tokens, device=device)
     for start in range(0, count, rows):
         # Always full batches: the surplus of the last one is cut off, and all shapes stay the same.
-        ids_B = torch.arange(first_row + start, first_row + start + rows, device=device)
-        cache = _Cache(len(prefix_ids) + new_tokens)
-        tokens_BT = torch.tensor([list(prefix_ids)], device=device).expand(rows, -1)
+        place_B = torch.arange(start, start + rows).clamp_max(count - 1)
+        ids_B = rows_N[place_B].to(device)
+        cache = _Cache(prefix_NP.shape[1] + new_tokens)
+        tokens_BT = prefix_NP[place_B].to(device)
         out_BT = torch.empty(rows, new_tokens, dtype=torch.long, device=device)
         # All uniforms at once: inside the loop, nothing waits for the device.
         u_TB = uniform(seed, ids_B[None], steps_T[:, None], steps_T[:, None])
@@ -165,6 +168,43 @@ def ar_sample(
             tokens_BT = out_BT[:, step : step + 1]
         parts.append(out_BT.cpu())
     return torch.cat(parts)[:count]
+
+
+def ar_replies(
+    model: Any, tokenizer: Any, questions: Sequence[str], *, new_tokens: int, batch_size: int, temperature: float = 0.0,
+    forbid: Sequence[int] = (), seed: int = 0, first_row: int = 0,
+) -> list[list[int]]:  # fmt: skip
+    """What a chat model answers to each question: int lists of `new_tokens` ids, its end token among them.
+
+    A question stands in the model's own template (with its system turn). Questions of one length are asked together.
+    """
+    prompts = [
+        tokenizer.encode(chat_context(tokenizer) + CHAT_USER + question + CHAT_TURN, add_special_tokens=False)
+        for question in questions
+    ]
+    replies: list[list[int]] = [[] for _ in prompts]
+    for length in sorted({len(prompt) for prompt in prompts}):
+        members = [n for n, prompt in enumerate(prompts) if len(prompt) == length]
+        out_NT = ar_sample(
+            model, torch.tensor([prompts[n] for n in members]), count=len(members), new_tokens=new_tokens,
+            batch_size=min(batch_size, len(members)), seed=seed, temperature=temperature, forbid=forbid,
+            first_row=first_row + torch.tensor(members),
+        )  # fmt: skip
+        for n, reply in zip(members, out_NT.tolist(), strict=True):
+            replies[n] = reply
+    return replies
+
+
+def chat_context(tokenizer: Any) -> str:
+    """What the model's own chat template puts before the user's first turn, such as a system turn.
+
+    Chats are sampled behind it, because the model invents many more there, and stored without it.
+    """
+    if not tokenizer.chat_template:
+        return ""
+    message = [{"role": "user", "content": "."}]
+    text = str(tokenizer.apply_chat_template(message, tokenize=False))
+    return text.partition(CHAT_USER)[0] if CHAT_USER in text else ""
 
 
 def _drawn(logits_CV: Tensor, u_C: Tensor, settings: DecodeConfig) -> Tensor:

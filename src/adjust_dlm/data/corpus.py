@@ -1,8 +1,10 @@
 """The training corpus of an adapted base: canvases of one fixed length, most of them sampled from the AR model.
 
 Kinds (`KINDS`): `text` is `<|endoftext|>` and whatever the model samples behind it; `chat` a user turn and a reply,
-both invented by the model; `lists` the tasks of `data.lists`; `files` the user's own texts. A canvas is its tokens and
-`prompt_len`, the tokens in front that are given and never masked; after its end it is filled with the first end token.
+both invented by the model; `lists` the tasks of `data.lists`; `questions` those of `data.questions` with the model's
+own reply, kept where it is right; `files` the user's own texts. No invented chat asks a held-out question. A canvas is
+its tokens and `prompt_len`, the tokens in front that are given and never masked; after its end it is filled with the
+first end token.
 
 Folder: `{split}-{kind}-{shard}.parquet` (tokens int32 [L], prompt_len int16, kind int8) and `manifest.json`. A shard
 depends on the settings and its own number alone: ranks make different shards, a finished one is never made again.
@@ -16,28 +18,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases.hub import once, read_json
-from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_sample
-from adjust_dlm.data.lists import list_tasks
+from adjust_dlm.data.canvases import KINDS, SAMPLED, SPLITS, Canvas, Source, canvases
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import DecodeConfig, InputError, require, require_kinds
 
-KINDS = ("text", "chat", "lists", "files")
-SPLITS = ("train", "heldout")
 MANIFEST = "manifest.json"
-MAX_USER_TOKENS = 64
 SHARD_ROWS = 4096  # canvases of a shard
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
 HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
-MIN_YIELD = 0.005  # a model that invents fewer chats than this does not know the template
 logger = logging.getLogger(__name__)
-Canvas = tuple[list[int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +45,7 @@ class CorpusConfig:
         text: canvases of plain text to sample.
         chat: canvases of chat to sample.
         lists: canvases of list tasks to make.
+        questions: canvases of short questions that the model answers right.
         heldout: canvases of each of these kinds kept for evaluation.
         text_files: .txt files (one text each) or .jsonl files (field `text` of every line) of your own.
         length: tokens of a canvas, the start token included.
@@ -62,6 +59,7 @@ class CorpusConfig:
     text: int = 120_000
     chat: int = 40_000
     lists: int = 60_000
+    questions: int = 0
     heldout: int = 1024
     text_files: tuple[Path, ...] = ()
     length: int = 129
@@ -72,27 +70,27 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         require_kinds(self)
-        for name in ("text", "chat", "lists", "heldout"):
+        for name in (*SAMPLED, "heldout"):
             require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
         require(self.sample_batch >= 1, f"sample_batch is {self.sample_batch}; it must be at least 1")
         DecodeConfig(temperature=self.sample_temperature, top_p=self.sample_top_p)  # checks them
         require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
-        asked = self.text + self.chat + self.lists + len(self.text_files)
+        asked = sum(getattr(self, kind) for kind in SAMPLED) + len(self.text_files)
         require(asked > 0, "the corpus is empty; ask for some canvases")
 
     def identity(self) -> dict[str, Any]:
         """The settings that a folder belongs to, files by their content."""
         from adjust_dlm.bases.adapted import file_digest
 
-        same = {name: getattr(self, name) for name in ("ar", "text", "chat", "lists", "heldout", "length", "seed")}
+        same = {name: getattr(self, name) for name in ("ar", *SAMPLED, "heldout", "length", "seed")}
         sampled = {"temperature": self.sample_temperature, "top_p": self.sample_top_p, "shard_rows": SHARD_ROWS}
         return {**same, **sampled, "files": file_digest(*self.text_files) if self.text_files else None}
 
     def shards(self) -> dict[str, tuple[str, str, int, int]]:
         """File name -> (split, kind, shard number, rows) of all sampled shards."""
         out = {}
-        for split, kind in product(SPLITS, KINDS[:3]):
+        for split, kind in product(SPLITS, SAMPLED):
             asked: int = getattr(self, kind)
             rows = asked if split == "train" else self.heldout if asked else 0
             for n, start in enumerate(range(0, rows, SHARD_ROWS)):
@@ -111,15 +109,15 @@ class Corpus:
     def of_kind(self, kind: str) -> Corpus:
         """The canvases of one kind."""
         keep_N = self.kind_N == KINDS.index(kind)
-        return Corpus(self.tokens_NL[keep_N], self.prompt_len_N[keep_N], self.kind_N[keep_N])
+        return self._rows(keep_N.nonzero()[:, 0])
 
+    def like(self, other: Corpus) -> Corpus:
+        """Its first canvases of every kind, as many as the other corpus has."""
+        places = [(self.kind_N == kind).nonzero()[: int((other.kind_N == kind).sum()), 0] for kind in range(len(KINDS))]
+        return self._rows(torch.cat(places))
 
-class Source(NamedTuple):
-    """Where canvases come from: a causal model in eval mode, its tokenizer and its special ids."""
-
-    model: Any
-    tokenizer: Any
-    vocabulary: Vocabulary
+    def _rows(self, place_R: Tensor) -> Corpus:
+        return Corpus(self.tokens_NL[place_R], self.prompt_len_N[place_R], self.kind_N[place_R])
 
 
 def build_corpus(folder: Path, config: CorpusConfig, source: Source, *, rank: int = 0, world: int = 1) -> None:
@@ -129,13 +127,13 @@ def build_corpus(folder: Path, config: CorpusConfig, source: Source, *, rank: in
         InputError: the folder holds a corpus of other settings, the model cannot chat, or a file is unreadable.
     """
     require(
-        source.vocabulary.chat or not (config.chat or config.lists),
-        "the tokenizer lacks <|im_start|> or <|im_end|>, which chat and list canvases need; ask for none of them",
+        source.vocabulary.chat or not (config.chat or config.lists or config.questions),
+        "the tokenizer lacks <|im_start|> or <|im_end|>, which chats, lists and questions need; ask for none of them",
     )
     _claim(folder, config)
     for name, (split, kind, shard, rows) in islice(config.shards().items(), rank, None, world):
         if not (folder / name).is_file():
-            _write(folder / name, list(islice(_canvases(config, source, split, kind, shard, rows), rows)), kind)
+            _write(folder / name, list(islice(canvases(config, source, split, kind, shard, rows), rows)), kind)
             logger.info("corpus: %s, %d canvases", name, rows)
     if config.text_files and rank == 0:
         _build_files(folder, config, source)
@@ -171,98 +169,6 @@ def _read(path: Path, length: int) -> tuple[Any, Any, Any]:
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"cannot read {path}: {reason}; delete it and run `adjust adapt` again") from error
-
-
-def chat_canvas(
-    sample: list[int], prefix: list[int], turn: list[int], end_ids: tuple[int, ...], length: int
-) -> Canvas | None:
-    """A canvas from what the model wrote after the user prefix, or None if it is no chat.
-
-    A chat has a user turn of 1 to `MAX_USER_TOKENS` tokens, closed by `turn` (whose first token is the first end token
-    of the sample), and a reply of at least one token. The reply is given up to its first end token and filled with
-    end tokens; a reply without one is kept as it is cut.
-    """
-    start = next((n for n, token in enumerate(sample) if token in end_ids), None)
-    if start is None or not 1 <= start <= MAX_USER_TOKENS or sample[start : start + len(turn)] != turn:
-        return None
-    first = start + len(turn)
-    end = next((n for n in range(first, len(sample)) if sample[n] in end_ids), len(sample) - 1)
-    if end < first or sample[first] in end_ids:
-        return None
-    tokens = prefix + sample[: end + 1]
-    return tokens + [end_ids[0]] * (length - len(tokens)), len(prefix) + first
-
-
-def _canvases(config: CorpusConfig, source: Source, split: str, kind: str, shard: int, rows: int) -> Iterator[Canvas]:
-    """The stream of canvases of one shard; its first `rows` are the shard."""
-    stream = 2 * KINDS.index(kind) + SPLITS.index(split)
-    first_row = (stream << 40) + (shard << 24)
-    if kind == "lists":
-        return _list_canvases(config, source, seed=(config.seed << 32) + shard, held_out=split == "heldout")
-    if kind == "text":
-        prefix = [source.vocabulary.bos_id]
-        return ((prefix + sample, 1) for sample in _draw(config, source, [], prefix, first_row, rows))
-    return _chat_canvases(config, source, first_row, rows)
-
-
-def chat_context(tokenizer: Any) -> str:
-    """What the model's own chat template puts before the user's first turn, such as a system turn.
-
-    Chats are sampled behind it, because the model invents many more there, and stored without it.
-    """
-    if not tokenizer.chat_template:
-        return ""
-    message = [{"role": "user", "content": "."}]
-    text = str(tokenizer.apply_chat_template(message, tokenize=False))
-    return text.partition(CHAT_USER)[0] if CHAT_USER in text else ""
-
-
-def _draw(
-    config: CorpusConfig, source: Source, context: list[int], prefix: list[int], row: int, count: int
-) -> list[list[int]]:
-    """`count` samples that fill a canvas behind `prefix`; `context` stands before it and is not part of the canvas."""
-    limit = range(source.vocabulary.token_limit, source.vocabulary.size)
-    return ar_sample(
-        source.model, context + prefix, count=count, new_tokens=config.length - len(prefix),
-        batch_size=config.sample_batch, seed=config.seed, temperature=config.sample_temperature,
-        top_p=config.sample_top_p, forbid=[source.vocabulary.mask_id, *limit], first_row=row,
-    ).tolist()  # fmt: skip
-
-
-def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
-    prefix: list[int] = source.tokenizer.encode(CHAT_USER, add_special_tokens=False)
-    context: list[int] = source.tokenizer.encode(chat_context(source.tokenizer), add_special_tokens=False)
-    turn: list[int] = source.tokenizer.encode(CHAT_TURN, add_special_tokens=False)
-    tried = kept = 0
-    count = min(config.sample_batch, 4 * rows)
-    while True:
-        for sample in _draw(config, source, context, prefix, first_row + tried, count):
-            canvas = chat_canvas(sample, prefix, turn, source.vocabulary.end_ids, config.length)
-            if canvas is not None:
-                kept += 1
-                yield canvas
-        tried += count
-        logger.info("corpus: %d of %d samples are chats", kept, tried)
-        message = f"only {kept} of {tried} samples after {CHAT_USER!r} are a chat; ask for no chat canvases"
-        require(kept >= MIN_YIELD * tried, message)
-
-
-def _list_canvases(config: CorpusConfig, source: Source, seed: int, held_out: bool) -> Iterator[Canvas]:
-    tasks = list_tasks(seed, held_out=held_out)
-    end = source.vocabulary.end_ids[0]
-    while batch := list(islice(tasks, 1024)):
-        prompts = [CHAT_USER + task.prompt + CHAT_TURN for task in batch]
-        encoded = [
-            source.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            for texts in (prompts, [t.answer for t in batch])
-        ]
-        fits = 0
-        for prompt, answer in zip(*encoded, strict=True):
-            tokens = [*prompt, *answer, end]
-            if len(tokens) <= config.length:
-                fits += 1
-                yield tokens + [end] * (config.length - len(tokens)), len(prompt)
-        require(fits > 0, f"no list task fits a canvas of {config.length} tokens; raise the length or ask for none")
 
 
 def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from adjust_dlm.bases.adapted import FACTS, load_ar
 from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
-from adjust_dlm.data.corpus import KINDS, Corpus, CorpusConfig, Source, build_corpus, load_corpus
+from adjust_dlm.data.canvases import KINDS, SAMPLED, Source
+from adjust_dlm.data.corpus import Corpus, CorpusConfig, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
@@ -76,6 +77,7 @@ class AdaptConfig(CorpusConfig):
     share_chat: float = 0.25
     share_lists: float = 0.2
     share_files: float = 0.25
+    share_questions: float = 0.1
     batch_size: int = 512
     micro_batch: int = 256
     steps: int = 4000
@@ -111,7 +113,7 @@ class AdaptConfig(CorpusConfig):
         require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
         for kind, share in self.shares.items():
             require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
-        asked = {"text": self.text, "chat": self.chat, "lists": self.lists, "files": len(self.text_files)}
+        asked = {kind: getattr(self, kind) for kind in SAMPLED} | {"files": len(self.text_files)}
         weighed = any(asked[kind] and share for kind, share in self.shares.items())
         require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
@@ -142,7 +144,8 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
 
     Returns:
         `finished` (False after SIGTERM or SIGINT: run again to go on), `step`, `tokens` seen in training, `seconds` of
-        training, `tokens_per_second`, and `ce`: kind -> t -> held-out masked cross-entropy in nats a token.
+        training, `tokens_per_second`, `ce`: kind -> t -> held-out masked cross-entropy in nats a token, and `ce_train`:
+        the same of as many canvases that were trained on (where it is lower, more distinct text is worth more).
 
     Raises:
         InputError: see `read_vocabulary`, `claim`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
@@ -175,7 +178,8 @@ def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict
         load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
         world=world, block=config.block_size, end_ids=vocabulary.end_ids,
     )  # fmt: skip
-    trainer = AdaptTrainer(config, adapter, batches, load_corpus(folder, "heldout"))
+    heldout = load_corpus(folder, "heldout")
+    trainer = AdaptTrainer(config, adapter, batches, {"ce": heldout, "ce_train": batches.corpus.like(heldout)})
     # A finished base is not written again: its fingerprint would follow the rounding of the last evaluation.
     written = trainer.fraction() >= 1 and (config.output / FACTS).is_file()
     result = trainer.run()
@@ -196,13 +200,15 @@ def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict
 class AdaptTrainer:
     """The loop: batches, passes, steps, and what is looked at every `log_every` of them."""
 
-    def __init__(self, config: AdaptConfig, adapter: AdapterModel, batches: CanvasBatches, heldout: Corpus) -> None:
+    def __init__(
+        self, config: AdaptConfig, adapter: AdapterModel, batches: CanvasBatches, looked_at: dict[str, Corpus]
+    ) -> None:
         """Takes up the checkpoint in the output folder if there is one.
 
         Raises:
             InputError: the checkpoint belongs to other settings, or the batch does not divide.
         """
-        self.config, self.adapter, self.batches, self.heldout = config, adapter, batches, heldout
+        self.config, self.adapter, self.batches, self.looked_at = config, adapter, batches, looked_at
         self.device = adapter.mask_D.device
         self.world, self.rank = batches.world, batches.rank
         self.micro = config.canvases_of_a_pass(self.world)
@@ -223,7 +229,7 @@ class AdaptTrainer:
         """Trains to the end, to the time limit, or to a signal."""
         self._began: float | None = None  # when `elapsed` was 0; the clock starts behind the first step
         self._saved = self.elapsed
-        every, ce = self.config.eval_every, CE()
+        every, ce = self.config.eval_every, {"ce": CE(), "ce_train": CE()}
         with self.stop:
             stopped = self.due and self.fraction() < 1 and self.evaluate() is None
             while self.fraction() < 1 and not stopped:
@@ -236,11 +242,11 @@ class AdaptTrainer:
             self._save()
             if not stopped:
                 final = self.evaluate()
-                stopped, ce = final is None, final or {}
+                stopped, ce = final is None, final or ce
         tokens = self.step * self.config.batch_size * self.config.length
         return {
             "finished": not stopped, "step": self.step, "tokens": tokens, "seconds": round(self.elapsed, 1),
-            "tokens_per_second": round(tokens / max(self.elapsed, 1e-9)), "ce": ce,
+            "tokens_per_second": round(tokens / max(self.elapsed, 1e-9)), **ce,
         }  # fmt: skip
 
     def fraction(self) -> float:
@@ -290,31 +296,31 @@ class AdaptTrainer:
             self._save()
         return bool(stopped > 0)
 
-    def evaluate(self) -> CE | None:
-        """Held-out masked cross-entropy: kind -> t -> nats per masked token, the masks fixed by the seed.
+    def evaluate(self) -> dict[str, CE] | None:
+        """Masked cross-entropy, held out and trained on: kind -> t -> nats a masked token, the masks fixed by the seed.
 
         Of a block base `first` are the first positions of blocks, which are scored before the block is looked at.
         None, and it stays due, if a signal comes first. Gradients stay enabled, so that the compiled training graph
         serves here too.
         """
-        parts = {kind: self.heldout.of_kind(kind) for kind in KINDS}
+        parts = {(name, kind): self.looked_at[name].of_kind(kind) for name in self.looked_at for kind in KINDS}
         times = EVAL_TIMES if self.config.block_size is None else (*EVAL_TIMES, 1.0, FIRST)
-        asked = [(kind, t) for kind in KINDS if len(parts[kind].tokens_NL) for t in times]
+        asked = [(*part, t) for part, found in parts.items() if len(found.tokens_NL) for t in times]
         total_E2 = torch.zeros(len(asked) + 1, 2, dtype=torch.float64, device=self.device)
         with suppress(InterruptedError):
-            for e, (kind, t) in enumerate(asked):
-                total_E2[e] = self._masked_ce(parts[kind], t, KINDS.index(kind))
+            for e, (name, kind, t) in enumerate(asked):
+                total_E2[e] = self._masked_ce(parts[name, kind], t, KINDS.index(kind))
         total_E2[-1] = float(self.stop.requested)
         *found, (stopped, _) = distributed.total(total_E2).tolist()
         if stopped:
             self.due = True
             return None
-        out = CE()
-        for (kind, t), (ce, count) in zip(asked, found, strict=True):
-            out.setdefault(kind, {})["first" if t == FIRST else str(t)] = ce / max(count, 1.0)
+        out: dict[str, CE] = {name: {} for name in self.looked_at}
+        for (name, kind, t), (ce, count) in zip(asked, found, strict=True):
+            out[name].setdefault(kind, {})["first" if t == FIRST else str(t)] = ce / max(count, 1.0)
         if self.rank == 0:
-            logger.info("step %d: held-out masked CE by kind and t: %s", self.step, out)
-        self.metrics.write(self.step, ce=out)
+            logger.info("step %d: masked CE by kind and t: %s", self.step, out)
+        self.metrics.write(self.step, **out)
         self.due = False
         return out
 

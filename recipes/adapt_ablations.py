@@ -1,0 +1,173 @@
+"""Adapts one block base after another on an equal budget of seconds, and looks at each: which knob buys what.
+
+    python recipes/adapt_ablations.py OUTPUT --corpus DIR --seconds 60 [--only S-8 rank-16] [--share 0/4]
+
+`--corpus` is one that `adjust adapt --questions ...` made with the sizes given here. A line of JSON for each variant:
+masked cross-entropy by rate, held out and on as many training canvases; NLL and distinct-2 of joint text at T = 1 and
+of the text it was trained on; KL(q||p) of parallel decoding at K = 4; held-out questions answered right at T = 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from answers import NEW_TOKENS, asked
+from torch import Tensor
+
+from adjust_dlm import DecodeConfig, load_base
+from adjust_dlm.data.corpus import load_corpus
+from adjust_dlm.decoders import decode_many
+from adjust_dlm.eval import divergence
+from adjust_dlm.eval.nll import score_nll
+from adjust_dlm.eval.table import TableConfig, distinct_n, generate_cell, open_judge, score_line
+from adjust_dlm.train import masked_ce
+from adjust_dlm.train.adapt import AdaptConfig, adapt
+
+Line = dict[str, Any]
+SHIPPED: Line = {"block_size": 16, "lora_rank": 32, "share_text": 0.55, "share_chat": 0.3, "share_questions": 0.1}
+VARIANTS: dict[str, Line] = {
+    "shipped": {},
+    "S-8": {"block_size": 8},
+    "S-32": {"block_size": 32},
+    "rank-16": {"lora_rank": 16},
+    "rank-576": {"lora_rank": 576},  # as wide as the model: any change of the weights can be learned
+    "top-p-1": {"sample_top_p": 1.0},
+    "top-p-0.9": {"sample_top_p": 0.9},
+    "chats-most": {"share_text": 0.3, "share_chat": 0.5, "share_questions": 0.15},
+    "chats-few": {"share_text": 0.85, "share_chat": 0.07, "share_questions": 0.03},
+    "A-alone": {"views": "even"},
+    "later": {"views": "later"},
+    "seed-1": {"seed": 1},
+    "lr-4e-3": {"lr": 4e-3},
+    "lr-1e-3": {"lr": 1e-3},
+    "whole-canvas": {"block_size": None},
+    "whole-canvas-repeated": {"block_size": None, "some": 1 / 12},
+    "repeated": {"some": 1 / 12},
+    "thrice-as-long": {"times": 3},
+}
+
+
+def one_view(later: bool) -> Callable[..., list[masked_ce.MaskedBatch]]:
+    """Batches in which view B does not count; with `later` a block's late positions are hidden more often in view A."""
+
+    def views(
+        self: masked_ce.CanvasBatches, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator,
+        size: int,
+    ) -> list[masked_ce.MaskedBatch]:  # fmt: skip
+        count, length = tokens_BL.shape
+        t_BJ = masked_ce.stratified_times(count * (length // size), generator).view(count, -1)
+        power_L = 2 ** (1 - 2 * (torch.arange(length) % size) / (size - 1)) if later else torch.ones(length)
+        u_BL = torch.rand(count, length, generator=generator, dtype=torch.float64)
+        masked_BL = u_BL < t_BJ.repeat_interleave(size, 1) ** power_L
+        open_BL = masked_ce.open_positions(tokens_BL, prompt_B, self.end_ids, size)
+        weights_B3 = torch.tensor([1.0, 2.0, 0.0]).expand(count, 3) / max(1, int(open_BL.sum()))
+        mine = slice(self.rank, None, self.world)
+        parts = (x[mine].split(micro) for x in (tokens_BL, open_BL, masked_BL, weights_B3))
+        return [masked_ce.block_batch(a, b, c, d, size) for a, b, c, d in zip(*parts, strict=True)]
+
+    return views
+
+
+def train(args: argparse.Namespace, name: str) -> Line:
+    """The adaptation of a variant; its corpus is the given one unless the variant samples another."""
+    settings = SHIPPED | VARIANTS[name]
+    views, some, times = settings.pop("views", None), settings.pop("some", 1.0), settings.pop("times", 1)
+    output, own = args.output / name, "sample_top_p" in settings
+    sizes = {"text": args.text, "chat": args.chat, "lists": args.lists, "questions": args.questions}
+    if own:  # for less than one epoch of the budget; a corpus belongs to its settings
+        sizes = {"text": args.text // 4, "chat": args.chat // 4, "lists": args.lists, "questions": args.questions}
+    config = AdaptConfig(
+        output=output, corpus=None if own else args.corpus, ar=args.ar, **sizes, heldout=args.heldout,
+        length=args.length,
+        batch_size=args.batch_size, micro_batch=args.micro_batch, steps=args.steps, max_seconds=args.seconds * times,
+        lora_alpha=settings["lora_rank"], log_every=20, share_lists=0.05, **settings,
+    )  # fmt: skip
+    kept, plain = masked_ce.CanvasBatches.__init__, masked_ce.CanvasBatches._views
+
+    def fewer(self: Any, corpus: Any, *rest: Any, **named: Any) -> None:
+        ends = [(corpus.kind_N == kind).nonzero()[:, 0] for kind in corpus.kind_N.unique()]
+        kept(self, corpus._rows(torch.cat([e[: max(1, int(len(e) * some))] for e in ends])), *rest, **named)
+
+    masked_ce.CanvasBatches.__init__ = fewer  # type: ignore[method-assign]
+    if views:
+        masked_ce.CanvasBatches._views = one_view(views == "later")  # type: ignore[method-assign]
+    try:
+        return adapt(config)
+    finally:
+        masked_ce.CanvasBatches.__init__, masked_ce.CanvasBatches._views = kept, plain  # type: ignore[method-assign]
+
+
+def look(args: argparse.Namespace, name: str, questions: list[Any]) -> Line:
+    """What a trained base writes."""
+    base = load_base(str(args.output / name), device=args.device)
+    table = TableConfig(
+        base=str(args.output / name), output=str(args.output / f"{name}-texts"), n=args.n, batch_size=args.n,
+        max_new_tokens=args.length - 1, divergence=0, temperatures=(1.0,), judge=args.ar,
+    )  # fmt: skip
+    judge, start = open_judge(table, base)
+    rows = [line.tokens for line in generate_cell(base, {}, table, (1.0, "joint", 1))]
+    joint = score_line(1.0, "joint", 1, rows, score_nll(judge, rows, condition_id=start, batch_size=64))
+    own = args.output / name / "corpus"
+    text = load_corpus(own if own.is_dir() else args.corpus, "train").of_kind("text").tokens_NL[: args.n, 1:].tolist()
+    target = score_nll(judge, text, condition_id=start, batch_size=64)
+    out = {"joint_nll": joint["nll"], "joint_ci95": joint["nll_ci95"], "distinct_2": joint["distinct_2"]}
+    out |= {"text_nll": target.nll, "text_ci95": target.ci95, "text_distinct_2": distinct_n(text, 2)}
+    law = divergence.DivergenceConfig(
+        base=table.base, output=f"{table.output}/law", n=args.n // 4, batch_size=args.n, max_new_tokens=args.length - 1,
+        decoders=("parallel",), tokens_per_step=(4,), sources=("own",),
+    )  # fmt: skip
+    found = divergence.run(law, base=base)["rows"][0]
+    out |= {"parallel_kl": found["kl_qp"], "parallel_kl_ci95": found["kl_qp_ci95"]}
+    prompts = [base.encode_messages([{"role": "user", "content": text}]) for text, _ in questions]
+    config, right = DecodeConfig(tokens_per_step=1, max_new_tokens=NEW_TOKENS, temperature=0.0, seed=3), 0
+    for numbers, result in decode_many(base, prompts, config, decoder="joint", batch_size=256):
+        for n, tokens in zip(numbers, result.tokens_BL.tolist(), strict=True):
+            right += questions[n][1].right(base.tokenizer.decode(tokens[-NEW_TOKENS:], skip_special_tokens=True))
+    return out | {"right": right, "asked": len(questions)}
+
+
+def main() -> None:
+    """This process's share of the variants."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--ar", default="smol")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--share", default="0/1", help="this process of so many")
+    parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which no variant is begun")
+    parser.add_argument("--device", default="auto")
+    sizes = {"text": 400_000, "chat": 60_000, "lists": 5_000, "questions": 16_384, "heldout": 512, "length": 128,
+             "batch_size": 256, "micro_batch": 128, "steps": 100_000, "n": 512}  # fmt: skip
+    for size, number in sizes.items():
+        parser.add_argument(f"--{size.replace('_', '-')}", type=int, default=number)
+    args = parser.parse_args()
+    began, (part, parts) = time.monotonic(), map(int, args.share.split("/"))
+    args.output.mkdir(parents=True, exist_ok=True)
+    questions: list[Any] | None = None
+    for name in args.only[part::parts]:
+        if time.monotonic() - began > args.stop_after:
+            sys.stderr.write(f"{name}: no time left\n")
+            continue
+        start = time.monotonic()
+        result = train(args, name)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        questions = asked(args.ar, 200, device) if questions is None else questions
+        line = {"variant": name, **{key: result[key] for key in ("step", "tokens", "tokens_per_second")}}
+        line |= look(args, name, questions) | {"ce": result["ce"], "ce_train": result["ce_train"]}
+        line["wall"] = round(time.monotonic() - start)
+        with (args.output / f"lines-{part}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
