@@ -53,8 +53,9 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def tiny_base(
-    family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), block: int | None = None, **changes: Any
-) -> TransformerBase:
+    family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), block: int | None = None, device: str = "cpu",
+    **changes: Any,
+) -> TransformerBase:  # fmt: skip
     """A random base of a family, with blocks if asked or its own; the same seed gives the same weights."""
     block = KNOWN[family].block[1] if block is None and KNOWN[family].block else block
     config = tiny_config(family, **changes)
@@ -63,8 +64,8 @@ def tiny_base(
         model = new_model(replace(Shape.of(config), block=block))
         head_weight = torch.randn(config.vocab_size, config.hidden_size) / 2
     return KNOWN[family].make(
-        config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model, head_weight=head_weight,
-        block=block,
+        config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model.to(device),
+        head_weight=head_weight.to(device), block=block,
     )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def tiny_sampler(base: Base, seed: int = 0, **config: Any) -> Sampler:
         for norm in (sampler.norm_embed, sampler.norm_hidden):
             for weight in norm.parameters():
                 nn.init.uniform_(weight, 0.5, 1.5)
-    return sampler.eval().requires_grad_(False)
+    return sampler.eval().requires_grad_(False).to(base.device)
 
 
 def build(device: str, *, seed: int = 0, spread: float = 0.02, head: float = 0.5) -> tuple[DreamBase, Sampler]:

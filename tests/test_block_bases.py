@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,8 +287,13 @@ def test_every_decoder_writes_the_same_with_the_cache(
 @pytest.mark.parametrize("size", [4, 16, 64])
 @pytest.mark.parametrize("family", [*FAMILIES, "sdar"])
 def test_cached_states_are_those_of_the_whole_canvas(family: str, size: int) -> None:
-    """After every commit, at all columns of the open block and before it; junk to the right changes nothing."""
     base = tiny_base(family, block=size, max_position_embeddings=256, end_ids=NO_END)
+    for h_RD, whole_RD in cached_and_whole(base, size):
+        torch.testing.assert_close(h_RD, whole_RD, rtol=0, atol=2e-5)
+
+
+def cached_and_whole(base: TransformerBase, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """After every commit, at all columns of the open block and before it; junk to the right changes nothing."""
     config = DecodeConfig(max_new_tokens=size + 5, seed=2)
     canvas = Canvas(base, prompts(min(size, 5)), config)
     cached = with_cache(base, config)
@@ -295,13 +301,13 @@ def test_cached_states_are_those_of_the_whole_canvas(family: str, size: int) -> 
         h_BLD, whole_BLD = cached.hidden(canvas), base.hidden(canvas)
         place_BL = canvas.positions_BL // size
         upto_BL = canvas.real_BL & (place_BL <= canvas.block_B[:, None]) & canvas.open_B[:, None]
-        torch.testing.assert_close(h_BLD[upto_BL], whole_BLD[upto_BL], rtol=0, atol=2e-5)
+        yield h_BLD[upto_BL], whole_BLD[upto_BL]
         assert bool((upto_BL | ~canvas.seen_BL).all())
         behind_BL = torch.nn.functional.pad(place_BL > canvas.block_B[:, None], (0, size - 1), value=False)
         for part in canvas.memory.kept:  # keys, values and states to the right are never looked at
             part.movedim(-2, 1)[behind_BL] = 1e3
         canvas.start_round()
-        row_B = torch.arange(len(canvas.rows_B))
+        row_B = torch.arange(len(canvas.rows_B), device=base.device)
         position_B1 = canvas.open_BL.long().argmax(-1, keepdim=True)
         token_B1 = 3 + (canvas.uniforms(position_B1, row_B[:, None]) * 15).long()
         canvas.commit(Picks(position_B1, token_B1, canvas.open_B[:, None]))

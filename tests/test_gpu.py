@@ -10,17 +10,23 @@ import torch
 from adjust_dlm.bases import attention, layers, load_base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.bench.shapes import random_base
 from adjust_dlm.data.prompts import PromptSource
-from adjust_dlm.decoders import decode, decode_many
+from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
+from adjust_dlm.decoders import DECODERS, decode, decode_many
 from adjust_dlm.decoders.fast.engine import captures
 from adjust_dlm.losses import kl_and_delta, pick_delta
 from adjust_dlm.sampler import Sampler, SamplerConfig, load_sampler
 from adjust_dlm.sampling import uniform
+from adjust_dlm.train.blocks import pack_blocks
 from adjust_dlm.train.one_pass import Pool, PoolConfig
+from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, State
-from helpers import build, left_pad, wide
+from helpers import build, left_pad, tiny_base, tiny_sampler, wide
 from serving import mixed, told
+from test_block_bases import NO_END, cached_and_whole, played, prompts
+from test_block_training import SIZE, texts
 from test_checkpoint import write
 from tiny_ar import tiny_partner
 
@@ -126,6 +132,59 @@ def test_one_pass_on_a_card_sees_what_the_cpu_sees() -> None:
             assert torch.equal(a, b)
         for a, b in zip(here[3:], there[3:], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("decoder", [name for name in DECODERS if name != "origin"])
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_every_decoder_in_blocks_writes_what_the_cpu_writes(decoder: str, family: str) -> None:
+    """With the cache and by passes over the whole canvas."""
+    order = "confidence" if decoder == "guided" else None
+    config, seen = DecodeConfig(max_new_tokens=11, tokens_per_step=3, seed=4, order=order), []
+    for device, cached in (("cpu", True), ("cuda", True), ("cuda", False)):
+        base = tiny_base(family, block=8, end_ids=NO_END, device=device)
+        seen.append(played(base, config, decoder, prompts(8)[::3], cached=cached))
+    for card in seen[1:]:
+        assert torch.equal(seen[0].tokens_BL, card.tokens_BL.cpu())
+        assert torch.equal(seen[0].order_BL, card.order_BL.cpu())
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("family", ["dream", "llada", "sdar"])
+def test_cached_states_in_blocks_are_those_of_the_whole_canvas(family: str, dtype: torch.dtype, most: float) -> None:
+    base = tiny_base(family, block=16, max_position_embeddings=256, end_ids=NO_END, device="cuda")
+    base.model.to(dtype)
+    base.head_matrix = base.head_matrix.to(dtype)
+    for h_RD, whole_RD in cached_and_whole(base, 16):
+        assert h_RD.dtype == dtype and (h_RD - whole_RD).float().norm() <= most * whole_RD.float().norm()
+
+
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_training_in_blocks_on_a_card_sees_what_the_cpu_sees(family: str) -> None:
+    """The loss, by the fused KL there, and every gradient."""
+    data, results = texts(tiny_base(family, block=SIZE, end_ids=(23,))), []
+    for device in ("cpu", "cuda"):
+        base = tiny_base(family, block=SIZE, end_ids=(23,), device=device)
+        g = tiny_sampler(base).requires_grad_(True)
+        frames = pack_blocks(data, lambda n, commits: 0, SIZE + 2, base).to(base.device).frames(base)
+        loss = unrolled_kl(base, unroll(g, frames, rollout=2), (1, 2), delta=pick_delta("auto", base.device))
+        loss.backward()
+        results.append([loss.detach().cpu(), *(p.grad.cpu() for p in g.parameters() if p.grad is not None)])
+    for here, there in zip(*results, strict=True):
+        assert (here - there).norm() <= 1e-3 * here.norm()
+
+
+def test_a_g_of_a_block_base_is_trained_in_half_precision_and_decodes(tmp_path: Path) -> None:
+    base = random_base("tiny-shape", device=torch.device("cuda"), dtype=torch.bfloat16, block=8)
+    text = str(tmp_path / "text")
+    make_trajectories(TrajectoriesConfig(output=text, num=16, max_new_tokens=31, batch_size=16, shard_rows=16), base)
+    config = TrainConfig(
+        trajectories=(text,), output=str(tmp_path / "g"), steps=3, slices=4, heldout=4, heldout_texts=4, warmup=1
+    )
+    result = train(config, base)
+    assert result["finished"] and result["divergence"]["adjust"]["kl_qp"] > 0
+    g = load_sampler(result["sampler"], base)
+    made = decode(base, PROMPTS, DecodeConfig(max_new_tokens=20, tokens_per_step=3), sampler=g)
+    assert base.spec.mask_id not in made.tokens_BL
 
 
 def test_layers_spread_over_cards_and_the_cpu_give_the_same_states(tmp_path: Path) -> None:

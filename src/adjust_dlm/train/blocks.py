@@ -72,8 +72,9 @@ def random_blocks(
 ) -> BlockSlices:  # fmt: skip
     """`count` random texts with a random start for every block.
 
-    Starts run from -(C - rollout - 1) to T_b - 2, T_b the commits of the block, so every window start 0..T_b - 2 is
-    equally likely; what hangs over does not count, and neither do blocks without commits.
+    A slice that holds all windows of its block begins at 0. Else starts run from -(C - rollout - 1) to T_b - 2, T_b the
+    commits of the block, so every window start 0..T_b - 2 is equally likely; what hangs over does not count, and
+    neither do blocks without commits.
 
     Args:
         trajectories: the store.
@@ -89,7 +90,9 @@ def random_blocks(
     chosen = [trajectories[rows[int(generator.integers(len(rows)))]] for generator in generators]
 
     def start(n: int, commits: int) -> int:
-        return int(generators[n].integers(rollout + 1 - length, max(1, commits - 1)))
+        if length - rollout >= commits - 1:
+            return 0
+        return int(generators[n].integers(rollout + 1 - length, commits - 1))
 
     return pack_blocks(chosen, start, length, base)
 
