@@ -31,7 +31,14 @@ from adjust_dlm.train import masked_ce
 from adjust_dlm.train.adapt import AdaptConfig, adapt
 
 Line = dict[str, Any]
-SHIPPED: Line = {"block_size": 16, "lora_rank": 32, "share_text": 0.55, "share_chat": 0.3, "share_questions": 0.1}
+SHIPPED: Line = {
+    "block_size": 16,
+    "lora_rank": 32,
+    "warmup": 30,
+    "share_text": 0.55,
+    "share_chat": 0.3,
+    "share_questions": 0.1,
+}
 VARIANTS: dict[str, Line] = {
     "shipped": {},
     "S-8": {"block_size": 8},

@@ -146,7 +146,7 @@ def test_what_is_not_utf_8_is_refused(base: ExactBase, tmp_path: Path, name: str
 
 
 def test_other_sources_are_refused(base: ExactBase, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="give unconditional, lists, corpus:DIR, or a"):
+    with pytest.raises(InputError, match="give unconditional, lists, questions, corpus:DIR, or a"):
         open_prompts("wikipedia", base)
     with pytest.raises(InputError, match="does not exist"):
         open_prompts(str(tmp_path / "no.txt"), base)

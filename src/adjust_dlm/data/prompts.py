@@ -1,4 +1,4 @@
-"""Where prompts come from: nothing, a file, the list tasks, or a corpus; row i of a run takes prompt i mod n."""
+"""Where prompts come from: nothing, a file, list tasks, short questions, or a corpus; row i of a run takes prompt i mod n."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from adjust_dlm.bases import Base
 from adjust_dlm.data.corpus import json_value, lines_of, load_corpus
 from adjust_dlm.data.lists import list_tasks
+from adjust_dlm.data.questions import questions
 from adjust_dlm.types import InputError, require
 
 FIELDS = ("prompt", "text", "question", "instruction")  # of a JSONL line; the first one present wins, then `messages`
@@ -67,7 +68,8 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
     """Finds a source by its description.
 
     Args:
-        spec: `unconditional`, `lists`, `corpus:DIR`, or the path of a .jsonl or .txt file.
+        spec: `unconditional`, `lists`, `questions` (none that is held out), `corpus:DIR` (its chats), or the path of a
+            .jsonl or .txt file.
         base: encodes the text.
         chat: put each text of a file into the base's chat template (list tasks always are in it).
         rows: how many different prompts an endless source makes.
@@ -82,6 +84,9 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
     if spec == "lists":
         tasks = itertools.islice(list_tasks(-1 - seed), rows)  # no corpus has a negative seed, so none holds these
         return PromptSource(spec, [_encode(base, task.prompt, True, spec) for task in tasks])
+    if spec == "questions":
+        asked = itertools.islice(questions(seed), rows)
+        return PromptSource(spec, [_encode(base, text, True, spec) for text, _ in asked])
     kind, _, folder = spec.partition(":")
     if kind == "corpus" and folder:  # the prompt part of every chat for training, copies dropped
         chats = load_corpus(Path(folder), "train").of_kind("chat")
@@ -90,7 +95,7 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
     path = Path(spec)
     require(
         path.suffix in (".jsonl", ".txt"),
-        f"prompts {spec!r}: give unconditional, lists, corpus:DIR, or a .jsonl or .txt file",
+        f"prompts {spec!r}: give unconditional, lists, questions, corpus:DIR, or a .jsonl or .txt file",
     )
     require(path.is_file(), f"prompt file {path} does not exist")
     found = [(_json_line(line, where) if path.suffix == ".jsonl" else line, where) for where, line in lines_of(path)]

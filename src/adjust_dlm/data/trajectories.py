@@ -43,7 +43,7 @@ class TextConfig:
     """What texts of a base are decoded.
 
     Attributes:
-        prompts: unconditional, lists, corpus:DIR, or a file (.jsonl, .txt).
+        prompts: unconditional, lists, questions, corpus:DIR, or a file (.jsonl, .txt).
         chat: put each text of a file into the base's chat template (list tasks always are in it).
         max_new_tokens: masked positions after each prompt.
         temperature: one or more; with several, prompts and temperatures are crossed, row by row.

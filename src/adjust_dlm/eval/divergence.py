@@ -43,7 +43,7 @@ class DivergenceConfig(EvalConfig):
         temperatures: of the law. A decoder has the same unless its variant says another: "parallel:temperature=0.8".
         sources: "own": KL(q || p) on the decoder's own tokens; "base": KL(p || q) on tokens drawn from the base at the
             decoder's positions.
-        prompts: unconditional, lists, corpus:DIR, or a .jsonl or .txt file.
+        prompts: unconditional, lists, questions, corpus:DIR, or a .jsonl or .txt file.
         chat: put each prompt of a file into the chat template.
         order: which position is next; the base's own rule by default.
         suppress_eos: never end a text.
