@@ -19,8 +19,12 @@ from torch.nn import functional as F
 from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import KeepKeys
+from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, State, require
+
+
+_PACKED = 1 << 23  # numbers of a matrix that a CPU keeps twice: all of those of a base of half a billion parameters
 
 
 class Linear(nn.Linear):
@@ -32,7 +36,16 @@ class Linear(nn.Linear):
     @staticmethod
     def product(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """W h + b: what a layer of this kind does with its parameters."""
-        return F.linear(h, weight, bias)
+        packs = weight.is_cpu and weight.numel() <= _PACKED
+        return (frozen_linear if packs else F.linear)(h, weight, bias)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """W h + b."""
+        return self.product(h, self.weight, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        forget(self.weight)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """W (silu(gate) * up) + b: [..., D] each to [..., N]."""
