@@ -165,6 +165,7 @@ class Attention(_Joins):
         q, k = turned(q, k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
+            mask_BHLL = None if mask_BHLL is None else mask_BHLL[..., : k.shape[2]]
         return self.o_proj(attend(q, k, v, mask_BHLL))
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
