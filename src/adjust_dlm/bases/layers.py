@@ -23,7 +23,6 @@ from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, State, require
 
-
 _PACKED = 1 << 23  # numbers of a matrix that a CPU keeps twice: all of those of a base of half a billion parameters
 
 
