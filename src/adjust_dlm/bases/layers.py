@@ -35,12 +35,12 @@ class Linear(nn.Linear):
     @staticmethod
     def product(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """W h + b: what a layer of this kind does with its parameters."""
-        packs = weight.is_cpu and weight.numel() <= _PACKED
-        return (frozen_linear if packs else F.linear)(h, weight, bias)
+        return F.linear(h, weight, bias)
 
     def forward(self, h: Tensor) -> Tensor:
         """W h + b."""
-        return self.product(h, self.weight, self.bias)
+        packs = self.weight.is_cpu and self.weight.numel() <= _PACKED
+        return (frozen_linear if packs else F.linear)(h, self.weight, self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         forget(self.weight)
