@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.memory import Memory
+from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, Canvas, decode
 from adjust_dlm.decoders.machinery.cache import with_cache
@@ -301,6 +301,21 @@ def test_a_row_that_enters_a_block_is_computed_whole() -> None:
     config = DecodeConfig(max_new_tokens=9, tokens_per_step=1, block_length=3, cache_period=100)
     decode(base, [[BOS, 5]], config, decoder="joint")
     assert firsts == [0, 1, 1, 0, 4, 4, 0, 7, 7]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("valid", [None, (True, True, True), (True, False, True), (False, False, False)])
+def test_columns_are_written_as_they_are_in_several_rows(rows: int, valid: tuple[bool, ...] | None) -> None:
+    """One row takes a path of its own on a CPU."""
+    old, new = torch.zeros(rows, 2, 5, 4), torch.rand(rows, 2, 3, 4)
+    column_BN = torch.tensor([[4, 0, 3], [1, 2, 0]])[:rows]
+    valid_BN = None if valid is None else torch.tensor(valid).expand(rows, -1)
+    out = renew(old, new, column_BN, valid_BN)
+    wanted = torch.zeros(rows, 2, 5, 4)
+    for b, n in itertools.product(range(rows), range(3)):
+        if valid is None or valid[n]:
+            wanted[b, :, int(column_BN[b, n])] = new[b, :, n]
+    assert out is old and torch.equal(out, wanted)
 
 
 def test_a_base_without_keys_and_values_says_so() -> None:

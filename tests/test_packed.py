@@ -6,10 +6,11 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adjust_dlm.bases import packed
+from adjust_dlm.bases import layers, packed
+from adjust_dlm.bases.layers import Linear
 from adjust_dlm.bases.packed import frozen_linear
 
 BIG = (4096, 576)
@@ -49,6 +50,22 @@ def test_a_matrix_changed_in_place_is_laid_out_anew() -> None:
     after_RV = frozen_linear(h_RD, weight_VD)
     assert after_RV[0, 3] == 32.0
     assert torch.equal(after_RV[0, :3], before_RV[0, :3]) and torch.equal(after_RV[0, 4:], before_RV[0, 4:])
+
+
+@torch.no_grad()
+def test_layers_keep_copies_of_frozen_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never of a weight that is trained, that is large, or that a cast has given other memory."""
+    layer, h_RD, kept = Linear(16, 33), torch.randn(5, 16), len(packed._packed)
+    nn.init.normal_(layer.weight)
+    assert torch.equal(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias)) and len(packed._packed) == kept
+    layer.requires_grad_(False)
+    torch.testing.assert_close(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias))
+    assert len(packed._packed) == kept + packed._X86
+    layer.bfloat16().float()
+    assert len(packed._packed) == kept
+    torch.testing.assert_close(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias))
+    monkeypatch.setattr(layers, "_PACKED", 16)
+    assert torch.equal(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias))
 
 
 def test_a_copy_dies_with_its_matrix() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from adjust_dlm.bases import Base, adapted
 from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.hub import once
-from adjust_dlm.bases.layers import BidirectionalLayer
+from adjust_dlm.bases.layers import BidirectionalLayer, Linear
 from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import check_finite, read_header
@@ -107,7 +107,8 @@ class Sampler(nn.Module):
         if self.config.features:
             base.with_features(self.config.features)  # refuses what it does not have
         self.states = 1 + len(self.config.features)
-        self.mix = nn.Linear((1 + self.states) * width, width)
+        self.mix = Linear((1 + self.states) * width, width)
+        nn.Linear.reset_parameters(self.mix)
         shape = self.config.shape(Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)
         self.more = nn.ModuleList(BidirectionalLayer(shape) for _ in range(self.config.layers - 1))

@@ -153,12 +153,14 @@ def confidence(logits_RV: Tensor, token_R: Tensor) -> Tensor:
 SCORES: dict[OrderRule, Callable[[Tensor], Tensor]] = {"entropy": negative_entropy, "margin": margin}
 
 
-def score_rows(raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bool, config: DecodeConfig) -> Tensor:
+def score_rows(
+    raw_RV: Tensor, u_R: Tensor | None, rule: OrderRule, *, on_processed: bool, config: DecodeConfig
+) -> Tensor:
     """Certainty of each row under a rule that looks at logits: fp32 [R], the largest is revealed first.
 
     Args:
         raw_RV: fp32 logits, forbidden tokens at -inf.
-        u_R: the uniform each row would be drawn with (used by `confidence` alone).
+        u_R: the uniform each row would be drawn with, for `confidence` alone.
         rule: entropy, margin or confidence.
         on_processed: score after temperature and filters instead of before.
         config: temperature and filters.
@@ -167,6 +169,7 @@ def score_rows(raw_RV: Tensor, u_R: Tensor, rule: OrderRule, *, on_processed: bo
     processed_RV = process(raw_RV, config) if need_processed else raw_RV
     seen_RV = processed_RV if on_processed else raw_RV
     if rule == "confidence":
+        assert u_R is not None
         return confidence(seen_RV, draw(processed_RV, u_R, config.temperature))
     return SCORES[rule](seen_RV)
 

@@ -80,7 +80,8 @@ def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
         layer.turn(q, k, cos, sin)
         return q, k
-    return turn(q, cos, sin), turn(k, cos, sin)
+    q, k = turn(torch.cat([q, k], 1), cos, sin).split([q.shape[1], k.shape[1]], 1)
+    return q, k
 
 
 def visible(real_BL: Tensor | None, h_BLD: Tensor, shape: Shape, *, masks: bool) -> Tensor | None:

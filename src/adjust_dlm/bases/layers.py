@@ -19,8 +19,11 @@ from torch.nn import functional as F
 from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import KeepKeys
+from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.types import InputError, State, require
+
+_PACKED = 1 << 23  # numbers of a matrix that a CPU keeps twice: all of those of a base of half a billion parameters
 
 
 class Linear(nn.Linear):
@@ -33,6 +36,15 @@ class Linear(nn.Linear):
     def product(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """W h + b: what a layer of this kind does with its parameters."""
         return F.linear(h, weight, bias)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """W h + b."""
+        packs = self.weight.is_cpu and self.weight.numel() <= _PACKED
+        return (frozen_linear if packs else F.linear)(h, self.weight, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        forget(self.weight)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """W (silu(gate) * up) + b: [..., D] each to [..., N]."""
@@ -152,6 +164,7 @@ class Attention(_Joins):
         q, k = turned(q, k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
+            mask_BHLL = None if mask_BHLL is None else mask_BHLL[..., : k.shape[2]]
         return self.o_proj(attend(q, k, v, mask_BHLL))
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

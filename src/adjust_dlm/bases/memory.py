@@ -19,6 +19,7 @@ class Memory:
         kept: of each layer its keys and values [B, 2, heads, L, d]; behind them, where they are kept, the final states
             [B, L, D]. Empty before the first pass.
         width: L, where the first pass is not over all columns; zeros stand at the others.
+        seen: how many columns passes see, where nothing may look behind them; None: all.
         counts_B3: of each row, for the prefix cache: passes since it was computed whole (0: never was), the block it
             was in, and how many of its last columns the next pass computes. On a block base the first of them is the
             number of its positions that are final.
@@ -28,6 +29,7 @@ class Memory:
         """Holds nothing; g's needs no counts."""
         self.kept: list[Tensor] = []
         self.width: int | None = None
+        self.seen: int | None = None
         self.counts_B3 = torch.zeros(rows, 3, dtype=torch.long, device=device)
 
     def write(self, n: int, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
@@ -43,7 +45,7 @@ class Memory:
         """What layer n of a pass over some columns does with their keys and values [B, heads, N, d]."""
 
         def written(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = self.write(n, torch.stack([k, v], 1), column_BN, valid_BN).unbind(1)
+            k, v = self.write(n, torch.stack([k, v], 1), column_BN, valid_BN)[..., : self.seen, :].unbind(1)
             return k, v
 
         return written
@@ -102,6 +104,11 @@ def renew(old: Tensor, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None =
         column_BN: which columns, all different in a row.
         valid_BN: False on columns that stay as they are.
     """
+    if len(new) == 1 and not new.is_cuda:  # where a question to the device costs less than a whole scatter
+        column_N = column_BN[0]
+        if valid_BN is not None and not bool(valid_BN.all()):
+            new, column_N = new[..., valid_BN[0], :], column_N[valid_BN[0]]
+        return old.index_copy_(-2, column_N, new)
     shape = (len(new), *[1] * (new.ndim - 3), new.shape[-2], 1)
     index = column_BN.to(new.device).view(shape).expand_as(new)
     if valid_BN is not None:

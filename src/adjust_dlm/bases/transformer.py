@@ -116,7 +116,7 @@ class TransformerBase(Base):
         views = token_BJS.shape[1]
         every_BN = torch.cat([column_BN, place_BS.repeat(1, views)], 1)
         tokens_BN = torch.cat([state.tokens_BL.gather(1, column_BN), token_BJS.flatten(1)], 1)
-        own_BNL = block_mask(state, size, every_BN)[:, 0]
+        own_BNL = block_mask(state, size, every_BN)[:, 0, :, : memory.seen]
         earlier_BL = torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1]
         own_BNL[:, count:] &= earlier_BL[:, None]
         view_N = torch.arange(views * size, device=every_BN.device) // size

@@ -128,7 +128,8 @@ def _columns_to_edge(
     before_B = (canvas.masked_BL.long().argmax(-1) - start_B) // size * size  # the open block's first position
     edge_B = (start_B + before_B + size).clamp_max(width)
     count_B = (edge_B - start_B - final_B).masked_fill(~goes_B, 0)
-    count = max(1, int(count_B.max()))
+    most, memory.seen = torch.stack([count_B.max(), edge_B.max()]).tolist()
+    count = max(1, most)
     place_BN = edge_B[:, None] - count + torch.arange(count, device=edge_B.device)
     valid_BN = place_BN >= (edge_B - count_B)[:, None]
     memory.counts_B3[:, 0] = torch.where(goes_B, before_B, final_B)

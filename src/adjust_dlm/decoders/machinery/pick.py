@@ -65,7 +65,8 @@ class Rows:
         score, chunk, parts, logits_RV = row_scorer(compiled=self.base.compiled), rows_at_once(self.base), [], None
         for row, position in zip(row_R.split(chunk), position_R.split(chunk), strict=True):
             logits_RV = None  # one chunk at a time
-            logits_RV, u_R = self._logits(row, position), self.canvas.uniforms(position, row)
+            logits_RV = self._logits(row, position)
+            u_R = self.canvas.uniforms(position, row) if self.canvas.rule == "confidence" else None
             how = {"on_processed": self.canvas.on_processed, "config": self.config}
             parts.append(score(logits_RV, u_R, self.canvas.rule, **how))
         self._kept_RV = logits_RV if len(parts) == 1 and len(row_R) else None
