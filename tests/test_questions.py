@@ -112,6 +112,7 @@ def test_the_corpus_holds_right_replies_that_end(tmp_path: Path, monkeypatch: py
         return out
 
     monkeypatch.setattr(canvases_module, "ar_replies", replies)
+    monkeypatch.setattr(canvases_module, "QUESTIONS_AT_ONCE", 9)
     config = CorpusConfig(text=0, chat=0, lists=0, questions=12, heldout=6, length=160, sample_batch=9)
     build_corpus(tmp_path, config, source())
     for split, rows in (("train", 12), ("heldout", 6)):

@@ -24,6 +24,7 @@ SPLITS = ("train", "heldout")
 MAX_USER_TOKENS = 64
 MIN_YIELD = 0.005  # a model that gives fewer chats or right answers than this does not know the template
 QUESTION_TEMPERATURE = 0.5
+QUESTIONS_AT_ONCE = 16_384  # those of one length are sampled together, so many make full batches
 ANSWER_TOKENS = 24  # the right word stands in so many tokens of a reply
 logger = logging.getLogger(__name__)
 Canvas = tuple[list[int], int]
@@ -106,7 +107,7 @@ def _question_canvases(
     prefix, turn = _ids(source, CHAT_USER), _ids(source, CHAT_TURN)
     tried = kept = 0
     while True:
-        asked = list(islice(stream, config.sample_batch))
+        asked = list(islice(stream, QUESTIONS_AT_ONCE))
         replies = ar_replies(
             source.model, source.tokenizer, [text for text, _ in asked], new_tokens=config.length // 2,
             batch_size=config.sample_batch, temperature=QUESTION_TEMPERATURE, forbid=_forbidden(source),
