@@ -65,7 +65,8 @@ def canvases(config: CorpusConfig, source: Source, split: str, kind: str, shard:
     if kind == "lists":
         return _list_canvases(config, source, seed=(config.seed << 32) + shard, held_out=split == "heldout")
     if kind == "questions":
-        return _question_canvases(config, source, (config.seed << 32) + shard, first_row, held_out=split == "heldout")
+        seed = (config.seed << 32) + shard
+        return _question_canvases(config, source, seed, first_row, rows, held_out=split == "heldout")
     if kind == "text":
         prefix = [source.vocabulary.bos_id]
         return ((prefix + sample, 1) for sample in _draw(config, source, [], prefix, first_row, rows))
@@ -100,14 +101,14 @@ def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: i
 
 
 def _question_canvases(
-    config: CorpusConfig, source: Source, seed: int, first_row: int, *, held_out: bool
+    config: CorpusConfig, source: Source, seed: int, first_row: int, rows: int, *, held_out: bool
 ) -> Iterator[Canvas]:
     """Replies that end and are right, at a low temperature: what the model says then is what it holds to be true."""
     stream, end_ids = questions(seed, held_out=held_out), source.vocabulary.end_ids
     prefix, turn = _ids(source, CHAT_USER), _ids(source, CHAT_TURN)
     tried = kept = 0
     while True:
-        asked = list(islice(stream, QUESTIONS_AT_ONCE))
+        asked = list(islice(stream, min(QUESTIONS_AT_ONCE, 4 * rows)))
         replies = ar_replies(
             source.model, source.tokenizer, [text for text, _ in asked], new_tokens=config.length // 2,
             batch_size=config.sample_batch, temperature=QUESTION_TEMPERATURE, forbid=_forbidden(source),
