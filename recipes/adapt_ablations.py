@@ -2,7 +2,7 @@
 
     python recipes/adapt_ablations.py OUTPUT --corpus DIR --seconds 60 [--only S-8 rank-16] [--share 0/4]
 
-`--corpus` is one that `adjust adapt --questions ...` made with the sizes given here. A line of JSON for each variant:
+Several processes, each with a `--share` of its own, first make the corpus together. A line of JSON for each variant:
 masked cross-entropy by rate, held out and on as many training canvases; NLL and distinct-2 of joint text at T = 1 and
 of the text it was trained on; KL(q||p) of parallel decoding at K = 4; held-out questions answered right at T = 0.
 """
@@ -22,7 +22,10 @@ from answers import NEW_TOKENS, asked
 from torch import Tensor
 
 from adjust_dlm import DecodeConfig, load_base
-from adjust_dlm.data.corpus import load_corpus
+from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.data.ar import read_vocabulary
+from adjust_dlm.data.canvases import SAMPLED, Source
+from adjust_dlm.data.corpus import CorpusConfig, build_corpus, load_corpus
 from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval import divergence
 from adjust_dlm.eval.nll import score_nll
@@ -32,6 +35,7 @@ from adjust_dlm.train.adapt import AdaptConfig, adapt
 
 Line = dict[str, Any]
 SHIPPED: Line = {
+    "batch_size": 256,
     "block_size": 16,
     "lora_rank": 32,
     "warmup": 30,
@@ -53,7 +57,11 @@ VARIANTS: dict[str, Line] = {
     "later": {"views": "later"},
     "seed-1": {"seed": 1},
     "lr-4e-3": {"lr": 4e-3},
-    "lr-1e-3": {"lr": 1e-3},
+    "lr-8e-3": {"lr": 8e-3},
+    "lr-16e-3": {"lr": 16e-3},
+    "rank-64-lr-8e-3": {"lora_rank": 64, "lr": 8e-3},
+    "rank-128-lr-4e-3": {"lora_rank": 128, "lr": 4e-3},
+    "batch-1024": {"batch_size": 1024},
     "whole-canvas": {"block_size": None},
     "whole-canvas-repeated": {"block_size": None, "some": 1 / 12},
     "repeated": {"some": 1 / 12},
@@ -82,18 +90,30 @@ def one_view(later: bool) -> Callable[..., list[masked_ce.MaskedBatch]]:
     return views
 
 
+def make_corpus(args: argparse.Namespace, part: int, parts: int) -> None:
+    """This process's shards; returns when those of all others are there, too."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_ar(args.ar, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    source = Source(model, tokenizer, read_vocabulary(tokenizer, model.config))
+    sizes = {kind: getattr(args, kind) for kind in SAMPLED}
+    config = CorpusConfig(ar=args.ar, **sizes, heldout=args.heldout, length=args.length)
+    build_corpus(args.corpus, config, source, rank=part, world=parts)
+    while not all((args.corpus / name).is_file() for name in config.shards()):
+        time.sleep(1)
+
+
 def train(args: argparse.Namespace, name: str) -> Line:
     """The adaptation of a variant; its corpus is the given one unless the variant samples another."""
     settings = SHIPPED | VARIANTS[name]
     views, some, times = settings.pop("views", None), settings.pop("some", 1.0), settings.pop("times", 1)
     output, own = args.output / name, "sample_top_p" in settings
-    sizes = {"text": args.text, "chat": args.chat, "lists": args.lists, "questions": args.questions}
+    sizes = {kind: getattr(args, kind) for kind in SAMPLED}
     if own:  # for less than one epoch of the budget; a corpus belongs to its settings
-        sizes = {"text": args.text // 4, "chat": args.chat // 4, "lists": args.lists, "questions": args.questions}
+        sizes |= {"text": args.text // 4, "chat": args.chat // 4}
     config = AdaptConfig(
         output=output, corpus=None if own else args.corpus, ar=args.ar, **sizes, heldout=args.heldout,
         length=args.length,
-        batch_size=args.batch_size, micro_batch=args.micro_batch, steps=args.steps, max_seconds=args.seconds * times,
+        micro_batch=args.micro_batch, steps=args.steps, max_seconds=args.seconds * times,
         lora_alpha=settings["lora_rank"], log_every=20, share_lists=0.05, **settings,
     )  # fmt: skip
     kept, plain = masked_ce.CanvasBatches.__init__, masked_ce.CanvasBatches._views
@@ -152,12 +172,13 @@ def main() -> None:
     parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which no variant is begun")
     parser.add_argument("--device", default="auto")
     sizes = {"text": 400_000, "chat": 60_000, "lists": 5_000, "questions": 16_384, "heldout": 512, "length": 128,
-             "batch_size": 256, "micro_batch": 128, "steps": 100_000, "n": 512}  # fmt: skip
+             "micro_batch": 128, "steps": 100_000, "n": 512}  # fmt: skip
     for size, number in sizes.items():
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, default=number)
     args = parser.parse_args()
     began, (part, parts) = time.monotonic(), map(int, args.share.split("/"))
     args.output.mkdir(parents=True, exist_ok=True)
+    make_corpus(args, part, parts)
     questions: list[Any] | None = None
     for name in args.only[part::parts]:
         if time.monotonic() - began > args.stop_after:
@@ -165,6 +186,8 @@ def main() -> None:
             continue
         start = time.monotonic()
         result = train(args, name)
+        if not result["finished"]:
+            raise SystemExit("stopped by a signal")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         questions = asked(args.ar, 200, device) if questions is None else questions
         line = {"variant": name, **{key: result[key] for key in ("step", "tokens", "tokens_per_second")}}
