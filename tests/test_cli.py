@@ -136,9 +136,9 @@ def test_whatever_decodes_texts_can_refuse_the_fast_form(task: str) -> None:
 def test_version_and_unknown_commands(run: Cli) -> None:
     assert run("--version")[:2] == (0, "adjust 0.1.0\n")
     code, out, err = run("genrate")
-    assert (code, out) == (2, "") and "unknown command 'genrate'; known are bases" in one_line(err)
-    code, _, err = run()
-    assert code == 2 and "no command given" in one_line(err)
+    assert (code, out) == (2, "") and "unknown command 'genrate'; did you mean generate? known are bases" in one_line(
+        err
+    )
 
 
 def test_decode_flags_are_those_of_decode_config() -> None:
@@ -172,8 +172,8 @@ def test_decode_flags_are_those_of_decode_config() -> None:
         (["--device", "abacus"], "device is 'abacus'; it must be auto, cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "CUDA devices are visible"),
         (["--dtype", "int3"], "dtype is 'int3'; it must be one of auto, float32"),
-        (["--watch"], "--watch needs a terminal"),
-        (["--watch", "--json"], "exclude each other"),
+        (["--watch", "always"], "--watch always needs a terminal"),
+        (["--watch", "always", "--json"], "exclude each other"),
         ([""], "the prompt is empty"),
         (["caf\udce9"], r"this is not UTF-8 text: 'caf\udce9'"),
         (["hello"], "has no tokenizer; give token ids separated by spaces, not 'hello'"),
@@ -362,7 +362,7 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("temprature: 1", "unknown setting temprature; known are base, batch_size, block_length"),
+        ("temprature: 1", "unknown setting temprature; did you mean temperature? known are base, batch_size"),
         ("temperature: hot", "temperature is 'hot'; it must be float"),
         ("tokens_per_step: 2.5", "tokens_per_step is 2.5; it must be int"),
         ("seed: true", "seed is True; it must be int"),

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import adjust_dlm
-from adjust_dlm.commands import COMMANDS, Command
+from adjust_dlm.commands import COMMANDS, GROUPS, Command
 from adjust_dlm.commands.common import set_malloc
+from adjust_dlm.words import known
 
 GOOD, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -84,20 +85,28 @@ def _dispatch(argv: list[str]) -> int:
     if name == "--version":
         print(f"adjust {adjust_dlm.__version__}")
         return GOOD
-    helps, parts = ("-h", "--help"), [command for command in COMMANDS if command.startswith(f"{name} ")]
-    if name in helps or (parts and rest[:1] and rest[0] in helps):
-        listed = parts or COMMANDS
-        width = max(map(len, listed))
-        what = f"{name} TASK" if parts else "COMMAND"
-        print(f"usage: adjust {what} [FLAGS]\n\nJoint sampling for masked diffusion language models.\n")
-        print("\n".join(f"  {command:{width}}  {COMMANDS[command].help}" for command in listed))
-        print("\nadjust COMMAND --help shows a command's flags; each is also a key of --config FILE (YAML).")
+    parts = [command for command in COMMANDS if command.startswith(f"{name} ")]
+    if name in (None, "-h", "--help") or (parts and rest[:1] and rest[0] in ("-h", "--help")):
+        print(_help(name if parts else None, parts or list(COMMANDS)))
         return GOOD
-    known = f"known are {', '.join(parts or COMMANDS)}"
     if parts:
-        return _complain(f"error: adjust {name} wants one more word; {known}", BAD_INPUT)
-    said = "no command given" if name is None else f"unknown command {name!r}"
-    return _complain(f"error: {said}; {known} (see adjust --help)", BAD_INPUT)
+        word = rest[0] if rest and not rest[0].startswith("-") else ""
+        tasks = [part.removeprefix(f"{name} ") for part in parts]
+        return _complain(f"error: adjust {name} wants one more word; {known(word, tasks)}", BAD_INPUT)
+    return _complain(f"error: unknown command {name!r}; {known(str(name), COMMANDS)} (see adjust --help)", BAD_INPUT)
+
+
+def _help(name: str | None, listed: list[str]) -> str:
+    """All commands, in groups, or those that begin with a name."""
+    width = max(map(len, listed))
+    lines = [f"usage: adjust {'COMMAND' if name is None else f'{name} TASK'} [FLAGS]", ""]
+    lines += ["Joint sampling for masked diffusion language models."]
+    for group, names in GROUPS.items():
+        if found := [command for command in names if command in listed]:
+            lines += ["", f"{group}:", *(f"  {command:{width}}  {COMMANDS[command].help}" for command in found)]
+    return "\n".join(
+        [*lines, "", "adjust COMMAND --help shows a command's flags; each is also a key of --config FILE (YAML)."]
+    )
 
 
 def _name(argv: list[str]) -> tuple[str | None, list[str]]:

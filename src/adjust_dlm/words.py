@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 # Key -> words, or words and unit.
 TITLES: dict[str, tuple[str, ...]] = {
@@ -46,3 +47,10 @@ def by_depth(values: Mapping[str, float]) -> str:
     for key, value in values.items():
         found.setdefault(title_of(key.rpartition("_")[0]), []).append(f"{value:.4g}")
     return "; ".join(f"{name} {' / '.join(shown)}" for name, shown in found.items())
+
+
+def known(word: str, names: Iterable[str]) -> str:
+    """The end of a message about a word that is none of the names: the nearest of them, and all."""
+    names = list(names)
+    near = get_close_matches(word, names, n=1)
+    return (f"did you mean {near[0]}? " if near else "") + f"known are {', '.join(names)}"

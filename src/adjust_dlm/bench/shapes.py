@@ -11,6 +11,7 @@ from adjust_dlm.bases.family import dream_base, dream_config, llada_base, llada_
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import require
+from adjust_dlm.words import known
 
 # Its family's config and way to build, changes of the config, and special tokens where they are not the family's.
 SHAPES: dict[str, tuple[Callable[..., Any], Callable[..., TransformerBase], dict[str, Any], dict[str, Any]]] = {
@@ -49,7 +50,7 @@ def random_base(
     Raises:
         InputError: no such shape.
     """
-    require(name in SHAPES, f"unknown shape {name!r}; known are {', '.join(SHAPES)}")
+    require(name in SHAPES, f"unknown shape {name!r}; {known(name, SHAPES)}")
     make_config, build, own, ids = SHAPES[name]
     config, before = make_config(**own | changes), torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -31,7 +31,9 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "bases": ("List bases and samplers, what is cached, sizes.", "commands.bases", "BasesConfig"),
     "fetch": ("Fetch the default base's autoregressive weights.", "commands.bases", "FetchConfig", "run_fetch"),
     "generate": ("Write text with any decoder.", "commands.generate", "GenerateConfig"),
+    "chat": ("Talk to a base; its replies fill in live.", "commands.chat", "ChatConfig"),
     "compare": ("Joint, parallel and ADJUST side by side on one prompt.", "commands.compare", "CompareConfig"),
+    "decoders": ("List decoders: what they do, their settings, what they need.", "commands.decoders", "DecodersConfig"),
     "serve": (
         "Serve a base to OpenAI's clients; infilling and a stream of every commit.", "commands.serve", "ServeConfig",
     ),
@@ -75,3 +77,9 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "report": ("Tables, figures and one page from result folders.", "bench.report", "ReportConfig", "make_report"),
 }  # fmt: skip
 COMMANDS = {name: Command(text, f"adjust_dlm.{module}", *names) for name, (text, module, *names) in _TABLE.items()}
+GROUPS: dict[str, list[str]] = {
+    "write text": ["generate", "chat", "compare", "serve"],
+    "look around": ["bases", "decoders", "fetch"],
+    "train": ["adapt", "trajectories", "train", "export"],
+    "measure": [name for name in COMMANDS if name.split()[0] in ("eval", "bench", "report")],
+}

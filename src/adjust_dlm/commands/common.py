@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,10 +130,32 @@ def load_for(flags: LoadFlags) -> Base:
     known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     require(flags.dtype in known, f"dtype is {flags.dtype!r}; it must be one of {', '.join(known)}")
     options = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
-    base = load_base(flags.base, device=flags.device, dtype=known[flags.dtype], **options)
+    with status(f"loading {flags.base}"):
+        base = load_base(flags.base, device=flags.device, dtype=known[flags.dtype], **options)
     if flags.compile:
         base.compile()
     return base
+
+
+def status(text: str) -> AbstractContextManager[Any]:
+    """What is going on, on stderr, as long as it goes on; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def from_pipe(prompts: Sequence[str]) -> list[str]:
+    """The prompts, `-` replaced by what stands on stdin; raises InputError if that is a terminal or asked for twice."""
+    from adjust_dlm.types import require
+
+    if "-" not in prompts:
+        return list(prompts)
+    require(list(prompts).count("-") == 1, "the prompt - stands there twice, and stdin can be read once")
+    require(not sys.stdin.isatty(), "the prompt - is read from a pipe, and stdin is a terminal")
+    text = sys.stdin.read().strip()
+    return [text if prompt == "-" else prompt for prompt in prompts]
 
 
 def sampler_for(flags: LoadFlags, base: Base) -> Any:

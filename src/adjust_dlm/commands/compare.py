@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from adjust_dlm.commands.common import DecodeFlags, encode_prompts, load_for, sample_record, sampler_for, setup_facts
+from adjust_dlm.commands.common import (
+    DecodeFlags,
+    encode_prompts,
+    from_pipe,
+    load_for,
+    sample_record,
+    sampler_for,
+    setup_facts,
+    status,
+)
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 if TYPE_CHECKING:
@@ -26,7 +35,7 @@ class CompareConfig(DecodeFlags):
     """Settings of `adjust compare`.
 
     Attributes:
-        prompt: what to continue or answer; without one, text from the base's start token alone.
+        prompt: what to continue or answer, - is read from a pipe; without one, text from the base's start token alone.
     """
 
     prompt: Annotated[str | None, tyro.conf.Positional] = None
@@ -50,12 +59,13 @@ def run(flags: CompareConfig) -> Outcome:
         logger.info("no NLL column: base %r has no autoregressive partner", flags.base)
     if sampler is None:
         logger.warning("decoder adjust is left out: no sampler ships for base %r; name one with --sampler", flags.base)
-    (ids,) = encode_prompts(base, [flags.prompt] if flags.prompt is not None else [], config, chat=flags.chat)
+    texts = from_pipe([] if flags.prompt is None else [flags.prompt])
+    (ids,) = encode_prompts(base, texts, config, chat=flags.chat)
     samples = _decode(flags, base, sampler, ids, config)
     groups = [samples[at : at + flags.num_samples] for at in range(0, len(samples), flags.num_samples)]
     rows = [_row(group, None if judge is None else _nll(judge, group)) for group in groups]
     _show(flags, rows)
-    return Outcome(results={"rows": rows, "prompt": flags.prompt or "", **setup_facts(base, sampler)}, samples=samples)
+    return Outcome(results={"rows": rows, "prompt": "".join(texts), **setup_facts(base, sampler)}, samples=samples)
 
 
 def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:
@@ -70,8 +80,9 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
     decode(base, prompts, config.but(tokens_per_step=config.max_new_tokens), decoder="parallel", eager=eager)
     samples = []
     for name in ("joint", "parallel") if sampler is None else ("joint", "parallel", "adjust"):
-        for _ in range(2 if base.device.type == "cuda" else 1):
-            result = decode(base, prompts, config, decoder=name, sampler=sampler, rows=rows, eager=eager)
+        with status(f"decoding: {name}"):
+            for _ in range(2 if base.device.type == "cuda" else 1):
+                result = decode(base, prompts, config, decoder=name, sampler=sampler, rows=rows, eager=eager)
         samples += [{**sample_record(base, result, b), "row": row} for b, row in enumerate(rows)]
     return samples
 

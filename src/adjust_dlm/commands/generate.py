@@ -1,4 +1,4 @@
-"""`adjust generate`: prompts in, texts out; with `--watch` the canvas filling in, live in the terminal."""
+"""`adjust generate`: prompts in, texts out; one text fills in live in the terminal."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console, Group
@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress import track
 from rich.text import Text
 
-from adjust_dlm.commands.common import DecodeFlags, encode_prompts, load_for, sample_record, setup_facts
+from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
 from adjust_dlm.commands.output import Outcome, counted, say, to_json
 
 if TYPE_CHECKING:
@@ -35,25 +35,26 @@ class GenerateConfig(DecodeFlags):
     """Settings of `adjust generate`.
 
     Attributes:
-        prompt: one or more prompts; without any, text from the base's start token alone.
+        prompt: one or more prompts, - is read from a pipe; without any, text from the base's start token alone.
         decoder: joint (one token per pass), parallel, adjust, ...; each is one file of the package.
         set: settings that only this decoder has, as NAME=VALUE (threshold: tau=0.9).
         batch_size: rows decoded at once; does not change any sample.
-        watch: show the canvas filling in, live; needs a terminal.
+        watch: show the canvas filling in, live, in a terminal; auto: if a single text is written there.
     """
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     decoder: str = "adjust"
     set: tuple[str, ...] = ()
     batch_size: int = 16
-    watch: bool = False
+    watch: Literal["auto", "always", "never"] = "auto"
 
 
 def run(flags: GenerateConfig) -> Outcome:
     """Decodes every prompt `num_samples` times; sample i of prompt j is row j * num_samples + i."""
     config = _check(flags)
+    flags = replace(flags, prompt=tuple(from_pipe(flags.prompt)), watch="always" if _watched(flags) else "never")
     base = load_for(flags)
-    helpers = _helpers(flags, base)
+    helpers = helpers_for(flags, base)
     prompts = encode_prompts(base, flags.prompt, config, chat=flags.chat)
     started = time.perf_counter()
     records = []
@@ -81,13 +82,19 @@ def _check(flags: GenerateConfig) -> DecodeConfig:
     config = flags.decode_config()
     build_options(flags.decoder, read_options(flags.set))
     require(flags.batch_size >= 1, f"batch_size is {flags.batch_size}; it must be at least 1")
-    require(not (flags.watch and flags.json), "--watch and --json exclude each other: both write to stdout")
-    require(not flags.watch or sys.stdout.isatty(), "--watch needs a terminal, and stdout is none")
+    live = flags.watch == "always"
+    require(not (live and flags.json), "--watch always and --json exclude each other: both write to stdout")
+    require(not live or sys.stdout.isatty(), "--watch always needs a terminal, and stdout is none")
     return config
 
 
-def _helpers(flags: GenerateConfig, base: Base) -> dict[str, Any]:
-    """The sampler and the partner, where the decoder needs them."""
+def _watched(flags: GenerateConfig) -> bool:
+    alone = max(1, len(flags.prompt)) * flags.num_samples == 1
+    return flags.watch == "always" or (flags.watch == "auto" and alone and not flags.json and sys.stdout.isatty())
+
+
+def helpers_for(flags: Any, base: Base) -> dict[str, Any]:
+    """The sampler and the partner that the flags name, where their decoder needs them."""
     from adjust_dlm.decoders import DECODERS
     from adjust_dlm.eval.generation import open_helpers
 
@@ -106,9 +113,10 @@ def _decode_all(
 
     rows = range(len(prompts) * flags.num_samples)
     batches = [rows[first : first + flags.batch_size] for first in range(0, len(rows), flags.batch_size)]
-    quiet = flags.watch or len(batches) == 1 or not sys.stderr.isatty()
+    live = flags.watch == "always"
+    quiet = live or len(batches) == 1 or not sys.stderr.isatty()
     for batch in track(batches, "decoding", console=Console(stderr=True), disable=quiet):
-        with Watch(base) if flags.watch else nullcontext() as watch:
+        with Watch(base) if live else nullcontext() as watch:
             result = decode(
                 base, [prompts[row // flags.num_samples] for row in batch], config,
                 decoder=flags.decoder, rows=list(batch), watch=watch, eager=flags.eager or None, **helpers,
@@ -124,7 +132,7 @@ def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> No
     if flags.json:
         hidden = {"prompt", "given"} if flags.num_samples > 1 else {"prompt", "given", "row"}
         say(to_json({key: value for key, value in record.items() if key not in hidden}))
-    elif not flags.watch:
+    elif flags.watch == "never":
         say(f"--- row {record['row']} ---\n{record['text']}" if several else record["text"])
 
 
@@ -171,6 +179,7 @@ class Watch(Live):
         tokens, masked, order = (x[b].tolist() for x in (canvas.tokens_BL, canvas.masked_BL, canvas.order_BL))
         text = Text()
         new = [i for i in range(first, len(tokens)) if masked[i] or order[i] >= 0]  # no filler behind the end
+        new = list(takewhile(lambda i: masked[i] or tokens[i] not in self.base.spec.end_ids, new))
         for style, run in groupby(new, lambda i: MASKED_STYLE if masked[i] else FRESH_STYLE if fresh_L[i] else ""):
             ids = [tokens[i] for i in run]
             if style == MASKED_STYLE:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 
 import tyro
 import yaml
+
+from adjust_dlm import words
 
 C = TypeVar("C")
 _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")
@@ -58,8 +62,32 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
     bare = tyro.conf.arg(name="")
     parts = [("settings", Annotated[settings, bare]), ("common", Annotated[Common, bare])]
     run_class = make_dataclass("Run", parts, frozen=True)
-    run: Any = tyro.cli(run_class, args=argv, default=run_class(start, Common()), prog=prog, description=description)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            run: Any = tyro.cli(
+                run_class, args=argv, default=run_class(start, Common()), prog=prog, description=description
+            )
+    except SystemExit as stop:
+        if stop.code:
+            sys.stderr.write(f"adjust: error: {one_line(said.getvalue())} (see {prog} --help)\n")
+        raise
     return run.settings, run.common
+
+
+def one_line(box: str) -> str:
+    """What a box of tyro says: its first paragraph, and the flags that may have been meant."""
+    box = re.sub(r"\x1b\[[0-9;]*m", "", box)  # colours
+    lines = [line.strip("\u2502 ") for line in box.splitlines() if line[:1] not in ("\u256d", "\u2570")]
+    rule = [n for n, line in enumerate(lines) if line.startswith("\u2500") or line == "Got errors:"]
+    text = " ".join(filter(None, lines[: rule[0] if rule else None]))
+    text = re.sub(
+        r"^Error parsing (\S+): no type matching (.*?) could be instantiated from \[(.*)\]\.$",
+        r"\1 is \3; it takes \2",
+        text,
+    )
+    meant = [line.split()[0] for line in lines if line.startswith("--")] if "Perhaps you meant:" in lines else []
+    return text.rstrip(".") + (f"; did you mean {' or '.join(meant[:2])}?" if meant else "")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -119,7 +147,7 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
     known = {field.name: field for field in fields(settings) if field.init}  # type: ignore[arg-type]
     unknown = sorted(values.keys() - known.keys())
     if unknown:
-        bad_input(f"{where}: unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        bad_input(f"{where}: unknown setting {', '.join(unknown)}; {words.known(unknown[0], sorted(known))}")
     hints = get_type_hints(settings)
     made = object.__new__(settings)
     for name, field in known.items():

@@ -1,4 +1,4 @@
-"""Where prompts come from: nothing, a file, list tasks, short questions, or a corpus; row i of a run takes prompt i mod n."""
+"""Where prompts come from: nothing, a file, list tasks, short questions, or a corpus; row i takes prompt i mod n."""
 
 from __future__ import annotations
 

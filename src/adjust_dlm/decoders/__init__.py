@@ -35,6 +35,7 @@ from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
 from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_count
+from adjust_dlm.words import known
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
 _NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
@@ -101,11 +102,11 @@ def build_options(name: str, given: Mapping[str, Any]) -> list[Any]:
     Raises:
         InputError: unknown decoder, an option that it does not have, or a bad value.
     """
-    require(name in DECODERS, f"unknown decoder {name!r}; known are {', '.join(DECODERS)}")
+    require(name in DECODERS, f"unknown decoder {name!r}; {known(name, DECODERS)}")
     kind = DECODERS[name].options
-    known = [] if kind is None else [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    unknown = sorted(given.keys() - set(known))
-    has = f"it has {', '.join(known)}" if known else "it has none"
+    names = [] if kind is None else [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(given.keys() - set(names))
+    has = f"it has {', '.join(names)}" if names else "it has none"
     require(not unknown, f"decoder {name!r} has no option {', '.join(unknown)}; {has}")
     return [] if kind is None else [kind(**given)]
 

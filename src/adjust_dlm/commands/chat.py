@@ -1,0 +1,100 @@
+"""`adjust chat`: a conversation in the terminal; without one, a turn a line from stdin."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adjust_dlm.commands.common import DrawFlags, load_for, sample_record, setup_facts
+from adjust_dlm.commands.generate import Watch, helpers_for
+from adjust_dlm.commands.output import Outcome, say
+
+if TYPE_CHECKING:
+    from adjust_dlm.bases import Base
+    from adjust_dlm.types import DecodeConfig
+
+logger = logging.getLogger(__name__)
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(DrawFlags):
+    """Settings of `adjust chat`.
+
+    Attributes:
+        decoder: joint, parallel, adjust, ... (see `adjust decoders`).
+        set: settings that only this decoder has, as NAME=VALUE.
+        temperature: 0 is argmax.
+        seed: with the number of a turn the only source of randomness.
+        output: folder for result.json, samples.jsonl (a turn each) and run.yaml.
+    """
+
+    decoder: str = "adjust"
+    set: tuple[str, ...] = ()
+    temperature: float = 0.6
+    seed: int = 0
+    output: Path | None = None
+
+
+def run(flags: ChatConfig) -> Outcome:
+    """Asks and answers until stdin ends; the oldest turns are left out once the context is full."""
+    from adjust_dlm.decoders import build_options, decode, read_options
+    from adjust_dlm.types import DecodeConfig, require
+
+    config = DecodeConfig(**{f.name: getattr(flags, f.name) for f in fields(DecodeConfig) if hasattr(flags, f.name)})
+    options = read_options(flags.set)
+    build_options(flags.decoder, options)
+    base = load_for(flags)
+    has_template = bool(getattr(base.tokenizer, "chat_template", None))
+    require(has_template, f"base {flags.base!r} has no chat template; use `adjust generate`")
+    helpers = helpers_for(flags, base)
+    messages: list[Message] = []
+    records: list[dict[str, Any]] = []
+    while (line := _next_line()) is not None:
+        messages.append({"role": "user", "content": line})
+        ids = _encoded(base, messages, config)
+        with Watch(base) if sys.stdout.isatty() else nullcontext() as watch:
+            result = decode(
+                base, [ids], config, decoder=flags.decoder, rows=[len(records)], watch=watch,
+                eager=flags.eager or None, **helpers, **options,
+            )  # fmt: skip
+        records.append({**sample_record(base, result, 0), "row": len(records), "prompt": line})
+        messages.append({"role": "assistant", "content": records[-1]["text"]})
+        if watch is None:
+            say(records[-1]["text"])
+    return Outcome(results={"turns": len(records), **setup_facts(base, helpers.get("sampler"))}, samples=records)
+
+
+def _next_line() -> str | None:
+    """What the user says next, None at the end of stdin; empty lines are asked again."""
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return None
+        if line.strip():
+            return line.strip()
+
+
+def _encoded(base: Base, messages: list[Message], config: DecodeConfig) -> list[int]:
+    """Ids of the conversation; forgets its oldest question and answer until the reply has room behind them."""
+    from adjust_dlm.data.prompts import PromptSource
+    from adjust_dlm.types import InputError
+
+    while True:
+        ids = base.encode_messages(messages)
+        try:
+            PromptSource("the conversation", [ids]).check_fits(base, config.max_new_tokens)
+        except InputError:
+            if len(messages) < 3:
+                raise
+            logger.info("the context is full: the oldest question and its answer are left out")
+            del messages[:2]
+        else:
+            return ids

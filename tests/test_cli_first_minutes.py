@@ -1,0 +1,125 @@
+"""What a newcomer types first: no command, a wrong word, a pipe, a conversation, the list of decoders."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adjust_dlm.commands import COMMANDS, GROUPS
+from adjust_dlm.commands import generate as generate_module
+from adjust_dlm.commands.settings import one_line
+from adjust_dlm.decoders import DECODERS
+from adjust_dlm.types import DecodeConfig
+from adjust_dlm.words import known
+from test_cli import Cli, lines, registered, run, sampler, tiny  # noqa: F401 - fixtures
+
+JOINT = ("--base", "tiny", "--decoder", "joint", "--max-new-tokens", "4")
+
+
+def test_adjust_alone_is_help_in_groups(run: Cli) -> None:  # noqa: F811
+    code, out, err = run()
+    assert (code, err) == (0, "") and out == run("--help")[1]
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    assert all(f"{group}:" in out for group in GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["genrate"], "unknown command 'genrate'; did you mean generate? known are"),
+        (["eval", "gsm8"], "adjust eval wants one more word; did you mean gsm8k? known are"),
+        (["eval"], "adjust eval wants one more word; known are divergence"),
+        (["zzz"], "unknown command 'zzz'; known are"),
+        (["generate", "hi", "--decoder", "adjst"], "unknown decoder 'adjst'; did you mean adjust? known are"),
+        (["generate", "--tokns-per-step", "4"], "did you mean --tokens-per-step?"),
+        (["generate", "--candidates", "x"], "--candidates is 'x'; it takes {None}|INT"),
+        (["generate", "--dtype"], "Missing value for argument '--dtype'"),
+        (["eval", "divergence", "--dtype", "f"], "invalid choice 'f' for argument '--dtype'. Expected one of ('auto'"),
+        (["chat", "--base", "exact"], "base 'exact' has no chat template; use `adjust generate`"),
+    ],
+)
+def test_a_wrong_word_is_one_line_that_names_what_is_near(words: list[str], said: str, run: Cli) -> None:  # noqa: F811
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("adjust: error: ") and err.count("\n") == 1 and said in err, err
+
+
+def test_what_a_box_says_is_its_first_paragraph() -> None:
+    top, side, rule = "\u256d\u2500 Value error \u2500\u256e", "\u2502", "\u2500" * 9
+    box = "\n".join(
+        [
+            top,
+            f"\x1b[31m{side}\x1b[0m Error parsing --a: bad {side}",
+            f"{side} value 'x'. {side}",
+            f"{side} {rule} {side}",
+        ]
+    )
+    assert one_line(box) == "Error parsing --a: bad value 'x'"
+    assert one_line("plain\n") == "plain" and known("a", ()) == "known are "
+
+
+def test_a_prompt_comes_from_a_pipe(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    wanted = lines(run("generate", "abc", *JOINT, "--no-chat", "--json")[1])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
+    assert lines(run("generate", "-", *JOINT, "--no-chat", "--json")[1])[0]["tokens"] == wanted[0]["tokens"]
+    code, _, err = run("generate", "-", "-", *JOINT)
+    assert code == 2 and "the prompt - stands there twice" in err
+    terminal = io.StringIO("abc\n")
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", terminal)
+    code, _, err = run("generate", "-", *JOINT)
+    assert code == 2 and "stdin is a terminal" in err
+
+
+def test_one_text_is_watched_in_a_terminal(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    flags = generate_module.GenerateConfig(prompt=("a",))
+    assert not generate_module._watched(flags)  # stdout is no terminal here
+    monkeypatch.setattr(sys, "stdout", type("T", (), {"isatty": staticmethod(lambda: True)}))
+    assert generate_module._watched(flags) and generate_module._watched(generate_module.GenerateConfig())
+    for more in ({"prompt": ("a", "b")}, {"num_samples": 2}, {"json": True}, {"watch": "never"}):
+        assert not generate_module._watched(generate_module.GenerateConfig(**more))
+    assert generate_module._watched(generate_module.GenerateConfig(num_samples=2, watch="always"))
+
+
+def test_every_decoder_is_listed_with_its_settings(run: Cli) -> None:  # noqa: F811
+    out = run("decoders")[1]
+    listed = json.loads(run("decoders", "--json")[1])["decoders"]
+    assert [line["decoder"] for line in listed] == list(DECODERS)
+    assert all(line["what it does"] and line["decoder"] in out for line in listed)
+    by_name = {line["decoder"]: line for line in listed}
+    assert by_name["threshold"]["settings"] == {"tau": 0.9, "score": "drawn"} and by_name["adjust"]["needs"] == "g"
+    assert by_name["edlm"]["needs"] == "AR model" and by_name["joint"]["settings"] == {}
+    assert {line["decoder"] for line in listed if line["served"]} == {k for k, d in DECODERS.items() if d.resumable}
+
+
+def test_a_conversation_is_that_of_generate_and_forgets_what_does_not_fit(
+    run: Cli,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    asked: list[list[str]] = []
+    plain = tiny().tokenizer.__class__.apply_chat_template
+
+    def template(self: Any, messages: list[dict[str, str]], **more: Any) -> str:
+        asked.append([message["content"] for message in messages])
+        joined = "".join(message["content"] for message in messages)
+        return plain(self, [{"content": joined}], **more)
+
+    monkeypatch.setattr(tiny().tokenizer.__class__, "apply_chat_template", template)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n\n  \ncd\n"))
+    flags = (*JOINT, "--temperature", "1")
+    code, out, err = run("chat", *flags, "--output", tmp_path / "talk")
+    assert code == 0, err
+    turns = lines((tmp_path / "talk" / "samples.jsonl").read_text())
+    assert [turn["prompt"] for turn in turns] == ["ab", "cd"] and out == "".join(f"{t['text']}\n" for t in turns)
+    assert asked[0] == ["ab"] and asked[-1] == ["ab", turns[0]["text"], "cd"]
+    first = lines(run("generate", "ab", *flags, "--json")[1])
+    assert first[0]["tokens"] == turns[0]["tokens"]
+    asked.clear()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * (tiny().spec.context - 12) + f"\n{'b' * 20}\n"))
+    code, _, err = run("chat", *flags)
+    assert code == 0 and "the oldest question and its answer are left out" in err and asked[-1] == ["b" * 20]
+    assert DecodeConfig().temperature == 1.0
