@@ -24,8 +24,8 @@ from torch import Tensor
 from adjust_dlm import DecodeConfig, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
-from adjust_dlm.data.canvases import SAMPLED, Source
-from adjust_dlm.data.corpus import CorpusConfig, build_corpus, load_corpus
+from adjust_dlm.data.canvases import SAMPLED, CorpusConfig, Source
+from adjust_dlm.data.corpus import build_corpus, load_corpus
 from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval import divergence
 from adjust_dlm.eval.nll import score_nll

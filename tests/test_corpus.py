@@ -14,8 +14,8 @@ from adjust_dlm.data import ar
 from adjust_dlm.data import canvases as canvases_module
 from adjust_dlm.data import corpus as corpus_module
 from adjust_dlm.data.ar import ar_sample, chat_context, read_vocabulary
-from adjust_dlm.data.canvases import KINDS, Source, chat_canvas
-from adjust_dlm.data.corpus import Corpus, CorpusConfig, _texts, build_corpus, load_corpus
+from adjust_dlm.data.canvases import KINDS, CorpusConfig, Source, chat_canvas
+from adjust_dlm.data.corpus import Corpus, _texts, build_corpus, load_corpus
 from adjust_dlm.types import InputError
 from tiny_ar import BOS, IM_END, IM_START, MASK, tiny_model, tiny_tokenizer
 
@@ -124,7 +124,7 @@ def source() -> Source:
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "SHARD_ROWS", 8)
+    monkeypatch.setattr(canvases_module, "SHARD_ROWS", 8)
 
 
 def config(**changes: Any) -> CorpusConfig:

@@ -11,8 +11,8 @@ from torch import Tensor
 from adjust_dlm.data import canvases as canvases_module
 from adjust_dlm.data import questions as module
 from adjust_dlm.data.ar import ar_replies, ar_sample, read_vocabulary
-from adjust_dlm.data.canvases import Source
-from adjust_dlm.data.corpus import CorpusConfig, build_corpus, load_corpus
+from adjust_dlm.data.canvases import CorpusConfig, Source
+from adjust_dlm.data.corpus import build_corpus, load_corpus
 from adjust_dlm.data.questions import WORDING, Fact, asks_held_out, facts, held_out_questions, is_held_out, questions
 from adjust_dlm.types import InputError
 from tiny_ar import IM_END, tiny_model, tiny_tokenizer

@@ -22,7 +22,7 @@ from adjust_dlm.bases.exact import ExactBase, load_exact
 from adjust_dlm.bases.family import DreamBase, dream_base, dream_config
 from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.data.corpus import CorpusConfig
+from adjust_dlm.data.canvases import CorpusConfig
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories

@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,77 +25,14 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.hub import once, read_json
-from adjust_dlm.data.canvases import KINDS, SAMPLED, SPLITS, Canvas, Source, canvases
+from adjust_dlm.data.canvases import KINDS, SPLITS, Canvas, CorpusConfig, Source, canvases
 from adjust_dlm.files import write_whole
-from adjust_dlm.types import DecodeConfig, InputError, require, require_kinds
+from adjust_dlm.types import InputError, require
 
 MANIFEST = "manifest.json"
-SHARD_ROWS = 4096  # canvases of a shard
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
 HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
-    """What a corpus holds; a folder is resumed only with the same settings.
-
-    Attributes:
-        ar: the autoregressive model: `smol`, or the path of a Llama or Qwen2 folder with tied embeddings.
-        text: canvases of plain text to sample.
-        chat: canvases of chat to sample.
-        lists: canvases of list tasks to make.
-        questions: canvases of short questions that the model answers right.
-        heldout: canvases of each of these kinds kept for evaluation.
-        text_files: .txt files (one text each) or .jsonl files (field `text` of every line) of your own.
-        length: tokens of a canvas, the start token included.
-        sample_batch: rows sampled at a time.
-        sample_temperature: temperature of the corpus.
-        sample_top_p: nucleus of the corpus.
-        seed: names the corpus (and, in training, the adapters' start, the order, the times and the masks).
-    """
-
-    ar: str = "smol"
-    text: int = 120_000
-    chat: int = 40_000
-    lists: int = 60_000
-    questions: int = 0
-    heldout: int = 1024
-    text_files: tuple[Path, ...] = ()
-    length: int = 129
-    sample_batch: int = 4096
-    sample_temperature: float = 1.0
-    sample_top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        for name in (*SAMPLED, "heldout"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
-        require(self.sample_batch >= 1, f"sample_batch is {self.sample_batch}; it must be at least 1")
-        DecodeConfig(temperature=self.sample_temperature, top_p=self.sample_top_p)  # checks them
-        require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
-        asked = sum(getattr(self, kind) for kind in SAMPLED) + len(self.text_files)
-        require(asked > 0, "the corpus is empty; ask for some canvases")
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that a folder belongs to, files by their content."""
-        from adjust_dlm.bases.adapted import file_digest
-
-        same = {name: getattr(self, name) for name in ("ar", *SAMPLED, "heldout", "length", "seed")}
-        sampled = {"temperature": self.sample_temperature, "top_p": self.sample_top_p, "shard_rows": SHARD_ROWS}
-        return {**same, **sampled, "files": file_digest(*self.text_files) if self.text_files else None}
-
-    def shards(self) -> dict[str, tuple[str, str, int, int]]:
-        """File name -> (split, kind, shard number, rows) of all sampled shards."""
-        out = {}
-        for split, kind in product(SPLITS, SAMPLED):
-            asked: int = getattr(self, kind)
-            rows = asked if split == "train" else self.heldout if asked else 0
-            for n, start in enumerate(range(0, rows, SHARD_ROWS)):
-                out[f"{split}-{kind}-{n:05d}.parquet"] = split, kind, n, min(SHARD_ROWS, rows - start)
-        return out
 
 
 @dataclass(frozen=True)

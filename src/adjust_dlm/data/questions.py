@@ -19,17 +19,17 @@ HELD_OUT_EVERY = 3  # one in so many countries, words and pairs of numbers
 _CAPITALS = """
     Afghanistan:Kabul Albania:Tirana Algeria:Algiers Angola:Luanda Argentina:Buenos_Aires Armenia:Yerevan
     Australia:Canberra Austria:Vienna Azerbaijan:Baku Bahrain:Manama Bangladesh:Dhaka Belarus:Minsk Belgium:Brussels
-    Bhutan:Thimphu Bolivia:Sucre|La_Paz Botswana:Gaborone Brazil:Brasilia|Brasília Bulgaria:Sofia Cambodia:Phnom_Penh
-    Cameroon:Yaounde|Yaoundé Canada:Ottawa Chad:N'Djamena Chile:Santiago China:Beijing Colombia:Bogota|Bogotá
-    Croatia:Zagreb Cuba:Havana Cyprus:Nicosia Denmark:Copenhagen Ecuador:Quito Egypt:Cairo Eritrea:Asmara
-    Estonia:Tallinn Ethiopia:Addis_Ababa Fiji:Suva Finland:Helsinki France:Paris Gabon:Libreville Georgia:Tbilisi
-    Germany:Berlin Ghana:Accra Greece:Athens Haiti:Port-au-Prince Honduras:Tegucigalpa Hungary:Budapest
+    Bhutan:Thimphu Bolivia:Sucre|La_Paz Botswana:Gaborone Brazil:Brasilia|Bras\u00edlia Bulgaria:Sofia
+    Cambodia:Phnom_Penh Cameroon:Yaounde|Yaound\u00e9 Canada:Ottawa Chad:N'Djamena Chile:Santiago China:Beijing
+    Colombia:Bogota|Bogot\u00e1 Croatia:Zagreb Cuba:Havana Cyprus:Nicosia Denmark:Copenhagen Ecuador:Quito Egypt:Cairo
+    Eritrea:Asmara Estonia:Tallinn Ethiopia:Addis_Ababa Fiji:Suva Finland:Helsinki France:Paris Gabon:Libreville
+    Georgia:Tbilisi Germany:Berlin Ghana:Accra Greece:Athens Haiti:Port-au-Prince Honduras:Tegucigalpa Hungary:Budapest
     Iceland:Reykjavik India:New_Delhi|Delhi Indonesia:Jakarta Iran:Tehran Iraq:Baghdad Ireland:Dublin Israel:Jerusalem
     Italy:Rome Jamaica:Kingston Japan:Tokyo Jordan:Amman Kazakhstan:Astana|Nur-Sultan Kenya:Nairobi Kuwait:Kuwait_City
     Laos:Vientiane Latvia:Riga Lebanon:Beirut Liberia:Monrovia Libya:Tripoli Lithuania:Vilnius Madagascar:Antananarivo
     Malawi:Lilongwe Malaysia:Kuala_Lumpur Mali:Bamako Malta:Valletta Mexico:Mexico_City Mongolia:Ulaanbaatar|Ulan_Bator
     Morocco:Rabat Mozambique:Maputo Namibia:Windhoek Nepal:Kathmandu Nicaragua:Managua Niger:Niamey Nigeria:Abuja
-    Norway:Oslo Oman:Muscat Pakistan:Islamabad Panama:Panama_City Paraguay:Asuncion|Asunción Peru:Lima
+    Norway:Oslo Oman:Muscat Pakistan:Islamabad Panama:Panama_City Paraguay:Asuncion|Asunci\u00f3n Peru:Lima
     Philippines:Manila Poland:Warsaw Portugal:Lisbon Qatar:Doha Romania:Bucharest Russia:Moscow Rwanda:Kigali
     Senegal:Dakar Serbia:Belgrade Slovakia:Bratislava Slovenia:Ljubljana Somalia:Mogadishu Spain:Madrid Sudan:Khartoum
     Sweden:Stockholm Switzerland:Bern Syria:Damascus Tanzania:Dodoma Thailand:Bangkok Tunisia:Tunis Turkey:Ankara

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from adjust_dlm.bases.adapted import FACTS, load_ar
 from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
-from adjust_dlm.data.canvases import KINDS, SAMPLED, Source
-from adjust_dlm.data.corpus import Corpus, CorpusConfig, build_corpus, load_corpus
+from adjust_dlm.data.canvases import KINDS, SAMPLED, CorpusConfig, Source
+from adjust_dlm.data.corpus import Corpus, build_corpus, load_corpus
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
