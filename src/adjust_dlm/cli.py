@@ -164,8 +164,19 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what `sys.stderr` is at the time: a live bar takes its place, and puts log lines above itself."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: Any) -> None: ...
+
+
 def _log_to_stderr(verbose: bool) -> logging.Handler:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(logging.Formatter("adjust: %(message)s"))
     logger = logging.getLogger("adjust_dlm")
     logger.addHandler(handler)

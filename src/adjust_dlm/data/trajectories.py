@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.transformer import TransformerBase
@@ -29,6 +26,7 @@ from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.ray_engine import Show, make_with_ray
 from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import decode
+from adjust_dlm.progress import Bar
 from adjust_dlm.provenance import versions
 from adjust_dlm.sampler import load_sampler, weights_digest
 from adjust_dlm.sampling import EVALUATION_ROWS
@@ -153,7 +151,7 @@ def make_trajectories(
     Args:
         config: all settings.
         base: the frozen model; loaded from `config` when not given.
-        progress: show a bar on stderr when that is a terminal (first rank only).
+        progress: say on stderr how far it is (first rank only).
         source: prompts as token ids, instead of `config.prompts`.
 
     Returns:
@@ -176,10 +174,8 @@ def make_trajectories(
         todo = store.missing(run.folder, ranges[rank::world])
         total, make = sum(b - a for a, b in todo), functools.partial(run.make_shards, todo)
     started, folder = time.perf_counter(), Path(config.output)
-    shown = progress and rank == 0 and sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task("trajectories", total=total)
-        made = make((lambda done: bar.update(task, completed=done)) if shown else None)
+    with Bar("trajectories", enabled=progress and rank == 0) as bar:
+        made = make(lambda done: bar.show(done / max(1, total)))
     seconds = time.perf_counter() - started
     left = store.missing(folder, ranges)
     result: dict[str, Any] = {

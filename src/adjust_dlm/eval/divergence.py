@@ -16,8 +16,9 @@ from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
 from adjust_dlm.decoders import DECODERS, build_options, make_plan, read_variant
 from adjust_dlm.decoders.divergence import Observation, Source, observe, why_not
-from adjust_dlm.eval.generation import EvalConfig, digest, open_helpers, over_ranks
+from adjust_dlm.eval.generation import EvalConfig, digest, open_helpers, over_ranks, place
 from adjust_dlm.files import write_whole
+from adjust_dlm.progress import Bar
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
@@ -150,11 +151,13 @@ def measure(
             line |= json.loads(kept.read_text(encoding="utf-8"))
             continue
         parts = []
-        for first in range(0, len(prompts), batch_size):
-            given = list(prompts[first : first + batch_size])
-            rows = [EVALUATION_ROWS + first + n for n in range(len(given))]
-            how: Line = {"decoder": name, "temperature": temperature, "source": source, "rows": rows}
-            parts.append(observe(base, given, settings, sampler=needed.get("sampler"), **how, **options))
+        with Bar(f"{variant}, {source}", enabled=place()[0] == 0) as bar:
+            for first in range(0, len(prompts), batch_size):
+                given = list(prompts[first : first + batch_size])
+                rows = [EVALUATION_ROWS + first + n for n in range(len(given))]
+                how: Line = {"decoder": name, "temperature": temperature, "source": source, "rows": rows}
+                parts.append(observe(base, given, settings, sampler=needed.get("sampler"), **how, **options))
+                bar.show((first + len(given)) / len(prompts))
         summary, kl = Observation.cat(parts).summary(), {"own": "kl_qp", "base": "kl_pq"}[source]
         made = {source: summary, kl: summary[kl], f"{kl}_ci95": summary[f"{kl}_ci95"]}
         write_whole({kept: json.dumps(made) + "\n"})

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,13 @@ from adjust_dlm.bases import Base, Partner, cut_at_end
 from adjust_dlm.bases.partner import load_partner
 from adjust_dlm.decoders import DECODERS, decode_many, read_variant, takes_fast
 from adjust_dlm.files import write_whole
+from adjust_dlm.progress import Bar
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.types import DecodeConfig, DecodeResult, require
+
+Batch = tuple[list[int], DecodeResult]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +158,7 @@ def generate_rows(
     given, numbers = [prompts[n] for n in mine], [first_row + n for n in mine]
     made = []
     how = {"batch_size": batch_size, "rows": numbers, "decoder": name, "eager": eager or None, **helpers, **options}
-    for which, result in decode_many(base, given, config, **how):
+    for which, result in shown(decode_many(base, given, config, **how), variant, len(given)):
         tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()
         counted = (result.rounds_B, result.base_calls_B, result.sampler_calls_B, result.partner_calls_B)
         fresh = [
@@ -173,6 +176,16 @@ def generate_rows(
         for part in kept.parent.glob(f"{kept.stem}.*.part"):
             part.unlink(missing_ok=True)
     return out
+
+
+def shown(batches: Iterable[Batch], title: str, rows: int) -> Iterator[Batch]:
+    """Batches of (numbers of rows, what was made of them) as they come, with a bar of how many rows are done."""
+    done = 0
+    with Bar(title, enabled=place()[0] == 0) as bar:
+        for batch in batches:
+            yield batch
+            done += len(batch[0])
+            bar.show(done / max(1, rows))
 
 
 def _read(kept: Path) -> list[Generated]:

@@ -21,6 +21,7 @@ from adjust_dlm.bases.adapted import FACTS, load_ar
 from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
 from adjust_dlm.data.canvases import KINDS, SAMPLED, CorpusConfig, Source
 from adjust_dlm.data.corpus import Corpus, build_corpus, load_corpus
+from adjust_dlm.progress import Bar
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
@@ -230,7 +231,7 @@ class AdaptTrainer:
         self._began: float | None = None  # when `elapsed` was 0; the clock starts behind the first step
         self._saved = self.elapsed
         every, ce = self.config.eval_every, {"ce": CE(), "ce_train": CE()}
-        with self.stop:
+        with self.stop, Bar("adapt", enabled=self.rank == 0) as self._bar:
             stopped = self.due and self.fraction() < 1 and self.evaluate() is None
             while self.fraction() < 1 and not stopped:
                 self._train_step()
@@ -289,8 +290,7 @@ class AdaptTrainer:
         rate = self.optimizer.param_groups[0]["lr"]
         mean = sum(losses) / len(losses)
         self.metrics.write(self.step, loss=mean, lr=rate, tokens_per_second=round(speed), seconds=round(now, 1))
-        if self.rank == 0:
-            logger.info("step %d: loss %.4f, lr %.2e, %.0f tokens/s", self.step, mean, rate, speed)
+        self._bar.show(self.fraction(), f"step {self.step}, loss {mean:.4f}, lr {rate:.2e}, {speed:,.0f} tokens/s")
         if now - self._saved >= self.config.checkpoint_every_seconds:
             self._saved = now
             self._save()

@@ -17,6 +17,7 @@ from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.attention import fuses
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.losses import pick_delta
+from adjust_dlm.progress import Bar
 from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
@@ -148,14 +149,21 @@ def _leaves(run: Run) -> bool:
 
 def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict[str, float]:
     """Steps until the end, a clock or a signal; saves on the way and when leaving."""
-    config = run.config
     run.began, run.stop = time.monotonic() - run.elapsed, stop
     last: dict[str, float] = {}
     if run.losses is not None or not _unfinished(run):  # stopped in an evaluation, or finished and started again
         last = _evaluate(run, folder, metrics)
+    with Bar("train", enabled=run.rank == 0) as bar:
+        return _steps(run, folder, metrics, bar) or last
+
+
+def _steps(run: Run, folder: Path, metrics: MetricsLog, bar: Bar) -> dict[str, float]:
+    """Of `_loop`; the last held-out metrics, if any were due."""
+    config, last = run.config, {}
     while not _leaves(run):
         losses = _step(run)
         run.step += 1
+        bar.show(_share(run), f"step {run.step}, loss {losses['loss']:.4f}")
         if run.step <= config.untimed:
             run.began, run.elapsed = time.monotonic(), 0.0
         if run.step % config.eval_every == 0 or not _unfinished(run):
@@ -166,6 +174,12 @@ def _loop(run: Run, folder: Path, metrics: MetricsLog, stop: StopSignal) -> dict
             if run.rank == 0:
                 save_checkpoint(folder, payload)
     return last
+
+
+def _share(run: Run) -> float:
+    """How much of the run is over, by steps or by the clock, whichever is further on."""
+    limit = run.config.max_seconds
+    return max(run.step / run.config.steps, run.elapsed / limit if limit else 0.0)
 
 
 def _evaluate(run: Run, folder: Path, metrics: MetricsLog) -> dict[str, float]:
@@ -199,8 +213,7 @@ def _step(run: Run) -> dict[str, float]:
     config = run.config
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    share = max(run.step / config.steps, run.elapsed / config.max_seconds if config.max_seconds else 0.0)
-    scale = learning_rate(run.step, share, warmup=config.warmup, decay=config.decay)
+    scale = learning_rate(run.step, _share(run), warmup=config.warmup, decay=config.decay)
     total = torch.zeros((), device=run.device)
     firsts = [(run.rank * config.accumulate + j) * config.slices for j in range(config.accumulate)]
     parts = [_draw(run, first) for first in firsts]
