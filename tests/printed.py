@@ -122,6 +122,7 @@ BEFORE = {  # what a page has at hand
     ],
 }  # fmt: skip
 CANNOT = {  # part of a line -> why it is not run
+    "adjust chat": "it reads stdin",
     "adjust adapt": "it needs an autoregressive model that can write chats",
     "--base antiberty": "it needs that model: only its letters are residues and masks",
     "--base dream-7b-shape": "it needs the memory of a 7B model",
