@@ -19,7 +19,14 @@ from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.decoders import decode
 from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
-from adjust_dlm.train.masked_ce import CanvasBatches, block_batch, block_views_mask, open_positions
+from adjust_dlm.train.masked_ce import (
+    CanvasBatches,
+    block_batch,
+    block_views_mask,
+    ce_chunk,
+    masked_batch,
+    open_positions,
+)
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import left_pad
 from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_model, tiny_tokenizer
@@ -222,3 +229,36 @@ def test_bad_settings(tmp_path: Path) -> None:
         AdaptConfig(output=tmp_path, block_size=16)
     with pytest.raises(InputError, match="block_size is 0"):
         AdaptConfig(output=tmp_path, block_size=0)
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_compiled_layers_share_one_graph_and_change_nothing(block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._dynamo as dynamo
+
+    def model_of(compiled: bool) -> AdapterModel:
+        model = tiny_model()
+        words = read_vocabulary(tiny_tokenizer(), model.config)
+        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=block)
+        if compiled:
+            plain = torch.nn.Module.compile
+            monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, **how, backend="aot_eager"))
+            adapter.compile_passes()
+            adapter._chunk = ce_chunk  # its own compiler needs none of the layers
+        return adapter
+
+    views = 1 if block is None else 3
+    tokens_BL = torch.randint(4, 100, (2, 16 * views), generator=torch.Generator().manual_seed(0))
+    masked_BL = torch.arange(16 * views) % 3 == 0
+    batch = masked_batch(tokens_BL, masked_BL.expand(2, -1), torch.ones(2))
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    losses, gradients = [], []
+    for compiled in (False, True):
+        adapter = model_of(compiled)
+        loss = adapter.loss(batch)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([p.grad for p in adapter.trainables().values()])
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 1  # of two layers
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])

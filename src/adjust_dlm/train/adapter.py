@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,12 @@ class AdapterModel(nn.Module):
         # MASK and ids beyond the tokenizer can never be the answer.
         forbidden = [vocabulary.mask_id, *range(vocabulary.token_limit, vocabulary.size)]
         self.register_buffer("bias_V", forbid_bias(vocabulary.size, forbidden, head_VD.device), persistent=False)
-        self._states: Callable[..., Tensor] = self._run
         self._chunk: Chunk = ce_chunk
 
     def compile_passes(self) -> None:
-        """Compiles the body and a chunk of the loss for fixed shapes."""
-        self._states = torch.compile(self._run, dynamic=False)
+        """Compiles a layer (one graph serves all) and a chunk of the loss for fixed shapes."""
+        for layer in self.body.layers:
+            layer.compile(dynamic=False)
         self._chunk = torch.compile(ce_chunk, dynamic=False)
 
     def trainables(self) -> dict[str, nn.Parameter]:
@@ -83,7 +82,7 @@ class AdapterModel(nn.Module):
         mask = None if self.block is None else block_views_mask(length, self.block).to(device)
         positions = torch.arange(length, device=device).repeat(views)[None]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
-        return self._states(tokens_BL, masked_BL, cos, sin, mask)
+        return self._run(tokens_BL, masked_BL, cos, sin, mask)
 
     def loss(self, batch: MaskedBatch) -> Tensor:
         """The weighted loss of a batch on the model's device."""
