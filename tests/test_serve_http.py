@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -683,6 +685,25 @@ def test_the_numbers_on_metrics_are_those_of_the_requests() -> None:
         'adjust_request_seconds_count{path="/v1/completions"}': 4,
     }  # fmt: skip
     assert {key: float(lines[key]) for key in expected} == expected
+
+
+def test_throughput_is_logged_while_something_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="adjust_dlm.serve")
+    monkeypatch.setattr("adjust_dlm.serve.metrics.LOG_SECONDS", 0.05)
+    with serving(typing_engine(Typist(HELLO))) as served:
+        time.sleep(0.2)
+        caplog.clear()  # of a server of other tests
+        time.sleep(0.2)
+        assert not [record for record in caplog.records if "tokens/s" in record.getMessage()]  # nothing runs
+        post(served, "/v1/completions", {"prompt": "write:", "max_tokens": 6, "tokens_per_step": 3})
+        time.sleep(0.3)
+    said = [record.getMessage() for record in caplog.records]
+    told = [line for line in said if "tokens/s" in line]
+    assert any("in 1 rows that ended; " in line for line in told)
+    assert sum(float(line.split()[0]) for line in told if "in 1 rows" in line) == pytest.approx(6 / 0.05)
+    assert any(line.startswith("/v1/completions: 200 in ") for line in said)
 
 
 def test_metrics_tell_what_the_fast_form_holds(model: tuple[TransformerBase, Sampler]) -> None:

@@ -224,7 +224,9 @@ def create_app(engine: Engine, config: AppConfig) -> FastAPI:
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        logging_task = asyncio.create_task(metrics.log())
         yield
+        logging_task.cancel()
         await asyncio.to_thread(engine.close)
 
     app = FastAPI(title="adjust serve", version=adjust_dlm.__version__, lifespan=running, docs_url=None, redoc_url=None)

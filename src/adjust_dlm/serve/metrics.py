@@ -1,8 +1,10 @@
-"""What /metrics tells Prometheus; a registry for each server, so that several live in one process."""
+"""What /metrics tells Prometheus, and the log; a registry for each server, so that several live in one process."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -11,6 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.work import Finished
 
+LOG_SECONDS = 10.0  # between lines of throughput
+logger = logging.getLogger(__name__)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 
 
@@ -24,6 +28,7 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         """All at zero."""
         self.engine, self.paths, registry = engine, set[str](), CollectorRegistry()
+        self.rows_done = self.tokens_done = 0
         self.registry = registry
         registry.register(self)
         counter = functools.partial(Counter, registry=registry)
@@ -52,14 +57,26 @@ class Metrics:
         memory.add_metric(["graphs"], held.graph_bytes)
         yield memory
 
+    async def log(self) -> None:
+        """A line of throughput every `LOG_SECONDS` in which something ran; ends when it is cancelled."""
+        while True:
+            rows, tokens = self.rows_done, self.tokens_done
+            await asyncio.sleep(LOG_SECONDS)
+            rows, tokens = self.rows_done - rows, self.tokens_done - tokens
+            if rows or self.engine.running or self.engine.waiting:
+                rate, now = tokens / LOG_SECONDS, (self.engine.running, self.engine.waiting)
+                logger.info("%.1f tokens/s in %d rows that ended; %d run, %d wait", rate, rows, *now)
+
     def request(self, path: str, status: int, seconds: float) -> None:
         """A request is over."""
         label = path if path in self.paths else "other"
         self.requests.labels(label, str(status)).inc()
         self.seconds.labels(label).observe(seconds)
+        logger.debug("%s: %d in %.3f s", path, status, seconds)
 
     def row(self, event: Finished) -> None:
         """A row is over."""
         self.queued.observe(event.queued)
         self.decoding.observe(event.seconds)
         self.tokens.labels("completion").inc(event.tokens)
+        self.rows_done, self.tokens_done = self.rows_done + 1, self.tokens_done + event.tokens
