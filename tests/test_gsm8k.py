@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,24 @@ def test_defaults_are_the_papers_for_base_models() -> None:
     config = Gsm8kConfig()
     assert (config.shots, config.max_new_tokens, config.temperature, config.chat) == (8, 256, 0.0, False)
     assert make_task(config).stop[0] == "Q:" and make_task(Gsm8kConfig(form="hashes")).stop[0] == "Question:"
+
+
+@pytest.mark.parametrize("form", ["cot", "hashes"])
+def test_our_own_problems_are_right_by_their_own_steps_and_no_example_is_one(form: Any) -> None:
+    problems = read_rows("builtin", ("question", "answer"))
+    examples = read_rows("builtin-examples", ("question", "answer"))
+    assert len(problems) == 12 and len(examples) == 8
+    assert not {row["question"] for row in problems} & {row["question"] for row in examples}
+    for row in problems + examples:
+        steps, _, gold = row["answer"].partition("\n#### ")
+        sums = re.findall(r"(\d+(?: [-+*/] \d+)+) = (\d+)", steps)
+        assert sums and all(eval(left) == int(right) for left, right in sums), row
+        assert gold == re.findall(r"\d+", steps)[-1]
+    config = gsm8k.Gsm8kConfig(data="builtin", form=form)
+    made = gsm8k.problems(config)
+    assert len(made) == 12 and [problem.facts["gold"] for problem in made] == [
+        row["answer"].rsplit(" ", 1)[1] for row in problems
+    ]
+    for row in examples:
+        assert gsm8k.grade(gsm8k.written(row, form, "x"), row["answer"].rsplit(" ", 1)[1], form)["strict"] == 1
+        assert row["question"] in str(made[0])

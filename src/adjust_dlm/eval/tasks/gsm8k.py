@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate, with_shots
-from adjust_dlm.eval.tasks.task_files import Row, first_rows, read_rows
+from adjust_dlm.eval.tasks.task_files import BUILTIN, EXAMPLES, Row, first_rows, read_rows
 from adjust_dlm.types import require
 
 END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens that a model has spelled out
@@ -46,6 +46,8 @@ FORMS = {
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kConfig(DownstreamConfig):
     """Settings of `adjust eval gsm8k`; the defaults are the paper's for base models.
+
+    `--data builtin` takes twelve problems of our own, and examples of our own with them: a first run, no measurement.
 
     Attributes:
         shots_data: file of the examples, of which the prompt shows the first ones: rows of GSM8K's training set, or a
@@ -97,7 +99,10 @@ def problems(config: Gsm8kConfig) -> list[Problem]:
 
 def _shots(config: Gsm8kConfig) -> list[tuple[str, str]]:
     form, made = FORMS[config.form], []
-    for number, row in enumerate(first_rows(config.shots_data, config.shots, ("question",), TEXTS), start=1):
+    own = config.data == BUILTIN and config.shots_data == Gsm8kConfig.shots_data
+    for number, row in enumerate(
+        first_rows(EXAMPLES if own else config.shots_data, config.shots, ("question",), TEXTS), start=1
+    ):
         where = f"{config.shots_data}, row {number}"
         target = row["target"].strip() if "target" in row else written(row, config.form, where)
         named = f"{where}: the example has no {form.end.strip().format(number='N')!r}, which form {config.form} wants"
