@@ -115,6 +115,17 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
     assert all(name in done.stdout for name in COMMANDS)
 
 
+def test_a_wrong_value_is_told_before_torch_is_loaded() -> None:
+    program = (
+        "import sys; from adjust_dlm.cli import main\n"
+        "codes = {main(words.split()) for words in sys.argv[1:]}\n"
+        "sys.exit(codes != {2} or 'torch' in sys.modules)"
+    )
+    wrong = ["generate a --tokens-per-step 0", "chat --temperature -1", "generate --config no.yaml", "genrate", "eval"]
+    done = subprocess.run([sys.executable, "-c", program, *wrong], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (0, len(wrong)), done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_names_every_flag(name: str, run: Cli) -> None:
     module = pytest.importorskip(COMMANDS[name].module)

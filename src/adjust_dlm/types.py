@@ -11,10 +11,10 @@ import operator
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from types import UnionType
-from typing import Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor  # a mistake on the command line is told before torch is imported
 
 OrderRule = Literal["entropy", "confidence", "margin", "random", "left_to_right"]
 CERTAINTY: tuple[OrderRule, ...] = ("entropy", "margin", "confidence")  # rules that look at logits
@@ -213,6 +213,8 @@ class Trajectory:
         """
         require(0 <= t <= self.commits, f"state {t} does not exist; this trajectory has states 0..{self.commits}")
         masked_L = (self.order_L >= t) | (self.order_L == MASKED)
+        import torch
+
         return torch.where(masked_L, mask_id, self.tokens_L), masked_L
 
 

@@ -42,10 +42,11 @@ class ChatConfig(DrawFlags):
 
 def run(flags: ChatConfig) -> Outcome:
     """Asks and answers until stdin ends; the oldest turns are left out once the context is full."""
-    from adjust_dlm.decoders import build_options, decode, read_options
     from adjust_dlm.types import DecodeConfig, require
 
     config = DecodeConfig(**{f.name: getattr(flags, f.name) for f in fields(DecodeConfig) if hasattr(flags, f.name)})
+    from adjust_dlm.decoders import build_options, decode, read_options  # they need torch, what stands above does not
+
     options = read_options(flags.set)
     build_options(flags.decoder, options)
     base = load_for(flags)

@@ -76,15 +76,16 @@ def run(flags: GenerateConfig) -> Outcome:
 
 def _check(flags: GenerateConfig) -> DecodeConfig:
     """All that can be refused before a model is loaded."""
-    from adjust_dlm.decoders import build_options, read_options
     from adjust_dlm.types import require
 
     config = flags.decode_config()
-    build_options(flags.decoder, read_options(flags.set))
     require(flags.batch_size >= 1, f"batch_size is {flags.batch_size}; it must be at least 1")
     live = flags.watch == "always"
     require(not (live and flags.json), "--watch always and --json exclude each other: both write to stdout")
     require(not live or sys.stdout.isatty(), "--watch always needs a terminal, and stdout is none")
+    from adjust_dlm.decoders import build_options, read_options  # they need torch, what stands above does not
+
+    build_options(flags.decoder, read_options(flags.set))
     return config
 
 

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
 
 from adjust_dlm import words
+from adjust_dlm.types import InputError
 
 C = TypeVar("C")
 _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")
@@ -56,7 +57,7 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
     parser.add_argument("--config", type=Path, action="append", default=[])
     named = parser.parse_known_args(argv)[0].config
     if len(named) > 1:
-        bad_input(f"--config is given {len(named)} times; give one file")
+        raise InputError(f"--config is given {len(named)} times; give one file") from None
     file = named[0] if named else None
     start = filled(settings, read_yaml(file) if file else {}, where=str(file))
     bare = tyro.conf.arg(name="")
@@ -100,9 +101,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.load(text, _Yaml) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        bad_input(f"cannot read {path}: {error}")
+        raise InputError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
-        bad_input(f"{path} holds a {type(content).__name__}; it must be a mapping of names to values")
+        raise InputError(f"{path} holds a {type(content).__name__}; it must be a mapping of names to values") from None
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
@@ -147,7 +148,9 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
     known = {field.name: field for field in fields(settings) if field.init}  # type: ignore[arg-type]
     unknown = sorted(values.keys() - known.keys())
     if unknown:
-        bad_input(f"{where}: unknown setting {', '.join(unknown)}; {words.known(unknown[0], sorted(known))}")
+        raise InputError(
+            f"{where}: unknown setting {', '.join(unknown)}; {words.known(unknown[0], sorted(known))}"
+        ) from None
     hints = get_type_hints(settings)
     made = object.__new__(settings)
     for name, field in known.items():
@@ -159,7 +162,7 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
                 value = _converted(kind, values[name])
             except (TypeError, ValueError):
                 wanted = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-                bad_input(f"{where}: {name} is {values[name]!r}; it must be {wanted}")
+                raise InputError(f"{where}: {name} is {values[name]!r}; it must be {wanted}") from None
         object.__setattr__(made, name, value)
     return made
 
@@ -184,10 +187,3 @@ def _converted(kind: Any, value: Any) -> Any:
     if type(value) is kind or (origin is Literal and value in args):
         return value
     raise TypeError
-
-
-def bad_input(message: str) -> NoReturn:
-    """Raises `InputError`. Imported late: `types` needs torch, and help must not wait for it."""
-    from adjust_dlm.types import InputError
-
-    raise InputError(message) from None
