@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,19 @@ def test_what_a_box_says_is_its_first_paragraph() -> None:
     )
     assert one_line(box) == "Error parsing --a: bad value 'x'"
     assert one_line("plain\n") == "plain" and known("a", ()) == "known are "
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
+def test_flag_errors_are_one_line_whatever_stdout_can_show(encoding: str) -> None:
+    """tyro frames its messages otherwise where stdout is not UTF-8, as in a pipe on Windows."""
+    for words, said in (
+        (["--topp", "3"], "Unrecognized options: --topp, 3; did you mean --top-p?"),
+        (["--dtype"], "Missing value for argument '--dtype'. Expected 1 values"),
+    ):
+        command = [sys.executable, "-m", "adjust_dlm.cli", "generate", *words]
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        made = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert made.returncode == 2 and made.stderr == f"adjust: error: {said} (see adjust generate --help)\n"
 
 
 def test_a_prompt_comes_from_a_pipe(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -80,14 +80,17 @@ def one_line(box: str) -> str:
     """What a box of tyro says: its first paragraph, and the flags that may have been meant."""
     box = re.sub(r"\x1b\[[0-9;]*m", "", box)  # colours
     lines = [line.strip("\u2502 ") for line in box.splitlines() if line[:1] not in ("\u256d", "\u2570")]
-    rule = [n for n, line in enumerate(lines) if line.startswith("\u2500") or line == "Got errors:"]
-    text = " ".join(filter(None, lines[: rule[0] if rule else None]))
+    lines = list(filter(None, lines))
+    if len(lines) > 1 and not lines[1].strip("-"):  # where stdout is not UTF-8, the title stands on a rule
+        del lines[:2]
+    rule = [n for n, line in enumerate(lines) if not line.strip("\u2500-") or line == "Got errors:"]
+    text = " ".join(lines[: rule[0] if rule else None])
     text = re.sub(
         r"^Error parsing (\S+): no type matching (.*?) could be instantiated from \[(.*)\]\.$",
         r"\1 is \3; it takes \2",
         text,
     )
-    meant = [line.split()[0] for line in lines if line.startswith("--")] if "Perhaps you meant:" in lines else []
+    meant = [line.split()[0] for line in lines if re.match(r"--\w", line)] if "Perhaps you meant:" in lines else []
     return text.rstrip(".") + (f"; did you mean {' or '.join(meant[:2])}?" if meant else "")
 
 
