@@ -29,12 +29,13 @@ def test_no_training_question_names_what_is_held_out() -> None:
     kept = {fact.about[0].lower() for _, fact in held_out_questions()}
     seen: dict[str, set[str]] = {kind: set() for kind in WORDING}
     for text, fact in itertools.islice(questions(0), 20_000):
-        assert not kept & {name.lower() for name in fact.about}
+        assert not kept & {name.lower() for name in (*fact.about, *fact.answers)}, fact
         assert not asks_held_out(text), text
         seen[fact.kind].add(text)
     for kind in WORDING:  # each kind is asked about all its facts, in all wordings
         clean = [fact for fact in facts() if fact.kind == kind and fact.is_clean()]
-        assert len(seen[kind]) > 0.5 * sum(len(fact.wordings()) for fact in clean) and clean
+        assert len(seen[kind]) >= 0.5 * sum(len(fact.wordings()) for fact in clean)
+        assert clean or kind in ("day after", "day before")  # next to each other day stands one that is held out
 
 
 def test_held_out_questions_are_each_fact_once_and_all_are_recognized_in_every_wording() -> None:
@@ -84,6 +85,28 @@ def test_a_chat_is_kept_unless_it_asks_for_something_held_out() -> None:
     assert asks_held_out(f"Bob has {pair[1]} and {pair[0]} apples") == is_held_out(" ".join(sorted(pair, key=int)))
     assert asks_held_out(f"an antonym for {word}?") and not asks_held_out(f"Why are some things {word}?")
     assert not asks_held_out("Write a story about a dog who is 3 years old.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is Japan's capital?", "WHAT IS THE JAPANESE CAPITAL?", "Name a Japan-based company.",
+        "How many months are there in a year?", "How many sides does a square have?", "How many continents are there?",
+        "How many legs do dogs have?", "What color are sapphires?", "What are baby dogs called?",
+        "What is the singular of feet?", "what is three plus four", "Three apples and four pears?", "Add 3 to 4.",
+        "What is 4 multiplied by 3?", "3 \u00d7 4", "If I have 4 apples and buy 3 more, how many in total?",
+    ],
+)  # fmt: skip
+def test_a_chat_is_not_kept_however_it_asks_for_something_held_out(text: str) -> None:
+    assert all(map(is_held_out, ("Japan", "dog", "foot", "sapphire", "3 4", "months in a year", "sides in a square")))
+    assert asks_held_out(text)
+
+
+def test_a_chat_is_kept_if_it_only_counts_or_has_other_numbers() -> None:
+    assert not is_held_out("3 5")
+    for text in ("three plus five", "Add 3 to 5.", "How many days are in a week?", "Dogs are 3 or 4 years old.",
+                 "I was born in 1934.", "Is a square larger than its sides?"):  # fmt: skip
+        assert not asks_held_out(text), text
 
 
 def test_replies_are_those_of_each_question_alone() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 HELD_OUT_EVERY = 3  # one in so many countries, words and pairs of numbers
+MOST = 20  # the largest number of a pair
 
 _CAPITALS = """
     Afghanistan:Kabul Albania:Tirana Algeria:Algiers Angola:Luanda Argentina:Buenos_Aires Armenia:Yerevan
@@ -194,11 +195,24 @@ WORDING: dict[str, tuple[str, ...]] = {
 _SPOKEN = frozenset(re.findall(r"[\w'-]+", " ".join(itertools.chain(*WORDING.values())).lower()))
 _NAMED = frozenset({"capital", "continent", "language"})  # a country's name is enough to ask about it
 _ASKS = re.compile(
-    r"opposite|antonym|synonym|another word|same as|colou?r|baby|young|plural|past tense|symbol|after"
-    r"|before|follow",
+    r"opposite|contrary|antonym|synonym|another word|(same|similar) (thing )?(as|in meaning|to)|mean(s|ing)? the same"
+    r"|colou?r|hue|baby|babies|young|plural|singular|past (tense|form|participle)|symbol|after|before|follow|precede"
+    r"|tomorrow|yesterday|next",
     re.IGNORECASE,
 )
-_REACHES = re.compile(r"\d\s*(?:\+|-|x|\*|plus|minus|times|and|by|from|/)\s*\d", re.IGNORECASE)
+_COUNTS_SOMETHING = re.compile(r"how many|number of|count", re.IGNORECASE)
+_FILLING = {"a", "an", "the", "in", "on", "one", "our", "earth", "united"}  # not in "how many continents are there?"
+_NUMBERS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
+_NUMBER = re.compile(rf"\b({'|'.join(_NUMBERS)})\b", re.IGNORECASE)
+_REACHES = re.compile(  # a number, perhaps its unit, what is done with it, a number
+    r"\d\s*[-+*/x\u00d7\u00f7\u2212\u2013]\s*\d"
+    r"|\d\W*([a-z]+\W+){0,2}?(plus|minus|times|and|by|from|to|over|less)\W*\d"
+    r"|\b(add|sum|subtract|difference|multipl|product|divid|total)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -223,7 +237,9 @@ class Fact:
 
     def is_clean(self) -> bool:
         """Whether neither question nor answers name anything that is held out."""
-        return not any(map(is_held_out, self.about))
+        countries, others, _ = _held_out_names()
+        answered = (answer.lower() in countries | others for answer in self.answers)
+        return not any(map(is_held_out, self.about)) and not any(answered)
 
     def wordings(self) -> list[str]:
         """The question in every wording."""
@@ -261,7 +277,7 @@ def facts() -> tuple[Fact, ...]:
     out += [Fact("plural", (w,), (_plural(w),), (w,)) for w in _REGULAR.split()]
     for continent, table in _CONTINENTS.items():
         out += [Fact("continent", (name,), (continent,), (name,)) for name in table.split()]
-    for a, b in itertools.product(range(1, 21), repeat=2):
+    for a, b in itertools.product(range(1, MOST + 1), repeat=2):
         pair = f"{min(a, b)} {max(a, b)}"
         out.append(Fact("plus", (str(a), str(b)), (str(a + b),), (pair,)))
         if a > b and a != 2 * b:  # the answer is never one of the numbers that are asked
@@ -306,24 +322,48 @@ def held_out_questions() -> list[tuple[str, Fact]]:
 
 
 def asks_held_out(text: str) -> bool:
-    """Whether a user's turn may ask for a held-out fact: it names the country, or asks about the word or the pair."""
-    words = frozenset(re.findall(r"[\w'-]+", text.lower()))
-    countries, others, phrases = _held_out_names()
-    if words & countries or any(phrase in text.lower() for phrase in phrases):
+    """Whether a user's turn may ask for a held-out fact: it names the country, or asks about the word or the pair.
+
+    "Japan's" and "Japanese" name Japan, "bananas" a banana, and "three plus five" is a pair.
+    """
+    words = {form for word in re.findall(r"[^\W_]+", text.lower()) for form in _singulars(word)}
+    countries, others, counted = _held_out_names()
+    if any(word.startswith(tuple(countries)) for word in words) or (_ASKS.search(text) and words & others):
         return True
-    if _ASKS.search(text) and words & others:
+    if _COUNTS_SOMETHING.search(text) and any(words >= things for things in counted):
         return True
-    numbers = [int(number) for number in re.findall(r"\d{1,3}", text)]
-    pairs = itertools.combinations(sorted(numbers), 2)
+    text = _NUMBER.sub(lambda found: str(_NUMBERS.index(found[0].lower())), text)
+    numbers = [int(number) for number in re.findall(r"(?<!\d)\d{1,2}(?!\d)", text)]
+    pairs = itertools.combinations(sorted(number for number in numbers if number <= MOST), 2)
     return bool(_REACHES.search(text)) and any(is_held_out(f"{a} {b}") for a, b in pairs)
 
 
+def _singulars(word: str) -> set[str]:
+    """The word, and what it may be the plural of."""
+    return {word, _irregular().get(word, word), word.removesuffix("s"), word.removesuffix("es")} | (
+        {word[:-3] + "y"} if word.endswith("ies") else set()
+    )
+
+
 @cache
-def _held_out_names() -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Held-out countries, words and things to count, in lower case."""
-    parts: tuple[set[str], set[str], set[str]] = set(), set(), set()
+def _irregular() -> dict[str, str]:
+    """Plural -> singular."""
+    return {answer: fact.asked[0] for fact in facts() if fact.kind == "plural" for answer in fact.answers}
+
+
+@cache
+def _held_out_names() -> tuple[frozenset[str], frozenset[str], tuple[frozenset[str], ...]]:
+    """Held-out countries, words, and of things to count the words, in lower case and the singular."""
+    countries: set[str] = set()
+    others: set[str] = set()
+    counted = []
     for fact in facts():
-        if fact.is_held_out() and fact.kind not in ("plus", "minus", "times"):
-            place = 0 if fact.kind in _NAMED else 2 if fact.kind == "count" else 1
-            parts[place].add(fact.about[0].lower())
-    return frozenset(parts[0]), frozenset(parts[1]), frozenset(parts[2])
+        name = fact.about[0].lower()
+        if fact.kind in ("plus", "minus", "times") or not fact.is_held_out():
+            continue
+        if fact.kind == "count":
+            told = [word for word in name.split() if word not in _FILLING]
+            counted.append(frozenset(_irregular().get(word, word.removesuffix("s")) for word in told))
+        else:
+            (countries if fact.kind in _NAMED else others).add(name)
+    return frozenset(countries), frozenset(others), tuple(counted)
