@@ -138,3 +138,6 @@ def test_a_conversation_is_that_of_generate_and_forgets_what_does_not_fit(
     code, _, err = run("chat", *flags)
     assert code == 0 and "the oldest question and its answer are left out" in err and asked[-1] == ["b" * 20]
     assert DecodeConfig().temperature == 1.0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("caf\udce9\n"))  # what Python makes of a byte that is no UTF-8
+    code, _, err = run("chat", *flags)
+    assert code == 2 and "not UTF-8" in err

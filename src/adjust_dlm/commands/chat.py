@@ -14,7 +14,7 @@ from adjust_dlm.commands.generate import Watch, helpers_for
 from adjust_dlm.commands.output import Outcome, say
 
 if TYPE_CHECKING:
-    from adjust_dlm.bases import Base
+    from adjust_dlm.serve.text import Words
     from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ def run(flags: ChatConfig) -> Outcome:
 
     config = DecodeConfig(**{f.name: getattr(flags, f.name) for f in fields(DecodeConfig) if hasattr(flags, f.name)})
     from adjust_dlm.decoders import build_options, decode, read_options  # they need torch, what stands above does not
+    from adjust_dlm.serve.text import Words
 
     options = read_options(flags.set)
     build_options(flags.decoder, options)
@@ -53,11 +54,11 @@ def run(flags: ChatConfig) -> Outcome:
     has_template = bool(getattr(base.tokenizer, "chat_template", None))
     require(has_template, f"base {flags.base!r} has no chat template; use `adjust generate`")
     helpers = helpers_for(flags, base)
-    messages: list[Message] = []
+    words, messages = Words(base), list[Message]()
     records: list[dict[str, Any]] = []
     while (line := _next_line()) is not None:
         messages.append({"role": "user", "content": line})
-        ids = _encoded(base, messages, config)
+        ids = _encoded(words, messages, config)
         with Watch(base) if sys.stdout.isatty() else nullcontext() as watch:
             result = decode(
                 base, [ids], config, decoder=flags.decoder, rows=[len(records)], watch=watch,
@@ -83,15 +84,15 @@ def _next_line() -> str | None:
             return line.strip()
 
 
-def _encoded(base: Base, messages: list[Message], config: DecodeConfig) -> list[int]:
+def _encoded(words: Words, messages: list[Message], config: DecodeConfig) -> list[int]:
     """Ids of the conversation; forgets its oldest question and answer until the reply has room behind them."""
     from adjust_dlm.data.prompts import PromptSource
     from adjust_dlm.types import InputError
 
     while True:
-        ids = base.encode_messages(messages)
+        ids = words.encode_messages(messages)
         try:
-            PromptSource("the conversation", [ids]).check_fits(base, config.max_new_tokens)
+            PromptSource("the conversation", [ids]).check_fits(words.base, config.max_new_tokens)
         except InputError:
             if len(messages) < 3:
                 raise
