@@ -156,7 +156,7 @@ def look(args: argparse.Namespace, name: str, questions: list[Any]) -> Line:
     config, right = DecodeConfig(tokens_per_step=1, max_new_tokens=NEW_TOKENS, temperature=0.0, seed=3), 0
     for numbers, result in decode_many(base, prompts, config, decoder="joint", batch_size=256):
         for n, tokens in zip(numbers, result.tokens_BL.tolist(), strict=True):
-            right += questions[n][1].right(base.tokenizer.decode(tokens[-NEW_TOKENS:], skip_special_tokens=True))
+            right += questions[n][1].right(base.decode(tokens[-NEW_TOKENS:]))
     return out | {"right": right, "asked": len(questions)}
 
 

@@ -64,10 +64,7 @@ def main() -> None:
             sampler, right, tokens, calls = g if decoder == "adjust" else None, 0, 0, 0
             for numbers, result in decode_many(base, prompts, config, decoder=decoder, sampler=sampler, batch_size=256):
                 rows = zip(numbers, result.tokens_BL.tolist(), strict=True)
-                right += sum(
-                    entries[n][1].right(base.tokenizer.decode(row[-NEW_TOKENS:], skip_special_tokens=True))
-                    for n, row in rows
-                )
+                right += sum(entries[n][1].right(base.decode(row[-NEW_TOKENS:])) for n, row in rows)
                 tokens, calls = tokens + int((result.order_BL > GIVEN).sum()), calls + int(result.base_calls_B.sum())
             share, count, z = right / len(entries), len(entries), 1.96
             half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
