@@ -68,6 +68,17 @@ def test_layers_keep_copies_of_frozen_weights_alone(monkeypatch: pytest.MonkeyPa
     assert torch.equal(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias))
 
 
+def test_a_layer_that_was_trained_meanwhile_is_laid_out_anew() -> None:
+    """A fused optimizer changes weights and not their versions."""
+    layer, h_RD = Linear(16, 33), torch.randn(5, 16)
+    nn.Linear.reset_parameters(layer)
+    layer.requires_grad_(False)(h_RD)
+    layer.requires_grad_(True)(h_RD).sum().backward()
+    torch.optim.AdamW(layer.parameters(), lr=1.0, fused=True).step()
+    layer.requires_grad_(False)
+    torch.testing.assert_close(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias))
+
+
 def test_a_copy_dies_with_its_matrix() -> None:
     kept, weight_VD = len(packed._packed), _matrix(33, 16)
     frozen_linear(torch.ones(1, 16), weight_VD)

@@ -27,6 +27,8 @@ def frozen_linear(h_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None)
         bias_V: b.
     """
     if not _packs(h_RD, weight_VD):
+        if weight_VD.requires_grad and not torch.compiler.is_compiling():
+            forget(weight_VD)  # whose version torch's fused optimizers leave as it was
         return F.linear(h_RD, weight_VD, bias_V)
     version, packed = _packed.get(weight_VD, (None, None))
     if version != weight_VD._version:
