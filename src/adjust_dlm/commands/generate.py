@@ -39,7 +39,8 @@ class GenerateConfig(DecodeFlags):
         decoder: joint (one token per pass), parallel, adjust, ...; each is one file of the package.
         set: settings that only this decoder has, as NAME=VALUE (threshold: tau=0.9).
         batch_size: rows decoded at once; does not change any sample.
-        watch: show the canvas filling in, live, in a terminal; auto: if a single text is written there.
+        watch: show the canvas filling in, live, in a terminal; auto: if a single text is written there. On a card it is
+            then decoded by the reference form, as with --eager.
     """
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
