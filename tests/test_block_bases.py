@@ -623,8 +623,6 @@ def test_gaps_inside_the_open_block_are_fine() -> None:
 def test_forms_and_samplers_that_do_not_fit() -> None:
     config = DecodeConfig(max_new_tokens=7)
     base = tiny_base("dream", block=4)
-    with pytest.raises(InputError, match="writes in blocks, which the fast form does not know"):
-        decode(base, [[BOS]], config, decoder="joint", eager=False)
     with pytest.raises(InputError, match="origin commits at random over the whole canvas"):
         decode(base, [[BOS]], config, decoder="origin")
     with pytest.raises(InputError, match="pairing is 'token'"):

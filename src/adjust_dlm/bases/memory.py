@@ -68,6 +68,13 @@ class Memory:
         out.kept, out.counts_B3 = list(self.kept), self.counts_B3.clone()
         return out
 
+    def load(self, rows: slice, other: Memory, index: slice | list[int]) -> None:
+        """Copies rows of another memory into these, where both keep something; columns count from the right."""
+        self.counts_B3[rows] = other.counts_B3[index]
+        for mine, theirs in zip(self.kept, other.kept, strict=False):
+            width = theirs.shape[-2]
+            mine[rows, ..., -width:, :] = theirs[index]
+
     def take(self, index_B: Tensor, first: int) -> Memory:
         """A copy of some rows, without the columns left of `first`."""
         out = Memory()

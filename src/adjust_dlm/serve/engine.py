@@ -90,6 +90,8 @@ class Engine:
         if not fast.wanted(self.base, eager):
             return None
         reason = fast.why_not(self.base, "joint", DecodeConfig(), None, None)
+        if self.base.spec.block is not None:
+            reason = f"base {self.base.spec.name} writes in blocks, and single rounds of it have no fast form"
         if reason is not None:
             fast.log_fallback(reason)
             return None

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.memory import Memory
+from adjust_dlm.bases.layers import Layer
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders.machinery.cache import surplus
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, columns_of
 from adjust_dlm.decoders.machinery.pick import nan_message
 from adjust_dlm.kernels import HAS_TRITON
@@ -36,9 +38,9 @@ class Lane(Canvas):
     """B slots of L columns, the last ones new; shorter canvases get more left pads.
 
     Attributes:
-        h_BLD: states now; behind their D columns features, where the base gives them.
+        h_BLD: states now; behind their D columns features, where the base gives them. On a block base they lie in
+            `memory`, and steps of g write over those of the open block, which every pass makes anew.
         shape: slots, columns, whether padded, and features: lanes of one shape do the same work.
-        keys: keys and values of g's layers, where a decoder keeps some.
         slot_B: 0 to B - 1.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
@@ -66,8 +68,11 @@ class Lane(Canvas):
         self.chance_BL: Tensor = torch.full(shape, torch.nan, device=device)
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         wide = base.width * (1 + len(base.keep))
-        self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
-        self.keys = Memory()
+        states_BLD = torch.zeros(slots, length + surplus(base), wide, dtype=base.dtype, device=device)
+        self.h_BLD = states_BLD[:, :length]
+        if isinstance(base, TransformerBase) and base.spec.block is not None:
+            self.memory.kept = [*self._keys(list(base.model.layers), states_BLD), states_BLD]
+        self._clean = True
         self.start(config)
 
     def start(self, config: DecodeConfig) -> None:
@@ -75,7 +80,9 @@ class Lane(Canvas):
 
         Rows are loaded or looked at behind it, which counts positions anew.
         """
-        self.config, self.noting = config, False
+        for part in () if self._clean else (*self.memory.kept, *self.sampler_memory.kept):
+            part.zero_()  # what is NaN spoils a row even where it is masked
+        self.config, self.noting, self._clean = config, False, False
         self.bad.zero_()
         self.masked_BL.zero_()
         self.tokens_BL.fill_(self.base.spec.pad_id)
@@ -95,6 +102,9 @@ class Lane(Canvas):
             getattr(self, name)[slots] = getattr(canvas, name)[index]
         self._round_B[slots] = 0
         self.report_N[slots] = True
+        if self.memory.kept:
+            self.memory.load(slots, canvas.memory, index)
+            self.sampler_memory.load(slots, canvas.sampler_memory, index)
         self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
         self._count_positions()
         schedule = canvas.schedule
@@ -133,6 +143,7 @@ class Lane(Canvas):
         """Raises FloatingPointError once a NaN was seen (waits for the device)."""
         if bool(self.bad):
             raise FloatingPointError(nan_message(self.base))
+        self._clean = True
 
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
@@ -154,14 +165,26 @@ class Lane(Canvas):
         return self._positions_BL
 
     def buffers(self) -> list[Tensor]:
-        """Everything that a function of the lane may write."""
+        """What a function of the lane may write, but for keys and values: these are the same after a second run."""
         kept = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return [*kept, *self.keys.kept]
+        return [*kept, self.memory.counts_B3, self.sampler_memory.counts_B3]
+
+    @property
+    def held(self) -> int:
+        """Bytes of all that is kept."""
+        kept = [part.untyped_storage() for part in (*self.buffers(), *self.memory.kept, *self.sampler_memory.kept)]
+        return sum({part.data_ptr(): part.nbytes() for part in kept}.values())
 
     def need_keys(self, sampler: Sampler) -> None:
         """Makes the buffers of g's keys and values, once for all g of as many layers."""
-        if len(self.keys.kept) != len(sampler.layers):
-            self.keys.kept = [torch.zeros_like(part) for part in sampler.keys(self.h_BLD, self).kept]
+        if len(self.sampler_memory.kept) != len(sampler.layers):
+            self.sampler_memory.kept = self._keys([one.layer for one in sampler.layers], self.h_BLD)
+
+    @staticmethod
+    def _keys(layers: list[Layer], states_BLD: Tensor) -> list[Tensor]:
+        """Zeros for the keys and values [B, 2, heads, L, d] of each layer."""
+        (slots, length, _), shapes = states_BLD.shape, [layer.self_attn.shape for layer in layers]
+        return [states_BLD.new_zeros(slots, 2, shape.num_key_value_heads, length, shape.head_dim) for shape in shapes]
 
     def begin_round(self) -> None:
         """As `Canvas.start_round`, from the schedule in the buffers."""

@@ -168,7 +168,7 @@ class Rounds:
         if (len(shapes), graphs.captures) == (self.held.shapes, self.held.captures):
             return
         more = len(shapes) > self.held.shapes
-        held = sum(buffer.nbytes for lane in shapes for buffer in lane.buffers())
+        held = sum(lane.held for lane in shapes)
         self.held = Held(len(shapes), len(graphs.items()), graphs.captures, held, graphs.reserved)
         if more:
             sizes = held / 2**20, graphs.reserved / 2**20

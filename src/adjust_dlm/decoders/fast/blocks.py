@@ -1,0 +1,54 @@
+"""What passes and steps of a block base compute on a lane: the open block, and before it what has just become final.
+
+A pass computes S columns of a row, or 2 S where rows may have entered a block since their last one: the host knows
+when, but not which rows have ended. Prompts are read in passes of their own, which are not captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from adjust_dlm.bases.blocks import to_edge
+from adjust_dlm.bases.memory import renew
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.machinery.cache import columns_to_edge, step_at_columns, surplus
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.rows import take
+from adjust_dlm.sampler import Sampler
+
+_AT_ONCE = 8192  # columns of a pass over prompts, unless a single one is longer
+
+
+def pass_over(base: TransformerBase, canvas: Canvas, count: int | None, *, final: bool = False) -> None:
+    """Renews what the canvas keeps of the base at `count` columns of each row: see `columns_to_edge`."""
+    size = base.spec.block or 1
+    whole = to_edge(canvas, size, base.spec.mask_id, surplus(base))
+    width = whole.tokens_BL.shape[1]
+    column_BN, valid_BN, _ = columns_to_edge(
+        canvas, canvas.memory, size, width, canvas.open_B, count=count, final=final
+    )
+    base.renew(whole, canvas.memory, column_BN, valid_BN)
+
+
+def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -> None:
+    """A step of g at `count` columns of each row, in place; `keys_only` leaves the states as they are."""
+    new_BND, column_BN, own_BN = step_at_columns(sampler, lane.h_BLD, lane, count)
+    if not keys_only:
+        renew(lane.h_BLD, new_BND, column_BN, own_BN)
+
+
+def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> Iterator[Canvas]:
+    """Rows before their first round, some at a time, with the blocks before their open one in their memories."""
+    size, length = base.spec.block or 1, canvas.tokens_BL.shape[1]
+    at_once = max(1, _AT_ONCE // length)
+    for at in range(0, len(rows), at_once):
+        part = take(canvas, rows[at : at + at_once])
+        if bool((part.block_of(size) > 0).any()):
+            pass_over(base, part, None, final=True)
+            if sampler is not None:
+                h_BLD = part.memory.kept[-1][:, : part.tokens_BL.shape[1]]
+                memory, open_B = part.sampler_memory, part.open_B
+                column_BN, valid_BN, _ = columns_to_edge(part, memory, size, h_BLD.shape[1], open_B, final=True)
+                sampler.rows(h_BLD, part, column_BN, memory, valid_BN)
+        yield part
