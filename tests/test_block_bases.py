@@ -691,11 +691,12 @@ def test_an_exported_sampler_decodes_in_blocks_from_transformers(tmp_path: Path,
         generate_with(folder, model, {"inputs": ids, **settings})
 
 
+@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("decoder", ["joint", "adjust", "threshold", "edlm"])
-def test_a_server_answers_as_decode_and_text_comes_block_by_block(decoder: str) -> None:
+def test_a_server_answers_as_decode_and_text_comes_block_by_block(decoder: str, *, eager: bool) -> None:
     base = chat_base(context=128, block=4)
     helpers: dict[str, Any] = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
-    engine = Engine(base, **helpers, limits=Limits(rows=3), eager=True)
+    engine = Engine(base, **helpers, limits=Limits(rows=3), eager=eager)
     asked = []
     for n in range(6):
         ids = [AR_BOS, *range(10, 11 + n)]

@@ -15,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast.rounds import Rounds
+from adjust_dlm.decoders.machinery.rows import RoundCanvas
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 from helpers import BOS, CORE, FAMILIES, MASK, tiny_base, tiny_sampler
 from test_block_bases import NO_END, prompts
 from test_fast import FORMS, Replayed, both
+from test_fast_rounds import lockstep
 from test_properties import configs, heeded
 
 KINDS = [*FAMILIES, "sdar"]
@@ -158,3 +161,45 @@ def test_rows_that_are_left_move_to_a_smaller_batch_with_what_they_keep(monkeypa
     for decoder in ("parallel", "adjust"):
         both(base, rows, config, decoder, sampler=tiny_sampler(base))
     assert moves and set(moves) == {1}
+
+
+# Single rounds -------------------------------------------------------------------------------------------------
+
+ROWS = [
+    ([BOS, 5, 6], 7, 1, 0), ([BOS, 9, 7, 4, 11, 8, 9, 9, 3], 12, -9, 4), ([BOS], 3, 2**63, 2), ([BOS, 4, 4], 9, 1, 1),
+    ([BOS, *[7, 12] * 9], 13, 7, 7), ([BOS, 12], 0, 0, 0), ([BOS, 12], 1, 0, 0),
+]  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(KINDS), size=st.sampled_from(SIZES), decoder=st.sampled_from(CORE), config=configs,
+    together=st.integers(1, 5), sparse=st.booleans(), chance=st.booleans(), form=st.sampled_from(sorted(FORMS)),
+    parts=st.integers(0, 3),
+)  # fmt: skip
+def test_every_round_is_the_references_whatever_the_settings(
+    family: str, size: int, decoder: str, config: DecodeConfig, together: int, sparse: bool, chance: bool, form: str,
+    parts: int,
+) -> None:  # fmt: skip
+    config = heeded(config, decoder).but(schedule="exact", block_length=max(1, size >> parts) if parts else None)
+    options = {"sparse": sparse and config.candidates != 0} if decoder == "adjust" else {}
+    base, g = BASES[family, size], ALL[family, size, form]
+    lockstep(base, g, config, decoder, rows=ROWS, together=together, chance=chance, **options)
+
+
+def test_canvases_take_turns_on_the_same_buffers() -> None:
+    """Each finds its own keys there, with and without another one's round in between."""
+    base = tiny_base("dream", block=4, end_ids=NO_END)
+    g = tiny_sampler(base)
+    rounds, canvases = Rounds(base, g, tokens=1 << 20), list[RoundCanvas]()
+    for seed, temperature in ((1, 0.0), (2, 1.0)):
+        config = DecodeConfig(max_new_tokens=13, tokens_per_step=2, temperature=temperature, seed=seed)
+        canvases.append(RoundCanvas(base, [[BOS, *[5 + seed] * 9], [BOS, seed]], config))
+    for turn in (0, 0, 1, 0, 1, 1, 0, 0, 1, 1, *[0, 1] * 5):
+        rounds.play(canvases[turn], decoder="adjust")
+    assert rounds.held.shapes == 1
+    for canvas, (seed, temperature) in zip(canvases, ((1, 0.0), (2, 1.0)), strict=True):
+        config = DecodeConfig(max_new_tokens=13, tokens_per_step=2, temperature=temperature, seed=seed)
+        alone = decode(base, [[BOS, *[5 + seed] * 9], [BOS, seed]], config, sampler=g, eager=True)
+        assert torch.equal(canvas.tokens_BL, alone.tokens_BL)
+        assert torch.equal(canvas.order_BL, alone.order_BL)

@@ -90,8 +90,6 @@ class Engine:
         if not fast.wanted(self.base, eager):
             return None
         reason = fast.why_not(self.base, "joint", DecodeConfig(), None, None)
-        if self.base.spec.block is not None:
-            reason = f"base {self.base.spec.name} writes in blocks, and single rounds of it have no fast form"
         if reason is not None:
             fast.log_fallback(reason)
             return None
@@ -288,6 +286,8 @@ class Engine:
             if reason is None:
                 own = plan.own[0] if plan.own else None
                 play = functools.partial(self._rounds.play, decoder=work.decoder, options=own)
+            elif plan.base.spec.block is not None:
+                fast.log_fallback(reason)
             else:
                 fast.log_fallback(f"{reason}; only passes are captured")
                 base, sampler = self._rounds.passes(plan.base)

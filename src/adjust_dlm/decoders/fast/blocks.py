@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from adjust_dlm.bases.blocks import to_edge
 from adjust_dlm.bases.memory import renew
 from adjust_dlm.bases.transformer import TransformerBase
@@ -52,3 +54,30 @@ def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas,
                 column_BN, valid_BN, _ = columns_to_edge(part, memory, size, h_BLD.shape[1], open_B, final=True)
                 sampler.rows(h_BLD, part, column_BN, memory, valid_BN)
         yield part
+
+
+def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> bool:
+    """Reads what rows of a canvas lack of more than one block, as prompts before a row's first round.
+
+    Args:
+        base: of the canvas.
+        sampler: where the round has steps of g.
+        canvas: between rounds.
+        lane: where the rows will stand.
+
+    Returns:
+        Whether some row has entered a block since its last pass.
+    """
+    size, memory, open_B = base.spec.block or 1, canvas.memory, canvas.open_B
+    before_B = canvas.block_of(size) * size
+    lag_B = before_B - memory.counts_B3[:, 0]
+    lag_of_g_B = before_B - canvas.sampler_memory.counts_B3[:, 0] if sampler is not None else torch.zeros_like(lag_B)
+    late_B = open_B & ((lag_B.maximum(lag_of_g_B) > size) | ((canvas.rounds_B == 0) & (lag_B > 0)))
+    late, waits = torch.stack([late_B, open_B & ~late_B & (lag_B > 0)]).tolist()
+    for b in (b for b, is_late in enumerate(late) if is_late):
+        lane.forget()
+        for part in read_prompts(base, sampler, canvas, [b]):
+            for mine, theirs in ((memory, part.memory), (canvas.sampler_memory, part.sampler_memory)):
+                mine.make_room(theirs, canvas.tokens_BL.shape[1] - part.tokens_BL.shape[1])
+                mine.load(slice(b, b + 1), theirs, [0])
+    return any(waits)
