@@ -203,3 +203,15 @@ def test_canvases_take_turns_on_the_same_buffers() -> None:
         alone = decode(base, [[BOS, *[5 + seed] * 9], [BOS, seed]], config, sampler=g, eager=True)
         assert torch.equal(canvas.tokens_BL, alone.tokens_BL)
         assert torch.equal(canvas.order_BL, alone.order_BL)
+
+
+def test_the_buffers_take_what_the_docs_say() -> None:
+    base = tiny_base("dream", block=4, num_hidden_layers=3)
+    g, shape = tiny_sampler(base, layers=2, features=(1,)), base.layer_config
+    decode(base, [[BOS, 5]] * 3, DecodeConfig(max_new_tokens=9), sampler=g, eager=False)
+    (lane,) = base.workspace.lanes
+    slots, length = lane.tokens_BL.shape
+    pair = 2 * shape.num_key_value_heads * shape.head_dim
+    wanted = slots * ((length + 3) * (3 * pair + 2 * base.width) + length * 2 * pair)
+    assert sum(part.numel() for part in (*lane.memory.kept, *lane.sampler_memory.kept)) == wanted
+    assert lane.held > 4 * wanted
