@@ -636,17 +636,18 @@ def test_forms_and_samplers_that_do_not_fit() -> None:
 # Speed, export, server -----------------------------------------------------------------------------------------
 
 
-def test_the_bench_times_a_block_base_in_the_eager_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["eager", "fast"])
+def test_the_bench_times_a_block_base(form: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "base": "tiny-shape", "block": 8, "tokens_per_step": (2,), "batch_sizes": (2,), "new_tokens": (24,), "runs": 1,
         "prompt_tokens": 30, "device": "cpu", "cell_seconds": 0.2, "output": str(tmp_path),
     }  # fmt: skip
-    made = make_runtime(RuntimeConfig(forms=("eager",), decoders=("parallel", "adjust", "components"), **settings))
+    made = make_runtime(RuntimeConfig(forms=(form,), decoders=("parallel", "adjust", "components"), **settings))
     assert not made["left_out"]
     parts = {(row["decoder"], row["part"]) for row in made["rows"]}
     assert {("components", "base pass"), ("components", "g step"), ("components", "round")} <= parts
-    with pytest.raises(InputError, match="a base with blocks has eager alone"):
-        make_runtime(RuntimeConfig(forms=("fast",), **settings))
+    with pytest.raises(InputError, match="a base with blocks has eager and fast alone"):
+        make_runtime(RuntimeConfig(forms=("compiled",), **settings))
     with pytest.raises(InputError, match="block can be set for"):
         RuntimeConfig(**{**settings, "base": "smol"})
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from adjust_dlm.bases import Base
 from adjust_dlm.bases.blocks import to_edge
 from adjust_dlm.bases.memory import renew
 from adjust_dlm.bases.transformer import TransformerBase
@@ -54,6 +55,16 @@ def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas,
                 column_BN, valid_BN, _ = columns_to_edge(part, memory, size, h_BLD.shape[1], open_B, final=True)
                 sampler.rows(h_BLD, part, column_BN, memory, valid_BN)
         yield part
+
+
+def load(base: Base, sampler: Sampler | None, lane: Lane, canvas: Canvas, rows: list[int], first: int) -> None:
+    """Rows take the slots from `first` on; on a block base their prompts are read before."""
+    if base.spec.block is None or not isinstance(base, TransformerBase):
+        lane.load(canvas, rows, first)
+        return
+    for part in read_prompts(base, sampler, canvas, rows):
+        lane.load(part, list(range(len(part.rows_B))), first)
+        first += len(part.rows_B)
 
 
 def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> bool:

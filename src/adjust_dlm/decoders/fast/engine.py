@@ -26,7 +26,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.adjust import AdjustOptions
-from adjust_dlm.decoders.fast.blocks import read_prompts
+from adjust_dlm.decoders.fast.blocks import load
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import Work, length_bucket, slot_bucket
@@ -275,7 +275,7 @@ class Engine:
         lane = self.lane(base, size, columns, padded=padded, config=canvas.config)
         living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
         work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
-        self._load(base, sampler, lane, canvas, [row.number for row in living if row], 0)
+        load(base, sampler, lane, canvas, [row.number for row in living if row], 0)
         for number in itertools.count():
             rows = [row for row in living if row]
             enters = any(row.block > row.seen for row in rows)
@@ -288,7 +288,7 @@ class Engine:
                 if waiting:
                     living[b] = row = waiting.popleft()
                     row.since = number + 1
-                    self._load(base, sampler, lane, canvas, [row.number], b)
+                    load(base, sampler, lane, canvas, [row.number], b)
             if not any(living):
                 break
             if over and _worth_moving(living, lane):
@@ -300,18 +300,6 @@ class Engine:
 
     def _work(self, base: Base, sampler: Sampler | None, lane: Lane, plan: _Plan) -> Work:
         return Work(self.graphs, base, sampler, lane, decoder=plan.decoder, options=plan.options)
-
-    @staticmethod
-    def _load(
-        base: Base, sampler: Sampler | None, lane: Lane, canvas: Canvas, rows: list[int], first: int
-    ) -> None:  # fmt: skip
-        """Rows take the slots from `first` on; on a block base their prompts are read before."""
-        if base.spec.block is None or not isinstance(base, TransformerBase):
-            lane.load(canvas, rows, first)
-            return
-        for part in read_prompts(base, sampler, canvas, rows):
-            lane.load(part, list(range(len(part.rows_B))), first)
-            first += len(part.rows_B)
 
     def _smaller(self, base: Base, lane: Lane, rows: int) -> Lane:
         """A lane for the rows that are left."""
