@@ -141,8 +141,16 @@ def test_a_row_that_gave_nan_is_forgotten(decoder: str) -> None:
     base.head_matrix[7] = 0
     g, config = tiny_sampler(base), DecodeConfig(max_new_tokens=6, tokens_per_step=2)
     with pytest.raises(FloatingPointError, match="gave NaN"):
-        decode(base, [*[[BOS, 3]] * 7, [BOS, 3, 3, 3, 3, 7]], config, decoder=decoder, sampler=g, eager=False)
-    both(base, [[BOS, 3]] * 5, config.but(temperature=0), decoder, sampler=g)
+        decode(
+            base,
+            [[BOS, 3, 3, 3, 3, 7], *[[BOS, 3]] * 6, [BOS, 3, 3, 3, 3, 7]],
+            config,
+            decoder=decoder,
+            sampler=g,
+            eager=False,
+        )
+    both(base, [[BOS], *[[BOS, 3]] * 3, [BOS, *[MASK] * 5]], config.but(temperature=0), decoder, sampler=g)
+    assert len(base.workspace.lanes) == 1
 
 
 def test_rows_that_are_left_move_to_a_smaller_batch_with_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
