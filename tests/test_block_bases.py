@@ -623,8 +623,6 @@ def test_gaps_inside_the_open_block_are_fine() -> None:
 def test_forms_and_samplers_that_do_not_fit() -> None:
     config = DecodeConfig(max_new_tokens=7)
     base = tiny_base("dream", block=4)
-    with pytest.raises(InputError, match="writes in blocks, which the fast form does not know"):
-        decode(base, [[BOS]], config, decoder="joint", eager=False)
     with pytest.raises(InputError, match="origin commits at random over the whole canvas"):
         decode(base, [[BOS]], config, decoder="origin")
     with pytest.raises(InputError, match="pairing is 'token'"):
@@ -638,17 +636,18 @@ def test_forms_and_samplers_that_do_not_fit() -> None:
 # Speed, export, server -----------------------------------------------------------------------------------------
 
 
-def test_the_bench_times_a_block_base_in_the_eager_form(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["eager", "fast"])
+def test_the_bench_times_a_block_base(form: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "base": "tiny-shape", "block": 8, "tokens_per_step": (2,), "batch_sizes": (2,), "new_tokens": (24,), "runs": 1,
         "prompt_tokens": 30, "device": "cpu", "cell_seconds": 0.2, "output": str(tmp_path),
     }  # fmt: skip
-    made = make_runtime(RuntimeConfig(forms=("eager",), decoders=("parallel", "adjust", "components"), **settings))
+    made = make_runtime(RuntimeConfig(forms=(form,), decoders=("parallel", "adjust", "components"), **settings))
     assert not made["left_out"]
     parts = {(row["decoder"], row["part"]) for row in made["rows"]}
     assert {("components", "base pass"), ("components", "g step"), ("components", "round")} <= parts
-    with pytest.raises(InputError, match="a base with blocks has eager alone"):
-        make_runtime(RuntimeConfig(forms=("fast",), **settings))
+    with pytest.raises(InputError, match="a base with blocks has eager and fast alone"):
+        make_runtime(RuntimeConfig(forms=("compiled",), **settings))
     with pytest.raises(InputError, match="block can be set for"):
         RuntimeConfig(**{**settings, "base": "smol"})
 
@@ -693,11 +692,12 @@ def test_an_exported_sampler_decodes_in_blocks_from_transformers(tmp_path: Path,
         generate_with(folder, model, {"inputs": ids, **settings})
 
 
+@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("decoder", ["joint", "adjust", "threshold", "edlm"])
-def test_a_server_answers_as_decode_and_text_comes_block_by_block(decoder: str) -> None:
+def test_a_server_answers_as_decode_and_text_comes_block_by_block(decoder: str, *, eager: bool) -> None:
     base = chat_base(context=128, block=4)
     helpers: dict[str, Any] = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
-    engine = Engine(base, **helpers, limits=Limits(rows=3), eager=True)
+    engine = Engine(base, **helpers, limits=Limits(rows=3), eager=eager)
     asked = []
     for n in range(6):
         ids = [AR_BOS, *range(10, 11 + n)]

@@ -57,13 +57,12 @@ def lockstep(
     """A row joins in every round, finished ones leave: the fast canvas is compared with the reference's each time."""
     rounds = rounds or Rounds(base, sampler, tokens=TOKENS)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, **options)
-    waiting, canvas = rows_of(plan.base, plan.config, rows, chance=chance), None
+    waiting, want, canvas = rows_of(plan.base, plan.config, rows, chance=chance), None, None
     while waiting or canvas is not None:
         if waiting and (canvas is None or len(canvas.rows_B) < together):
-            canvas = join([*([] if canvas is None else [canvas]), waiting.pop(0)])
-        assert canvas is not None
-        want = take(canvas, range(len(canvas.rows_B)))
-        canvas = take(canvas, range(len(canvas.rows_B)))
+            more = waiting.pop(0)
+            want, canvas = (join([*([] if one is None else [one]), more]) for one in (want, canvas))
+        assert canvas is not None and want is not None
         with torch.no_grad():
             want.play(plan.run)
         rounds.play(canvas, decoder=decoder, options=plan.own[0] if plan.own else None)
@@ -74,7 +73,8 @@ def lockstep(
             made_BL = want.order_BL >= 0
             torch.testing.assert_close(want.chance_BL[made_BL], canvas.chance_BL[made_BL], rtol=1e-5, atol=1e-6)
         kept = canvas.open_B.nonzero()[:, 0].tolist()
-        canvas = take(canvas, kept) if kept else None
+        if len(kept) < len(canvas.rows_B):
+            want, canvas = (take(one, kept) if kept else None for one in (want, canvas))
     return rounds
 
 

@@ -68,6 +68,20 @@ class Memory:
         out.kept, out.counts_B3 = list(self.kept), self.counts_B3.clone()
         return out
 
+    def make_room(self, other: Memory, columns: int) -> None:
+        """Zeros for all rows where nothing is kept yet, with more columns than the other memory has."""
+        if not self.kept:
+            shapes = [(len(self.counts_B3), *p.shape[1:-2], p.shape[-2] + columns, p.shape[-1]) for p in other.kept]
+            self.kept = [part.new_zeros(shape) for part, shape in zip(other.kept, shapes, strict=True)]
+            self.width = None if other.width is None else other.width + columns
+
+    def load(self, rows: slice, other: Memory, index: slice | list[int]) -> None:
+        """Copies rows of another memory into these, where both keep something; columns count from the right."""
+        self.counts_B3[rows] = other.counts_B3[index]
+        for mine, theirs in zip(self.kept, other.kept, strict=False):
+            width = theirs.shape[-2]
+            mine[rows, ..., -width:, :] = theirs[index]
+
     def take(self, index_B: Tensor, first: int) -> Memory:
         """A copy of some rows, without the columns left of `first`."""
         out = Memory()

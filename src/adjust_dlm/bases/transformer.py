@@ -73,6 +73,7 @@ class TransformerBase(Base):
     @torch.no_grad()
     def hidden(self, state: State) -> Tensor:
         """See `Base.hidden`."""
+        self.check_length(state)
         size, length = self.spec.block, state.tokens_BL.shape[1]
         whole = state if size is None else to_edge(state, size, self.spec.mask_id)
         h_BLD = self._states(whole, whole.tokens_BL, whole.positions_BL, compiled=self.compiled)
@@ -81,17 +82,23 @@ class TransformerBase(Base):
     @torch.no_grad()
     def hidden_causal(self, state: State) -> Tensor:
         """See `Base.hidden_causal`: one pass under a causal attention mask, which the model was not trained with."""
+        self.check_length(state)
         parts = (state.tokens_BL, state.positions_BL)
         return self.to_frame(self._states(state, *parts, causal=True, compiled=self.compiled), state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
         """See `Base.hidden_again`; the states that are remembered are those before the frame."""
-        parts = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
-        h_BND = self._states(state, *parts, column_BN=column_BN, remember=lambda n: memory.keep(n, column_BN, valid_BN))
-        states_BLD = memory.write(len(self.model.layers), h_BND, column_BN, valid_BN)
+        states_BLD = self.renew(state, memory, column_BN, valid_BN)
         framed_BLD = self.to_frame(states_BLD, state)
         return states_BLD.clone() if framed_BLD is states_BLD else framed_BLD
+
+    @torch.no_grad()
+    def renew(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        """`hidden_again`, but the states [B, L, D or more] before the frame, where they stand in the memory."""
+        parts = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
+        h_BND = self._states(state, *parts, column_BN=column_BN, remember=lambda n: memory.keep(n, column_BN, valid_BN))
+        return memory.write(len(self.model.layers), h_BND, column_BN, valid_BN)
 
     @torch.no_grad()
     def hidden_drafts(
@@ -153,7 +160,6 @@ class TransformerBase(Base):
         self, state: State, tokens_BN: Tensor, positions_BN: Tensor, *, column_BN: Tensor | None = None, **how: Any
     ) -> Tensor:
         """Of some columns, each at its own position."""
-        self.check_length(state)
         how = {name: value for name, value in {"keep": self.keep, **how}.items() if value}
         if self.spec.block is not None and "causal" not in how:
             how["mask_BHNL"] = block_mask(state, self.spec.block, column_BN)

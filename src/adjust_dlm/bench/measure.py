@@ -17,6 +17,7 @@ from adjust_dlm.bench.clock import Ceilings, Clock, forget_peak, peak_gib, sprea
 from adjust_dlm.bench.public_loop import public_loop
 from adjust_dlm.bench.work import Work, base_work, decode_work, head_work, public_work, sampler_work
 from adjust_dlm.decoders import DECODERS, Canvas, decode, read_variant
+from adjust_dlm.decoders.fast.blocks import load, pass_over, step
 from adjust_dlm.decoders.fast.engine import COVERED, captures
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
@@ -313,14 +314,19 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     width, padded = width_bucket(scored, columns), (slots, columns) != (rows, length)
     lane, graphs = Lane(base, slots, columns, padded=padded, config=config), Graphs(base.device)
     lane.start(config)
-    lane.load(canvas, list(range(rows)), 0)
+    size = base.spec.block or 0
+    if size:
+        lane.need_keys(g)
+    load(base, g, lane, canvas, list(range(rows)), 0)
+    kept = [(part, part.clone()) for part in (lane.tokens_BL, lane.masked_BL, lane.order_BL, lane.commits_B)]
     if base.device.type == "cuda":  # as the fast form does
         join_projections(base.model)  # type: ignore[attr-defined]
         join_projections(g)
     lane.begin_round()
     functions: dict[str, Callable[[], Any]] = {
-        "begin": lane.begin_round, "base pass": lambda: lane.h_BLD.copy_(base.hidden(lane)),
-        "g step": lambda: lane.h_BLD.copy_(g(lane.h_BLD, lane)),
+        "begin": lane.begin_round,
+        "base pass": lambda: pass_over(base, lane, size) if size else lane.h_BLD.copy_(base.hidden(lane)),  # type: ignore[arg-type]
+        "g step": lambda: step(g, lane, size) if size else lane.h_BLD.copy_(g(lane.h_BLD, lane)),
         "head": lambda: base.head(lane.h_BLD[:, -width:, : base.width].flatten(0, 1)),
         "head, scores and draw": lambda: pick(base, lane, width, 1),
     }  # fmt: skip
@@ -330,11 +336,12 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
             graphs.run(name, functions[name], lane.buffers)
 
     def whole() -> None:
-        lane.load(canvas, list(range(rows)), 0)
+        for part, value in kept:
+            part.copy_(value)
         replay("begin", "base pass", "head, scores and draw")
         replay(*("g step", "head, scores and draw") * (config.tokens_per_step - 1))
 
-    work = _work(base, g, rows, length, scored, config.tokens_per_step)
+    work = _work(base, g, rows, size or length, scored, config.tokens_per_step)
     parts = {name: (functools.partial(replay, name), work[name]) for name in functions if name != "begin"}
     whole()  # captures
     require_graphs(graphs, bench.clock)

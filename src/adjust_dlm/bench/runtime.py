@@ -57,7 +57,7 @@ class RuntimeConfig:
         cell_seconds: no timed decode of a cell begins later; with warm-up a cell has three times as long, a compiled
             one all that is left.
         layers: of a shape, instead of its own number; 0 keeps that.
-        block: S, for a shape that writes in blocks (eager form).
+        block: S, for a shape that writes in blocks (eager and fast form).
         device: auto, cpu, cuda or cuda:N.
         quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
     """
@@ -160,8 +160,10 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
 
 def _check_forms(config: RuntimeConfig, base: Base) -> None:
     """Raises InputError for forms that a block base does not have."""
-    odd = [form for form in config.forms if form != "eager"]
-    require(base.spec.block is None or not odd, f"forms are {config.forms}; a base with blocks has eager alone")
+    odd = [form for form in config.forms if form not in ("eager", "fast")]
+    require(
+        base.spec.block is None or not odd, f"forms are {config.forms}; a base with blocks has eager and fast alone"
+    )
 
 
 def _reason(error: Exception, left: float, most: float) -> str:

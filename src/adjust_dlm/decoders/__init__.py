@@ -255,10 +255,6 @@ def decode(
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
     canvas.watch = watch
-    require(
-        eager is not False or base.spec.block is None,
-        f"base {base.spec.name!r} writes in blocks, which the fast form does not know; leave eager out",
-    )
     wanted = fast.wanted(base, eager)
     reason = fast.why_not(plan.base, decoder, plan.config, sampler, watch) if wanted else None
     if wanted and reason is None:

@@ -286,6 +286,8 @@ class Engine:
             if reason is None:
                 own = plan.own[0] if plan.own else None
                 play = functools.partial(self._rounds.play, decoder=work.decoder, options=own)
+            elif plan.base.spec.block is not None:
+                fast.log_fallback(reason)
             else:
                 fast.log_fallback(f"{reason}; only passes are captured")
                 base, sampler = self._rounds.passes(plan.base)

@@ -26,6 +26,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.adjust import AdjustOptions
+from adjust_dlm.decoders.fast.blocks import load
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import Work, length_bucket, slot_bucket
@@ -51,8 +52,6 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch:
         return f"decoder {decoder} has no fast form"
     if not isinstance(base, TransformerBase):
         return f"base {base.spec.name} is no transformer"
-    if base.spec.block is not None:
-        return f"base {base.spec.name} writes in blocks"
     if config.cache_period is not None:
         return "cache_period needs passes of changing shapes"
     if watch is not None:
@@ -133,13 +132,23 @@ class _Row:
 
     number: int
     left: list[int]  # masks of each block
+    per: int = 1  # of these in a block of a block base
     since: int = 0  # the round it came in
     rounds: int = 0
+    seen: int = 0  # the block of its last pass
+
+    def __post_init__(self) -> None:
+        self.seen = self.block
 
     @property
     def open(self) -> int:
         """Masks of its block."""
         return next((count for count in self.left if count), 0)
+
+    @property
+    def block(self) -> int:
+        """The block of a block base that it is in."""
+        return next((n for n, count in enumerate(self.left) if count), 0) // self.per
 
 
 class _Plan:
@@ -150,16 +159,22 @@ class _Plan:
         self.candidates = config.candidates
         schedule = canvas.schedule
         self._schedule = schedule if isinstance(schedule, int) else schedule.tolist()
-        new, length = config.max_new_tokens, config.block_length or config.max_new_tokens
-        first = canvas.tokens_BL.shape[1] - new
-        edges = [0, *range(first + length, first + new, length), first + new]
-        parts = [canvas.masked_BL[:, a:b].sum(-1) for a, b in itertools.pairwise(edges)]
-        self._left = torch.stack(parts, 1).tolist()
+        size = canvas.base.spec.block
+        length = config.block_length or size or config.max_new_tokens
+        self._per = (size or length) // length
+        if size is None:
+            column_L = torch.arange(canvas.tokens_BL.shape[1], device=canvas.tokens_BL.device)
+            place_BL = (column_L - (len(column_L) - config.max_new_tokens)).clamp_min(0).expand_as(canvas.tokens_BL)
+        else:
+            place_BL = canvas.positions_BL
+        number_BL = place_BL // length
+        left_BN = number_BL.new_zeros(len(number_BL), int(number_BL.max()) + 1)
+        self._left = left_BN.scatter_add_(1, number_BL, canvas.masked_BL.long()).tolist()
         self.may_end = bool(canvas.base.spec.end_ids) and not config.suppress_eos
 
     def rows(self) -> deque[_Row]:
         """All rows with something to fill, before their first round."""
-        return deque(_Row(number, list(left)) for number, left in enumerate(self._left) if any(left))
+        return deque(_Row(number, list(left), self._per) for number, left in enumerate(self._left) if any(left))
 
     def commits(self, row: _Row) -> int:
         """Of its next round."""
@@ -172,7 +187,7 @@ class _Plan:
 
     def advance(self, row: _Row) -> None:
         """The round is over."""
-        done = self.commits(row)
+        done, row.seen = self.commits(row), row.block
         row.rounds += 1
         if done:
             row.left[next(n for n, count in enumerate(row.left) if count)] -= done
@@ -259,11 +274,12 @@ class Engine:
         padded = canvas.padded or (size, columns) != (count, length)
         lane = self.lane(base, size, columns, padded=padded, config=canvas.config)
         living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
-        lane.load(canvas, [row.number for row in living if row], 0)
         work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
+        load(base, sampler, lane, canvas, [row.number for row in living if row], 0)
         for number in itertools.count():
             rows = [row for row in living if row]
-            work.round(max(plan.commits(row) for row in rows), max(row.open for row in rows))
+            enters = any(row.block > row.seen for row in rows)
+            work.round(max(plan.commits(row) for row in rows), max(row.open for row in rows), enters=enters)
             over = plan.over(living, mail.exchange(number) if plan.may_end else None)
             for b in over:
                 row, living[b] = living[b], None
@@ -272,24 +288,23 @@ class Engine:
                 if waiting:
                     living[b] = row = waiting.popleft()
                     row.since = number + 1
-                    lane.load(canvas, [row.number], b)
+                    load(base, sampler, lane, canvas, [row.number], b)
             if not any(living):
                 break
             if over and _worth_moving(living, lane):
-                lane, living = self._move(base, lane, living)
+                kept, larger = [b for b, row in enumerate(living) if row], lane
+                lane, living = self._smaller(base, larger, len(kept)), [living[b] for b in kept]
                 work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
+                lane.take(larger, kept)
         lane.refuse_nan()
 
     def _work(self, base: Base, sampler: Sampler | None, lane: Lane, plan: _Plan) -> Work:
         return Work(self.graphs, base, sampler, lane, decoder=plan.decoder, options=plan.options)
 
-    def _move(self, base: Base, lane: Lane, living: list[_Row | None]) -> tuple[Lane, list[_Row | None]]:
-        """A smaller lane for the rows that are left."""
-        slots = [b for b, row in enumerate(living) if row]
-        size, (_, columns, padded, _) = slot_bucket(len(slots)), lane.shape
-        smaller = self.lane(base, size, columns, padded=padded or size > len(slots), config=lane.config)
-        smaller.take(lane, slots)
-        return smaller, [living[b] for b in slots]
+    def _smaller(self, base: Base, lane: Lane, rows: int) -> Lane:
+        """A lane for the rows that are left."""
+        size, (_, columns, padded, _) = slot_bucket(rows), lane.shape
+        return self.lane(base, size, columns, padded=padded or size > rows, config=lane.config)
 
 
 def _worth_moving(living: list[_Row | None], lane: Lane) -> bool:

@@ -6,13 +6,18 @@ on a count that only the device knows. Rows are loaded into slots and stored bac
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.memory import Memory
+from adjust_dlm.bases.layers import Layer
+from adjust_dlm.bases.memory import Memory, renew
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders.machinery.cache import surplus
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, columns_of
 from adjust_dlm.decoders.machinery.pick import nan_message
 from adjust_dlm.kernels import HAS_TRITON
@@ -27,6 +32,10 @@ _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
 _COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
 
 
+def _nobody() -> None:
+    return None
+
+
 def has_kernels(device: torch.device) -> bool:
     """Whether the Triton forms of picks can run; without it the plain ones do."""
     return HAS_TRITON and device.type == "cuda"
@@ -36,9 +45,9 @@ class Lane(Canvas):
     """B slots of L columns, the last ones new; shorter canvases get more left pads.
 
     Attributes:
-        h_BLD: states now; behind their D columns features, where the base gives them.
+        h_BLD: states now; behind their D columns features, where the base gives them. On a block base they lie in
+            `memory`, and steps of g write over those of the open block, which every pass makes anew.
         shape: slots, columns, whether padded, and features: lanes of one shape do the same work.
-        keys: keys and values of g's layers, where a decoder keeps some.
         slot_B: 0 to B - 1.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
@@ -66,8 +75,12 @@ class Lane(Canvas):
         self.chance_BL: Tensor = torch.full(shape, torch.nan, device=device)
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         wide = base.width * (1 + len(base.keep))
-        self.h_BLD = torch.zeros(*shape, wide, dtype=base.dtype, device=device)
-        self.keys = Memory()
+        states_BLD = torch.zeros(slots, length + surplus(base), wide, dtype=base.dtype, device=device)
+        self.h_BLD = states_BLD[:, :length]
+        if isinstance(base, TransformerBase) and base.spec.block is not None:
+            self.memory.kept = [*self._keys(list(base.model.layers), states_BLD), states_BLD]
+        self._clean = True
+        self._follows: Callable[[], Memory | None] = _nobody  # whose keys and values stand in the first slots
         self.start(config)
 
     def start(self, config: DecodeConfig) -> None:
@@ -75,7 +88,10 @@ class Lane(Canvas):
 
         Rows are loaded or looked at behind it, which counts positions anew.
         """
-        self.config, self.noting = config, False
+        for part in () if self._clean else (*self.memory.kept, *self.sampler_memory.kept):
+            part.zero_()  # what is NaN spoils a row even where it is masked
+            self.forget()
+        self.config, self.noting, self._clean = config, False, False
         self.bad.zero_()
         self.masked_BL.zero_()
         self.tokens_BL.fill_(self.base.spec.pad_id)
@@ -95,6 +111,12 @@ class Lane(Canvas):
             getattr(self, name)[slots] = getattr(canvas, name)[index]
         self._round_B[slots] = 0
         self.report_N[slots] = True
+        if self.memory.kept:
+            for mine, theirs in ((self.memory, canvas.memory), (self.sampler_memory, canvas.sampler_memory)):
+                mine.counts_B3[slots] = theirs.counts_B3[index]
+                if self._follows() is not canvas.memory:
+                    mine.load(slots, theirs, index)
+        self.forget()
         self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
         self._count_positions()
         schedule = canvas.schedule
@@ -103,6 +125,10 @@ class Lane(Canvas):
         else:
             self.schedule_BL[slots, : schedule.shape[1]] = schedule[index]
             self.schedule_BL[slots, schedule.shape[1] :] = schedule[index, -1:]
+
+    def forget(self) -> None:
+        """The keys and values in the first slots are no longer those of the canvas that was given them last."""
+        self._follows = _nobody
 
     def store(self, canvas: Canvas, row: int, slot: int) -> None:
         """Copies a slot back into the row of the canvas that it came from."""
@@ -127,12 +153,42 @@ class Lane(Canvas):
         columns = (*_COLUMNS, *(("chance_BL",) if self.noting else ()))
         new = {name: getattr(self, name)[:count, -length:].clone() for name in columns}
         new |= {name: getattr(self, name)[:count].clone() for name in _COUNTS}
+        known = [(getattr(canvas, name), getattr(self, name)) for name in ("memory", "sampler_memory")]
+        counts = [mine.counts_B3[:count].clone() for _, mine in known]
+        if self.memory.kept:
+            self._give_keys(canvas, known)
         vars(canvas).update(new)  # all or, for want of memory, nothing
+        if self.memory.kept:
+            for (theirs, _), counts_B3 in zip(known, counts, strict=True):
+                theirs.counts_B3 = counts_B3
+            self._follows = weakref.ref(canvas.memory)
+
+    def _give_keys(self, canvas: Canvas, known: list[tuple[Memory, Memory]]) -> None:
+        """Of a round on a block base: two blocks from what was final; what is not final is made anew in any case."""
+        count, length = canvas.tokens_BL.shape
+        first_B = canvas.real_BL.long().argmax(-1)
+        two_N = torch.arange(2 * (self.base.spec.block or 1), device=first_B.device)
+        for theirs, mine in known:
+            lacks = self.tokens_BL.shape[1] - length
+            parts = [part[:count, ..., lacks:, :] for part in mine.kept]
+            if parts and not theirs.kept:
+                theirs.kept, theirs.width = [part.clone() for part in parts], parts[0].shape[-2]
+                continue
+            column_BN = (first_B + theirs.counts_B3[:, 0])[:, None] + two_N
+            for old, part in zip(theirs.kept, parts, strict=False):
+                width = part.shape[-2]
+                if len(two_N) >= width:
+                    old.copy_(part)
+                    continue
+                at_BN = column_BN % width
+                shape = (count, *[1] * (part.ndim - 3), len(two_N), 1)
+                renew(old, part.gather(-2, at_BN.view(shape).expand(*part.shape[:-2], -1, part.shape[-1])), at_BN)
 
     def refuse_nan(self) -> None:
         """Raises FloatingPointError once a NaN was seen (waits for the device)."""
         if bool(self.bad):
             raise FloatingPointError(nan_message(self.base))
+        self._clean = True
 
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
@@ -154,14 +210,27 @@ class Lane(Canvas):
         return self._positions_BL
 
     def buffers(self) -> list[Tensor]:
-        """Everything that a function of the lane may write."""
+        """What a function of the lane may write, but for keys and values: these are the same after a second run."""
         kept = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return [*kept, *self.keys.kept]
+        return [*kept, self.memory.counts_B3, self.sampler_memory.counts_B3]
+
+    @property
+    def held(self) -> int:
+        """Bytes of all that is kept."""
+        kept = [part.untyped_storage() for part in (*self.buffers(), *self.memory.kept, *self.sampler_memory.kept)]
+        return sum({part.data_ptr(): part.nbytes() for part in kept}.values())
 
     def need_keys(self, sampler: Sampler) -> None:
         """Makes the buffers of g's keys and values, once for all g of as many layers."""
-        if len(self.keys.kept) != len(sampler.layers):
-            self.keys.kept = [torch.zeros_like(part) for part in sampler.keys(self.h_BLD, self).kept]
+        if len(self.sampler_memory.kept) != len(sampler.layers):
+            self.forget()
+            self.sampler_memory.kept = self._keys([one.layer for one in sampler.layers], self.h_BLD)
+
+    @staticmethod
+    def _keys(layers: list[Layer], states_BLD: Tensor) -> list[Tensor]:
+        """Zeros for the keys and values [B, 2, heads, L, d] of each layer."""
+        (slots, length, _), shapes = states_BLD.shape, [layer.self_attn.shape for layer in layers]
+        return [states_BLD.new_zeros(slots, 2, shape.num_key_value_heads, length, shape.head_dim) for shape in shapes]
 
     def begin_round(self) -> None:
         """As `Canvas.start_round`, from the schedule in the buffers."""

@@ -30,6 +30,8 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
     row_BN = lane.slot_B[:, None].expand_as(column_BN)
     rows = (Fused if fused(lane) else Plain)(base, lane)
     score_BN = rows.scores(row_BN.flatten(), column_BN.flatten()).view_as(column_BN)
+    if base.lag:
+        score_BN = score_BN.masked_fill(lane.lead_BL.gather(1, column_BN) & (score_BN > -torch.inf), torch.inf)
     if first:
         nothing_BL = torch.full(lane.tokens_BL.shape, -torch.inf, device=score_BN.device)
         lane.narrow(nothing_BL.scatter(1, column_BN, torch.where(open_BN, score_BN, -torch.inf)))

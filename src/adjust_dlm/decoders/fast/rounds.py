@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.adjust import AdjustOptions
+from adjust_dlm.decoders.fast.blocks import catch_up
 from adjust_dlm.decoders.fast.engine import engine_of, on_device
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import Work, slot_bucket
@@ -47,7 +49,7 @@ class Held(NamedTuple):
 class Rounds:
     """Plays a round of `joint`, `parallel` or `adjust` on buffers of few shapes: see `fast.why_not` for what may.
 
-    For other decoders there are `passes`.
+    For other decoders there are `passes`, on bases that see whole canvases.
 
     Rows are copied into the lane of the next larger shape, and back after their round: between rounds all there is to
     know stands in the canvas, which the reference could take over at any time.
@@ -156,9 +158,12 @@ class Rounds:
         base, config, rows = canvas.base, canvas.config, len(canvas.tokens_BL)
         lane = self._lane(base, canvas, config)
         lane.noting = canvas.chance_BL is not None
-        lane.load(canvas, list(range(rows)), 0)
+        work, enters = Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options), False
         count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)
-        Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options).round(count, most)
+        if base.spec.block is not None and isinstance(base, TransformerBase):
+            enters = catch_up(base, sampler if count > 1 else None, canvas, lane)
+        lane.load(canvas, list(range(rows)), 0)
+        work.round(count, most, enters=enters)
         lane.refuse_nan()
         lane.give(canvas)
 
@@ -168,7 +173,7 @@ class Rounds:
         if (len(shapes), graphs.captures) == (self.held.shapes, self.held.captures):
             return
         more = len(shapes) > self.held.shapes
-        held = sum(buffer.nbytes for lane in shapes for buffer in lane.buffers())
+        held = sum(lane.held for lane in shapes)
         self.held = Held(len(shapes), len(graphs.items()), graphs.captures, held, graphs.reserved)
         if more:
             sizes = held / 2**20, graphs.reserved / 2**20

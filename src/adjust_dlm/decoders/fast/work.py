@@ -8,7 +8,9 @@ from typing import Any
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import renew
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
+from adjust_dlm.decoders.fast import blocks
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.pick import pick
@@ -27,7 +29,8 @@ class Work:
         self.decoder, self.options, config = decoder, options, lane.config
         self._blocks = config.block_length, config.candidates  # all that passes and steps heed
         self._settings = heeded(config)
-        if options.sparse and sampler is not None:
+        self._size = base.spec.block
+        if sampler is not None and (options.sparse or self._size is not None):
             lane.need_keys(sampler)
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
@@ -38,16 +41,18 @@ class Work:
         key = lane.shape, ("pick", width, count, first, lane.noting, self._settings)
         self.graphs.run(key, lambda: pick(self.base, lane, width, count, first=first), lane.buffers)
 
-    def round(self, count: int, most: int) -> None:
+    def round(self, count: int, most: int, *, enters: bool = False) -> None:
         """One base pass and its commits, launched; nothing waits for them.
 
         Args:
             count: no row commits more.
             most: no row has more open positions.
+            enters: on a block base, whether a row may have entered a block since its last pass.
         """
         lane = self.lane
         width = width_bucket(most, lane.tokens_BL.shape[1])
-        self._run(("base",), self._base_pass)
+        columns = (self._size or 0) * (1 + enters)
+        self._run(("base", columns), functools.partial(self._base_pass, columns))
         if self.decoder == "parallel":
             if count:
                 self._pick(width, count)
@@ -57,17 +62,22 @@ class Work:
             if k and lane.config.candidates != 0:
                 width = min(width, width_bucket(lane.wide - 1, lane.tokens_BL.shape[1]))
             if k:
-                self._step(k, width, last=k == count - 1)
+                self._step(k, width, columns if k == 1 else self._size or 0, last=k == count - 1)
             self._pick(width, 1, first=k == 0 and count > 1 and lane.config.candidates != 0)
 
-    def _base_pass(self) -> None:
+    def _base_pass(self, columns: int) -> None:
         self.lane.begin_round()
-        self.lane.h_BLD.copy_(self.base.hidden(self.lane))
+        if columns and isinstance(self.base, TransformerBase):
+            blocks.pass_over(self.base, self.lane, columns)
+        else:
+            self.lane.h_BLD.copy_(self.base.hidden(self.lane))
 
-    def _step(self, k: int, width: int, *, last: bool) -> None:
+    def _step(self, k: int, width: int, columns: int, *, last: bool) -> None:
         """g after commit k; the last call of a round only where something may still be picked."""
         if self.options.sparse:
-            self._run(("step", "sparse", k, self.lane.wide), lambda: self._sparse(k))
+            self._run(("step", "sparse", k, self.lane.wide, columns), lambda: self._sparse(k, columns))
+        elif columns:
+            self._run(("step", "block", columns), lambda: blocks.step(self._begin_step(), self.lane, columns))
         elif last and width < self.lane.tokens_BL.shape[1]:
             self._run(("step", "last", width), lambda: self._last(width))
         else:
@@ -87,12 +97,14 @@ class Work:
         column_BN, _ = lane.open_columns(width)
         renew(lane.h_BLD, sampler(lane.h_BLD, lane, column_BN), column_BN)
 
-    def _sparse(self, k: int) -> None:
+    def _sparse(self, k: int, columns: int) -> None:
         sampler, lane = self._begin_step(), self.lane
-        if k == 1:
-            for kept, new in zip(lane.keys.kept, sampler.keys(lane.h_BLD, lane).kept, strict=True):
+        if k == 1 and columns:
+            blocks.step(sampler, lane, columns, keys_only=True)
+        elif k == 1:
+            for kept, new in zip(lane.sampler_memory.kept, sampler.keys(lane.h_BLD, lane).kept, strict=True):
                 kept.copy_(new)
-        lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.keys, k))
+        lane.h_BLD.copy_(sparse_step(sampler, lane.h_BLD, lane, lane.sampler_memory, k))
 
 
 @functools.lru_cache(64)

@@ -57,7 +57,7 @@ def _open_blocks(base: Base, state: State) -> Tensor:
     if not isinstance(state, Canvas) or size is None:
         return base.hidden(state)
     whole = to_edge(state, size, base.spec.mask_id, surplus(base))
-    column_BN, valid_BN, _ = _columns_to_edge(state, state.memory, size, whole.tokens_BL.shape[1], state.open_B)
+    column_BN, valid_BN, _ = columns_to_edge(state, state.memory, size, whole.tokens_BL.shape[1], state.open_B)
     return base.hidden_again(whole, state.memory, column_BN, valid_BN)[:, :length]
 
 
@@ -82,7 +82,7 @@ def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State]) -> list[Tenso
     token_BJS = torch.stack(
         [F.pad(s.tokens_BL, (0, lack), value=base.spec.mask_id).gather(1, place_BS) for s in drafts], 1
     )
-    column_BN, valid_BN, _ = _columns_to_edge(canvas, canvas.memory, size, wide, canvas.open_B)
+    column_BN, valid_BN, _ = columns_to_edge(canvas, canvas.memory, size, wide, canvas.open_B)
     h_BLD, view_BJSD = base.hidden_drafts(whole, canvas.memory, column_BN, valid_BN, token_BJS, place_BS)
     open_BS = canvas.open_B[:, None].expand_as(place_BS)
     views = [renew(h_BLD.clone(), view_BSD, place_BS, open_BS) for view_BSD in view_BJSD.unbind(1)]
@@ -93,10 +93,18 @@ def _step_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State, column_BN: Te
     """One step of g at the open block's columns; once over what has become final, whose keys it then keeps."""
     if not isinstance(state, Canvas) or sampler.block is None or column_BN is not None:
         return Sampler.forward(sampler, h_BLD, state, column_BN)
-    memory, length = state.sampler_memory, state.tokens_BL.shape[1]
-    column_BN, valid_BN, own_BN = _columns_to_edge(state, memory, sampler.block, length, state.busy_B)
-    new_BND = sampler.rows(h_BLD, state, column_BN, memory, valid_BN)
-    return renew(h_BLD.clone(), new_BND, column_BN, own_BN)
+    return renew(h_BLD.clone(), *step_at_columns(sampler, h_BLD, state))
+
+
+def step_at_columns(
+    sampler: Sampler, h_BLD: Tensor, canvas: Canvas, count: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """States of that step, their columns, and which of these lie in the open block; `count` as below."""
+    memory, length = canvas.sampler_memory, canvas.tokens_BL.shape[1]
+    column_BN, valid_BN, own_BN = columns_to_edge(
+        canvas, memory, sampler.block or 1, length, canvas.busy_B, count=count
+    )
+    return sampler.rows(h_BLD, canvas, column_BN, memory, valid_BN), column_BN, own_BN
 
 
 def _keys_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State) -> Memory:
@@ -107,9 +115,10 @@ def _keys_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State) -> Memory:
     return state.sampler_memory
 
 
-def _columns_to_edge(
-    canvas: Canvas, memory: Memory, size: int, width: int, goes_B: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def columns_to_edge(
+    canvas: Canvas, memory: Memory, size: int, width: int, goes_B: Tensor, *, count: int | None = None,
+    final: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Each row's columns from the first that is not final in the memory to the edge of its open block; books these.
 
     Args:
@@ -118,6 +127,8 @@ def _columns_to_edge(
         size: S.
         width: columns of the memory.
         goes_B: which rows; in a step of g those with commits left, since others may have filled their block by now.
+        count: N, where the host knows that no row has more; else the device is asked.
+        final: only up to the open block.
 
     Returns:
         The columns [B, N], all different in a row; which of them are wanted; which lie in the open block.
@@ -126,10 +137,12 @@ def _columns_to_edge(
     start_B = canvas.real_BL.long().argmax(-1)
     final_B = memory.counts_B3[:, 0]
     before_B = (canvas.masked_BL.long().argmax(-1) - start_B) // size * size  # the open block's first position
-    edge_B = (start_B + before_B + size).clamp_max(width)
+    edge_B = (start_B + before_B + (0 if final else size)).clamp_max(width)
     count_B = (edge_B - start_B - final_B).masked_fill(~goes_B, 0)
-    most, memory.seen = torch.stack([count_B.max(), edge_B.max()]).tolist()
-    count = max(1, most)
+    if count is None:
+        most, memory.seen = torch.stack([count_B.max(), edge_B.max()]).tolist()
+        count = max(1, most)
+    count = min(count, width)
     place_BN = edge_B[:, None] - count + torch.arange(count, device=edge_B.device)
     valid_BN = place_BN >= (edge_B - count_B)[:, None]
     memory.counts_B3[:, 0] = torch.where(goes_B, before_B, final_B)

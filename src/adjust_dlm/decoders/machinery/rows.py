@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ _LONG = (
     "rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B",
     "quota_B",
 )  # fmt: skip
+
+
+C = TypeVar("C", bound=Canvas)
 
 
 class RoundCanvas(Canvas):
@@ -46,7 +50,7 @@ class RoundCanvas(Canvas):
         run(self)
 
 
-def take(canvas: RoundCanvas, rows: Sequence[int]) -> RoundCanvas:
+def take(canvas: C, rows: Sequence[int]) -> C:
     """A copy with some rows only, in the given order, between rounds; columns that are pads in all of them go.
 
     Raises:
@@ -98,7 +102,7 @@ def _wide(canvas: Canvas) -> dict[str, float | None]:
     return {**_WIDE, **({} if canvas.chance_BL is None else {"chance_BL": torch.nan})}
 
 
-def _settled(canvas: RoundCanvas) -> RoundCanvas:
+def _settled(canvas: C) -> C:
     """What follows from the rows."""
     canvas._column_L = torch.arange(canvas.tokens_BL.shape[1], device=canvas.rows_B.device)
     canvas.only_BL, canvas._before_B = torch.ones_like(canvas.real_BL), canvas.commits_B.clone()

@@ -1,0 +1,94 @@
+"""What passes and steps of a block base compute on a lane: the open block, and before it what has just become final.
+
+A pass computes S columns of a row, or 2 S where rows may have entered a block since their last one: the host knows
+when, but not which rows have ended. Prompts are read in passes of their own, which are not captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.blocks import to_edge
+from adjust_dlm.bases.memory import renew
+from adjust_dlm.bases.transformer import TransformerBase
+from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.machinery.cache import columns_to_edge, step_at_columns, surplus
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.rows import take
+from adjust_dlm.sampler import Sampler
+
+_AT_ONCE = 8192  # columns of a pass over prompts, unless a single one is longer
+
+
+def pass_over(base: TransformerBase, canvas: Canvas, count: int | None, *, final: bool = False) -> None:
+    """Renews what the canvas keeps of the base at `count` columns of each row: see `columns_to_edge`."""
+    size = base.spec.block or 1
+    whole = to_edge(canvas, size, base.spec.mask_id, surplus(base))
+    width = whole.tokens_BL.shape[1]
+    column_BN, valid_BN, _ = columns_to_edge(
+        canvas, canvas.memory, size, width, canvas.open_B, count=count, final=final
+    )
+    base.renew(whole, canvas.memory, column_BN, valid_BN)
+
+
+def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -> None:
+    """A step of g at `count` columns of each row, in place; `keys_only` leaves the states as they are."""
+    new_BND, column_BN, own_BN = step_at_columns(sampler, lane.h_BLD, lane, count)
+    if not keys_only:
+        renew(lane.h_BLD, new_BND, column_BN, own_BN)
+
+
+def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> Iterator[Canvas]:
+    """Rows before their first round, some at a time, with the blocks before their open one in their memories."""
+    size, length = base.spec.block or 1, canvas.tokens_BL.shape[1]
+    at_once = max(1, _AT_ONCE // length)
+    for at in range(0, len(rows), at_once):
+        part = take(canvas, rows[at : at + at_once])
+        if bool((part.block_of(size) > 0).any()):
+            pass_over(base, part, None, final=True)
+            if sampler is not None:
+                h_BLD = part.memory.kept[-1][:, : part.tokens_BL.shape[1]]
+                memory, open_B = part.sampler_memory, part.open_B
+                column_BN, valid_BN, _ = columns_to_edge(part, memory, size, h_BLD.shape[1], open_B, final=True)
+                sampler.rows(h_BLD, part, column_BN, memory, valid_BN)
+        yield part
+
+
+def load(base: Base, sampler: Sampler | None, lane: Lane, canvas: Canvas, rows: list[int], first: int) -> None:
+    """Rows take the slots from `first` on; on a block base their prompts are read before."""
+    if base.spec.block is None or not isinstance(base, TransformerBase):
+        lane.load(canvas, rows, first)
+        return
+    for part in read_prompts(base, sampler, canvas, rows):
+        lane.load(part, list(range(len(part.rows_B))), first)
+        first += len(part.rows_B)
+
+
+def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> bool:
+    """Reads what rows of a canvas lack of more than one block, as prompts before a row's first round.
+
+    Args:
+        base: of the canvas.
+        sampler: where the round has steps of g.
+        canvas: between rounds.
+        lane: where the rows will stand.
+
+    Returns:
+        Whether some row has entered a block since its last pass.
+    """
+    size, memory, open_B = base.spec.block or 1, canvas.memory, canvas.open_B
+    before_B = canvas.block_of(size) * size
+    lag_B = before_B - memory.counts_B3[:, 0]
+    lag_of_g_B = before_B - canvas.sampler_memory.counts_B3[:, 0] if sampler is not None else torch.zeros_like(lag_B)
+    late_B = open_B & ((lag_B.maximum(lag_of_g_B) > size) | ((canvas.rounds_B == 0) & (lag_B > 0)))
+    late, waits = torch.stack([late_B, open_B & ~late_B & (lag_B > 0)]).tolist()
+    for b in (b for b, is_late in enumerate(late) if is_late):
+        lane.forget()
+        for part in read_prompts(base, sampler, canvas, [b]):
+            for mine, theirs in ((memory, part.memory), (canvas.sampler_memory, part.sampler_memory)):
+                mine.make_room(theirs, canvas.tokens_BL.shape[1] - part.tokens_BL.shape[1])
+                mine.load(slice(b, b + 1), theirs, [0])
+    return any(waits)
