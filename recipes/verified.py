@@ -1,13 +1,13 @@
 """How many tokens `verified` commits a wait, by depth, by how drafts are matched, and by who drafts.
 
-    python recipes/verified.py [--base smol] [--sampler G] [--rows 24] [--temperatures 1 0.6 0]
+    python recipes/verified.py [--base smol] [--sampler G] [--prompts lists] [--rows 24] [--temperatures 1 0.6 0]
 
 Texts are those of joint decoding. From every canvas on the way drafts are made as `verified` makes them, along the
 text's own tokens, since a later draft counts only where the earlier ones stood. Given the text, a draft stands with a
 known chance: so the rounds of a text are an expectation, and one text serves every depth and every match. `token` and
-`law` are the decoder's; `gumbel` shares Gumbel noise between draft and check. `stale` drafts from the base's last
-states, without g. Printed are tokens a wait, and shares of the drafts looked at that stand; half-widths are 95 % over
-texts.
+`law` are the decoder's; `gumbel` shares Gumbel noise between draft and check; `place` lets every token of the right
+position stand, which bounds them all. `stale` drafts from the base's last states, without g. Printed are tokens a wait,
+and shares of the drafts looked at that stand; half-widths are 95 % over texts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch import Tensor
 
 from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.bases import Base
+from adjust_dlm.data.prompts import open_prompts
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import pick
 
 DEPTHS, MOST = (2, 4, 8), 7
-MATCHES = ("token", "law", "gumbel")
+MATCHES = ("token", "law", "gumbel", "place")
 Found = dict[tuple[Any, ...], Tensor]
 
 
@@ -80,8 +81,9 @@ def chances(base: Base, g: Any, canvas: Canvas, texts: Walk) -> dict[str, Tensor
                 equal_B = same_B & (made.token_BN[:, 0] == token_B)
                 p_BV, q_BV = (x.processed_RV.softmax(-1).double() for x in (true, made))
                 ratio_B = (q_BV / p_BV).gather(1, token_B[:, None])[:, 0].clamp_max(1)
-                kinds = (equal_B, same_B * ratio_B, same_B * shared_noise(p_BV, q_BV, token_B))
-                for match, chance_B in zip(MATCHES, kinds if canvas.config.temperature else [equal_B] * 3, strict=True):
+                kinds = equal_B, same_B * ratio_B, same_B * shared_noise(p_BV, q_BV, token_B), same_B
+                kinds = kinds if canvas.config.temperature else (equal_B, equal_B, equal_B, same_B)
+                for match, chance_B in zip(MATCHES, kinds, strict=True):
                     out[match][t, k] = chance_B
                 draft.commit(true)
         canvas.start_round(torch.ones_like(canvas.commits_B))
@@ -137,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="smol")
     parser.add_argument("--sampler")
+    parser.add_argument("--prompts", default="unconditional")
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -145,12 +148,14 @@ def main() -> None:
     base = load_base(args.base, device="cpu")
     g = load_sampler(args.sampler, base)
     base = g.on(base)
+    source = open_prompts(args.prompts, base, rows=args.rows)
+    prompts = [source.ids(row) for row in range(args.rows)]
     write(
         "| T | drafts | match | depth | tokens a wait | stands, 1st | 2nd | 3rd |\n|---|---|---|---|---|---|---|---|\n"
     )
     for temperature in args.temperatures:
         config = DecodeConfig(max_new_tokens=args.tokens, temperature=temperature, suppress_eos=True)
-        found = measure(base, g, config, [[base.spec.bos_id or 0]] * args.rows, args.batch)
+        found = measure(base, g, config, prompts, args.batch)
         for who, match, depth in (key for key in found if len(key) == 3):
             count_B, seen = found[who, match, depth], found[who, match, depth, "seen"].sum(-1)
             rate = args.tokens / float(count_B.mean())

@@ -27,7 +27,7 @@ def test_token_for_token_it_counts_the_rounds_of_every_text(
     recipe: ModuleType, family: str, block: int | None, temperature: float
 ) -> None:
     base = tiny_base(family, block=block)
-    prompts = [[BOS, 5]] * 6
+    prompts = [[BOS, 5], [BOS, 6, 7, 8], [BOS], [BOS, 9], [BOS, 4, 4, 4, 5, 6], [BOS, 3]]
     config = DecodeConfig(max_new_tokens=11, temperature=temperature, suppress_eos=True, order="entropy")
 
     def g(h_BLD: Tensor, state: State) -> Tensor:
