@@ -1,6 +1,7 @@
 """How many tokens `verified` commits a wait, by depth, by how drafts are matched, and by who drafts.
 
     python recipes/verified.py [--base smol] [--sampler G] [--prompts lists] [--rows 24] [--temperatures 1 0.6 0]
+        [--drafts g stale] [--depths 2 4 8]
 
 Texts are those of joint decoding. From every canvas on the way drafts are made as `verified` makes them, along the
 text's own tokens, since a later draft counts only where the earlier ones stood. Given the text, a draft stands with a
@@ -16,6 +17,7 @@ import argparse
 import copy
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,6 @@ from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import pick
 
-DEPTHS, MOST = (2, 4, 8), 7
 MATCHES = ("token", "law", "gumbel", "place")
 Found = dict[tuple[Any, ...], Tensor]
 
@@ -63,17 +64,17 @@ def shared_noise(p_RV: Tensor, q_RV: Tensor, token_R: Tensor) -> Tensor:
     return (1 / torch.maximum(p_RV / of_p_R1, q_RV / of_q_R1).sum(-1) / of_p_R1[:, 0]).nan_to_num(0)
 
 
-def chances(base: Base, g: Any, canvas: Canvas, texts: Walk) -> dict[str, Tensor]:
-    """Chance that draft k of a round before commit t stands if those before it did: [T, MOST, B] for each match."""
+def chances(base: Base, g: Any, canvas: Canvas, texts: Walk, most: int) -> dict[str, Tensor]:
+    """Chance that draft k of a round before commit t stands if those before it did: [T, most, B] for each match."""
     many, count = len(texts.picks), len(canvas.rows_B)
-    out = {match: torch.zeros(many, MOST, count, dtype=torch.float64) for match in MATCHES}
+    out = {match: torch.zeros(many, most, count, dtype=torch.float64) for match in MATCHES}
     for t in range(many):
         if texts.drafts_TB[t].any():
             draft, h_BLD = copy.copy(canvas), texts.states[t - 1]
             for name in ("tokens_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B"):
                 setattr(draft, name, getattr(canvas, name).clone())
             draft.masked_BL = canvas.seen_BL & (texts.drafts_TB[t] > 0)[:, None]
-            for k, true in enumerate(texts.picks[t : t + min(MOST, int(texts.drafts_TB[t].max()))]):
+            for k, true in enumerate(texts.picks[t : t + min(most, int(texts.drafts_TB[t].max()))]):
                 draft.start_round(torch.ones_like(draft.commits_B))
                 h_BLD = h_BLD if g is None else g(h_BLD, draft)
                 made, token_B = pick(base, h_BLD, draft), true.token_BN[:, 0]
@@ -114,19 +115,21 @@ def rounds(chance_TKB: Tensor, drafts_TB: Tensor, depth: int) -> tuple[Tensor, T
 
 @torch.no_grad()
 def measure(
-    base: Base, g: Any, config: DecodeConfig, prompts: list[list[int]], batch: int
-) -> dict[tuple[Any, ...], Tensor]:
+    base: Base, drafters: dict[str, Any], config: DecodeConfig, prompts: list[list[int]], depths: Sequence[int], *,
+    batch: int = 8,
+) -> Found:  # fmt: skip
     """(drafts, match, depth) -> rounds [B]; (drafts, match, depth, "seen") -> [2, depth - 1, B]."""
     found = defaultdict[tuple[Any, ...], list[Tensor]](list)
-    own, cached = with_cache(base, config), with_sampler_cache(g)
+    own = with_cache(base, config)
     for at in range(0, len(prompts), batch):
         here = list(range(at, min(at + batch, len(prompts))))
         mine = [prompts[n] for n in here]
         texts = walk(own, config, mine, here)
-        for who, step in (("g", cached), ("stale", None)):
-            chance = chances(own, step, Canvas(own, mine, config, rows=here), texts)
+        for who, g in drafters.items():
+            canvas = Canvas(own, mine, config, rows=here)
+            chance = chances(own, with_sampler_cache(g), canvas, texts, max(depths) - 1)
             for match in MATCHES:
-                for depth in DEPTHS:
+                for depth in depths:
                     count_B, seen = rounds(chance[match], texts.drafts_TB, depth)
                     found[who, match, depth].append(count_B)
                     found[who, match, depth, "seen"].append(seen)
@@ -141,7 +144,8 @@ def main() -> None:
     parser.add_argument("--sampler")
     parser.add_argument("--prompts", default="unconditional")
     parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--drafts", nargs="+", choices=["g", "stale"], default=["g", "stale"])
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6, 0.0])
     args, write = parser.parse_args(), sys.stdout.write
@@ -150,12 +154,11 @@ def main() -> None:
     base = g.on(base)
     source = open_prompts(args.prompts, base, rows=args.rows)
     prompts = [source.ids(row) for row in range(args.rows)]
-    write(
-        "| T | drafts | match | depth | tokens a wait | stands, 1st | 2nd | 3rd |\n|---|---|---|---|---|---|---|---|\n"
-    )
+    drafters = {who: g if who == "g" else None for who in args.drafts}
+    write(f"| T | drafts | match | depth | tokens a wait | stands, 1st | 2nd | 3rd |\n|{'---|' * 8}\n")
     for temperature in args.temperatures:
         config = DecodeConfig(max_new_tokens=args.tokens, temperature=temperature, suppress_eos=True)
-        found = measure(base, g, config, prompts, args.batch)
+        found = measure(base, drafters, config, prompts, args.depths)
         for who, match, depth in (key for key in found if len(key) == 3):
             count_B, seen = found[who, match, depth], found[who, match, depth, "seen"].sum(-1)
             rate = args.tokens / float(count_B.mean())

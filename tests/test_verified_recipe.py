@@ -33,9 +33,9 @@ def test_token_for_token_it_counts_the_rounds_of_every_text(
     def g(h_BLD: Tensor, state: State) -> Tensor:
         return (base.hidden(state) + h_BLD) / 2  # right now and then
 
-    found = recipe.measure(base, g, config, prompts, 4)
+    found = recipe.measure(base, {"g": g, "stale": None}, config, prompts, (2, 4, 8), batch=4)
     fewer = 0
-    for depth in recipe.DEPTHS:
+    for depth in (2, 4, 8):
         for who, drafts in (("g", g), ("stale", lambda h_BLD, _state: h_BLD)):
             rounds_B = decode(base, prompts, config, decoder="verified", sampler=drafts, depth=depth).rounds_B
             assert found[who, "token", depth].tolist() == rounds_B.tolist()
@@ -46,14 +46,14 @@ def test_token_for_token_it_counts_the_rounds_of_every_text(
 def test_its_expectation_is_the_mean_of_the_decoder(recipe: ModuleType) -> None:
     base, other = exact_base(3, 5), oracle(exact_base(3, 5, seed=4))
     config, prompts = DecodeConfig(max_new_tokens=5), [list[int]()] * 4000
-    found = recipe.measure(base, other, config, prompts, 4000)
+    found = recipe.measure(base, {"g": other}, config, prompts, (2, 4), batch=4000)
     for depth in (2, 4):
         how: dict[str, Any] = {"decoder": "verified", "sampler": other, "depth": depth, "match": "law"}
         ours_B, decoded_B = found["g", "law", depth], decode(base, prompts, config, **how).rounds_B.double()
         error = float((ours_B.var() + decoded_B.var()) / 4000) ** 0.5
         assert abs(float(ours_B.mean() - decoded_B.mean())) < 4 * error
         assert float(ours_B.mean()) < 4.9
-    true = recipe.measure(base, oracle(base), config, prompts[:9], 9)
+    true = recipe.measure(base, {"g": oracle(base)}, config, prompts[:9], (4,))
     for match in recipe.MATCHES:
         assert true["g", match, 4].tolist() == pytest.approx([2.0] * 9, abs=1e-4)
         wanted, stood = true["g", match, 4, "seen"].sum(-1)
