@@ -14,8 +14,8 @@ from torch import Tensor
 
 from adjust_dlm.types import DecodeConfig, OrderRule
 
-# Streams of the counter-based generator: a draw, an order and Gumbel noise never share a number.
-NOISE, DRAW, ORDER = 0, 1, 2
+# Streams of the counter-based generator: a draw, an order, Gumbel noise and a second draw never share a number.
+NOISE, DRAW, ORDER, REDRAW = 0, 1, 2, 3
 STREAM = 0x632BE59BD9B4E019  # what the seed of one stream is from that of the next
 EVALUATION_ROWS = 2**32  # row ids from here on are for evaluation: no trajectory has one, so none is trained on
 
@@ -33,7 +33,7 @@ def uniform(
         row: int64 row ids.
         commit: int64 commit numbers, broadcastable to `row`.
         position: int64 positions counted from the first real token, broadcastable to `row`.
-        stream: `NOISE`, `DRAW` or `ORDER`.
+        stream: `NOISE`, `DRAW`, `ORDER` or `REDRAW`.
         token: int64 vocabulary ids, where each has a number of its own; broadcastable to `row`.
 
     Returns:
@@ -122,6 +122,29 @@ def draw(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
     cdf_RV = processed_RV.softmax(-1).double().cumsum(-1)
     token_R1 = torch.searchsorted(cdf_RV, u_R.double()[:, None] * cdf_RV[:, -1:], right=True)
     return token_R1[:, 0].clamp_max(cdf_RV.shape[-1] - 1)
+
+
+def coupled(p_RV: Tensor, q_RV: Tensor, token_R: Tensor) -> Tensor:
+    """What to draw from where `token_R` was drawn from q, so that the outcome has the law p and mostly is that token.
+
+    The token v stands with probability min(1, p(v) / q(v)), else one from max(p - q, 0) takes its place (speculative
+    sampling). No coupling lets v stand more often: its chance over all v is 1 - TV(p, q).
+
+    Args:
+        p_RV: processed logits of the law of the outcome.
+        q_RV: processed logits that the tokens were drawn from.
+        token_R: int64 tokens, possible under q.
+
+    Returns:
+        float64 logits [R, V] for `draw`, -inf for what cannot come out.
+    """
+    # The law of `draw` itself: the fp32 softmax, normalised in float64.
+    p_RV, q_RV = (p / p.sum(-1, keepdim=True) for p in (x.softmax(-1).double() for x in (p_RV, q_RV)))
+    token_R1 = token_R[:, None]
+    stands_R1 = (p_RV.gather(-1, token_R1) / q_RV.gather(-1, token_R1)).clamp_max(1)
+    more_RV = (p_RV - q_RV).clamp_min_(0)
+    share_R1 = (1 - stands_R1) / more_RV.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    return more_RV.mul_(share_R1).scatter_add_(-1, token_R1, stands_R1).log_()
 
 
 def no_softmax(logits_RV: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Decoder:
     lawless: str | None = None
 
 
-_JOINT = "it writes joint decoding's own text; measure joint"
+_JOINT = "its text is joint decoding's own, or has its law; measure joint"
 _MIXED = "its tokens are kept or dropped by what a second model makes of them"
 DECODERS: dict[str, Decoder] = {
     "joint": Decoder(joint, resumable=True),

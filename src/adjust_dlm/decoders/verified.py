@@ -1,19 +1,21 @@
-"""Joint decoding, token for token, several tokens a pass: g drafts, the base checks all drafts at once."""
+"""Joint decoding, several tokens a pass: g drafts, the base checks all drafts at once."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.cache import hidden_drafts
-from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import pick
-from adjust_dlm.types import State, require_count
+from adjust_dlm.sampling import REDRAW, coupled, draw
+from adjust_dlm.types import State, require, require_count, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,32 +24,48 @@ class VerifiedOptions:
 
     Attributes:
         depth: canvases of a row that one pass looks at: the present one and depth - 1 drafts; 1 is `joint`.
+        match: "token": a draft stands where the base's own draw, by the same uniform, is the same token. The text is
+            that of `joint`. "law": it stands as often as the law of the text allows. The text has the law of `joint`,
+            is another at T > 0, and takes fewer passes. At T = 0 both are the same.
     """
 
     depth: int = 4
+    match: Literal["token", "law"] = "token"
 
     def __post_init__(self) -> None:
+        require_kinds(self)
         require_count("depth", self.depth, 1)
 
 
 def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: VerifiedOptions) -> None:
-    """Fills the canvas exactly as `joint` does (without a prefix cache), at every temperature, in fewer passes.
+    """Fills the canvas as `joint` does (without a prefix cache), at every temperature, in fewer passes.
 
     From the last states that the base gave, g drafts the next commits one after another, as in `adjust`. One pass over
     all these canvases then gives the exact commit of each. They stand as long as the draft made the same: a commit is a
     function of the states and of uniforms that belong to its number and position, so the exact one can be compared.
-    The commit after the last right draft is exact too, so a pass commits at least one token and at most `depth`.
+    Under `match="law"` the exact token is drawn from the base's law so that it mostly is the draft's (`coupled`); the
+    position is the base's all the same. The commit after the last right draft is exact too, so a pass commits at least
+    one token and at most `depth`.
 
     Every canvas looked at is booked as a base pass, right or wrong; `rounds_B` counts the batched passes, which are
     what a row waits for where a pass costs as much for one canvas as for several (small batches on a GPU).
+
+    Raises:
+        InputError: `match="law"` where the order looks at drawn tokens, so that a token has no law of its own.
     """
+    config, law = canvas.config, options.match == "law" and canvas.config.temperature > 0
+    require(
+        not law or canvas.rule != "confidence",
+        f"match is 'law', and at temperature {config.temperature} order confidence looks at the drawn tokens, which so "
+        "have no law of their own; set another order, or match=token",
+    )
     canvas.start_round(torch.ones_like(canvas.commits_B))
     h_BLD, part_B = base.hidden(canvas), canvas.part_B
     canvas.commit(pick(base, h_BLD, canvas))
     while canvas.open:
         # A block that no pass has looked at is not drafted: its first pass makes what stands before it final.
         drafted_BL = canvas.seen_BL & (canvas.part_B == part_B)[:, None]
-        states = _drafts(base, sampler, canvas, h_BLD, options.depth, drafted_BL)
+        states, drafts = _drafts(base, sampler, canvas, h_BLD, options.depth, drafted_BL, law)
         looks = hidden_drafts(base, canvas, states[1:])
         stands_B, part_B, seen_BL = canvas.open_B, canvas.part_B, canvas.seen_BL
         for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
@@ -56,29 +74,48 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
             canvas.start_round(stands_B.long(), same_pass=j > 0)
             canvas.base_calls_B += (state.masked_BL & seen_BL & drafted_BL).any(-1) & (j > 0)
             h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
-            canvas.commit(pick(base, h_BLD, canvas))
+            picks = pick(base, h_BLD, canvas)
+            canvas.commit(_coupled(picks, drafts[j], canvas) if law and j < len(drafts) else picks)
+
+
+def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:
+    """The base's commit, drawn anew from its law beside the draft's token where both are of one position."""
+    assert own.processed_RV is not None and draft.processed_RV is not None
+    same_BN = draft.valid_BN & (draft.position_BN == own.position_BN)
+    row_B, position_B = torch.arange(len(same_BN), device=same_BN.device), own.position_BN[:, 0]
+    law_BV = coupled(own.processed_RV, draft.processed_RV, draft.token_BN[:, 0])
+    token_B = draw(law_BV, canvas.uniforms(position_B, row_B, REDRAW), canvas.config.temperature)
+    token_BN = torch.where(same_BN, token_B[:, None], own.token_BN)
+    canvas.note_chance(row_B, position_B, own.processed_RV, token_BN[:, 0])
+    return replace(own, token_BN=token_BN)
 
 
 def _drafts(
     base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor, depth: int,
-    drafted_BL: Tensor,
-) -> list[State]:  # fmt: skip
-    """The present canvas and, one commit by g after another, those that may follow: by masks of `drafted_BL` alone."""
+    drafted_BL: Tensor, law: bool,
+) -> tuple[list[State], list[Picks]]:  # fmt: skip
+    """The present canvas and, one commit by g after another, those that may follow: by masks of `drafted_BL` alone.
+
+    Also these commits, if their law will be asked for: the logits of the row that each was drawn from are kept.
+    """
     draft, elsewhere_BL = copy.copy(canvas), canvas.masked_BL & ~drafted_BL
     draft.masked_BL = drafted_BL.clone()
     for name in ("tokens_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
-    states = [_now(draft, elsewhere_BL)]
+    states, commits = [_now(draft, elsewhere_BL)], list[Picks]()
     for _ in range(depth - 1):
         if not draft.open:
             break
         draft.start_round(torch.ones_like(draft.commits_B))
         canvas.sampler_calls_B += draft.open_B
         h_BLD = sampler(h_BLD, draft)
-        draft.commit(pick(base, h_BLD, draft))
+        picks = pick(base, h_BLD, draft)
+        draft.commit(picks)
         states.append(_now(draft, elsewhere_BL))
-    return states
+        if law:
+            commits.append(picks)
+    return states, commits
 
 
 def _now(canvas: Canvas, elsewhere_BL: Tensor) -> State:

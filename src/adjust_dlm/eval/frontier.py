@@ -70,7 +70,7 @@ LISTS = _spread("""
 FORM = (
     "order", "block_length", "cache_period", "cache_window", "candidates", "rule", "correct", "tau_g",
     "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
-    "score", "temperature", "top_p",
+    "match", "score", "temperature", "top_p",
 )  # fmt: skip
 COLUMNS = (
     "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "rounds",
