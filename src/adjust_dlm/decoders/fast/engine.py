@@ -42,8 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 def wanted(base: Base, eager: bool | None) -> bool:
-    """Whether the fast form is to be taken where there is one: see `decode`."""
-    return base.device.type == "cuda" if eager is None else not eager
+    """Whether the fast form is to be taken where there is one: see `decode`.
+
+    On a block base it is taken only if asked for (`eager=False`): it has not run on a card yet.
+    """
+    return base.device.type == "cuda" and base.spec.block is None if eager is None else not eager
 
 
 def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch: Any) -> str | None:
