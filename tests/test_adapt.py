@@ -389,11 +389,11 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
 
-@pytest.mark.parametrize(("call", "step"), [(2, 0), (8, 3), (20, 8)])
+@pytest.mark.parametrize(("call", "step"), [(2, 0), (14, 3), (38, 8)])
 def test_a_signal_in_an_evaluation_is_heard_before_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
 ) -> None:
-    """In that one of six parts of the evaluations at steps 0, 3, 6 and 8; then the run goes on bit for bit."""
+    """In that one of twelve parts of the evaluations at steps 0, 3, 6 and 8; then the run goes on bit for bit."""
     whole = adapt(run_config(tmp_path, "whole", eval_every=3))
     config = run_config(tmp_path, "parts", corpus=tmp_path / "whole" / "corpus", eval_every=3)
     calls, draw = itertools.count(1), adapt_module.draw_masks
@@ -531,6 +531,7 @@ def test_a_loss_that_is_not_finite_names_its_step(tmp_path: Path, monkeypatch: p
 def test_a_time_limit_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(adapt_module.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(adapt_module.Bar, "show", lambda *_: None)  # it looks at the same clock
     result = adapt(run_config(tmp_path, steps=1000, max_seconds=35.0, log_every=1))
     # The clock starts behind step 1 (10 s a look): looks at 10, 20, 30 and 40 s.
     assert (result["finished"], result["step"], result["seconds"]) == (True, 4, 40.0)
