@@ -165,3 +165,17 @@ def test_the_tables_have_no_entry_twice() -> None:
     assert len({(fact.kind, fact.asked) for fact in facts()}) == len(facts())
     assert all(fact.answers and all(fact.answers) and all(fact.asked) for fact in facts())
     assert module.HELD_OUT_EVERY == 3
+
+
+def test_prompts_are_no_shard_of_a_corpus_and_ask_nothing_held_out() -> None:
+    from adjust_dlm.data.prompts import open_prompts
+    from tiny_ar import chat_base
+
+    base = chat_base(context=256)
+    made = [base.tokenizer.decode(ids) for ids in open_prompts("questions", base, rows=40, seed=0).prompts]
+    for seed in range(3):
+        texts = [text for text, _ in itertools.islice(questions(seed), 40)]
+        assert not all(text in prompt for text, prompt in zip(texts, made, strict=True))
+    own = [text for text, _ in itertools.islice(questions(-1), 40)]
+    assert all(text in prompt for text, prompt in zip(own, made, strict=True))
+    assert not any(asks_held_out(text) for text in own)

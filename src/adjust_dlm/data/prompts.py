@@ -85,7 +85,7 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
         tasks = itertools.islice(list_tasks(-1 - seed), rows)  # no corpus has a negative seed, so none holds these
         return PromptSource(spec, [_encode(base, task.prompt, True, spec) for task in tasks])
     if spec == "questions":
-        asked = itertools.islice(questions(seed), rows)
+        asked = itertools.islice(questions(-1 - seed), rows)  # no corpus has a negative seed
         return PromptSource(spec, [_encode(base, text, True, spec) for text, _ in asked])
     kind, _, folder = spec.partition(":")
     if kind == "corpus" and folder:  # the prompt part of every chat for training, copies dropped
