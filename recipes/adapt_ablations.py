@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from answers import NEW_TOKENS, asked
+from answers import NEW_TOKENS, answered, asked
 from torch import Tensor
 
 from adjust_dlm import DecodeConfig, load_base
@@ -26,7 +26,6 @@ from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
 from adjust_dlm.data.canvases import SAMPLED, CorpusConfig, Source
 from adjust_dlm.data.corpus import build_corpus, load_corpus
-from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval import divergence
 from adjust_dlm.eval.nll import score_nll
 from adjust_dlm.eval.table import TableConfig, distinct_n, generate_cell, open_judge, score_line
@@ -152,12 +151,9 @@ def look(args: argparse.Namespace, name: str, questions: list[Any]) -> Line:
     )  # fmt: skip
     found = divergence.run(law, base=base)["rows"][0]
     out |= {"parallel_kl": found["kl_qp"], "parallel_kl_ci95": found["kl_qp_ci95"]}
-    prompts = [base.encode_messages([{"role": "user", "content": text}]) for text, _ in questions]
-    config, right = DecodeConfig(tokens_per_step=1, max_new_tokens=NEW_TOKENS, temperature=0.0, seed=3), 0
-    for numbers, result in decode_many(base, prompts, config, decoder="joint", batch_size=256):
-        for n, tokens in zip(numbers, result.tokens_BL.tolist(), strict=True):
-            right += questions[n][1].right(base.decode(tokens[-NEW_TOKENS:]))
-    return out | {"right": right, "asked": len(questions)}
+    config = DecodeConfig(tokens_per_step=1, max_new_tokens=NEW_TOKENS, temperature=0.0, seed=3)
+    right, _ = answered(base, questions, config, "joint")
+    return out | {"right": int(sum(right)), "asked": len(right)}
 
 
 def main() -> None:

@@ -1,25 +1,25 @@
 """Short questions by chat that no corpus asks: how many each decoder answers right.
 
-    python recipes/answers.py [--base smol-block --sampler DIR] [--device cuda] [--temperatures 0 0.6] [--number 200]
+    python recipes/answers.py [--base DIR --sampler DIR] [--device cuda] [--temperatures 0 0.6] [--number 200]
 
 The questions are those of `adjust_dlm.data.questions` that are held out by fact, the kinds in turn; asked are the first
 200 of them that the autoregressive model itself answers right at T = 0. An answer is right if the wanted word stands in
-its first 24 tokens. Seed 3, one draw of each; the half-width is of the share over questions, 95 % (Wilson).
+its first 24 tokens. Seed 3, one draw of each; the half-width is of the share over questions, 95 %.
 """
 
 import argparse
 import json
-import math
 import sys
 from collections import Counter
 
 import torch
 
-from adjust_dlm import DecodeConfig, load_base, load_sampler
+from adjust_dlm import Base, DecodeConfig, Sampler, load_base, load_sampler
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import ar_replies
 from adjust_dlm.data.questions import Fact, held_out_questions
 from adjust_dlm.decoders import decode_many
+from adjust_dlm.eval.generation import half_width
 from adjust_dlm.types import GIVEN
 
 NEW_TOKENS = 24
@@ -44,10 +44,23 @@ def asked(ar: str, number: int, device: torch.device) -> list[tuple[str, Fact]]:
     return right[:number]
 
 
+def answered(
+    base: Base, entries: list[tuple[str, Fact]], config: DecodeConfig, decoder: str, sampler: Sampler | None = None
+) -> tuple[list[float], float]:
+    """1 where a question is answered right, else 0; and tokens a base pass."""
+    prompts = [base.encode_messages([{"role": "user", "content": text}]) for text, _ in entries]
+    right, tokens, calls = [0.0] * len(entries), 0, 0
+    for numbers, result in decode_many(base, prompts, config, decoder=decoder, sampler=sampler, batch_size=256):
+        for n, row in zip(numbers, result.tokens_BL.tolist(), strict=True):
+            right[n] = float(entries[n][1].right(base.decode(row[-config.max_new_tokens :])))
+        tokens, calls = tokens + int((result.order_BL > GIVEN).sum()), calls + int(result.base_calls_B.sum())
+    return right, tokens / calls
+
+
 def main() -> None:
     """Prints a line of JSON for each decoder and temperature."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="smol-block")
+    parser.add_argument("--base", default="smol")
     parser.add_argument("--sampler")
     parser.add_argument("--ar", default="smol", help="the autoregressive model that picks the questions")
     parser.add_argument("--device", default="auto")
@@ -57,26 +70,13 @@ def main() -> None:
     base = load_base(args.base, device=args.device)
     g = load_sampler(args.sampler, base)
     entries = asked(args.ar, args.number, base.device)
-    prompts = [base.encode_messages([{"role": "user", "content": text}]) for text, _ in entries]
     for temperature in args.temperatures:
         for decoder, more in SETTINGS:
             config = DecodeConfig(max_new_tokens=NEW_TOKENS, temperature=temperature, seed=3, **more)
-            sampler, right, tokens, calls = g if decoder == "adjust" else None, 0, 0, 0
-            for numbers, result in decode_many(base, prompts, config, decoder=decoder, sampler=sampler, batch_size=256):
-                rows = zip(numbers, result.tokens_BL.tolist(), strict=True)
-                right += sum(entries[n][1].right(base.decode(row[-NEW_TOKENS:])) for n, row in rows)
-                tokens, calls = tokens + int((result.order_BL > GIVEN).sum()), calls + int(result.base_calls_B.sum())
-            share, count, z = right / len(entries), len(entries), 1.96
-            half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
-            line = {
-                "T": temperature,
-                "decoder": decoder,
-                **more,
-                "right": right,
-                "of": count,
-                "half_width": round(half, 3),
-            }
-            sys.stdout.write(json.dumps(line | {"tokens_a_pass": round(tokens / calls, 2)}) + "\n")
+            right, speed = answered(base, entries, config, decoder, g if decoder == "adjust" else None)
+            line = {"T": temperature, "decoder": decoder, **more, "right": int(sum(right)), "of": len(right)}
+            line |= {"half_width": round(half_width(right), 3), "tokens_a_pass": round(speed, 2)}
+            sys.stdout.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

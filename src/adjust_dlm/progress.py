@@ -23,7 +23,7 @@ class Bar:
     """
 
     def __init__(self, title: str, *, enabled: bool = True) -> None:
-        """Shows nothing before the first `show`."""
+        """Nothing is drawn before the context is entered."""
         self.title, self.enabled = title, enabled
         live = enabled and sys.stderr.isatty()
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,9 @@ class ChatConfig(DrawFlags):
 
 def run(flags: ChatConfig) -> Outcome:
     """Asks and answers until stdin ends; the oldest turns are left out once the context is full."""
-    from adjust_dlm.types import DecodeConfig, require
+    from adjust_dlm.types import require
 
-    config = DecodeConfig(**{f.name: getattr(flags, f.name) for f in fields(DecodeConfig) if hasattr(flags, f.name)})
+    config = flags.decode_config()
     from adjust_dlm.decoders import build_options, decode, read_options  # they need torch, what stands above does not
     from adjust_dlm.serve.text import Words
 

@@ -73,6 +73,13 @@ class DrawFlags(LoadFlags):
     block_length: int | None = None
     eager: bool = False
 
+    def decode_config(self) -> DecodeConfig:
+        """The part that decides which tokens come out; raises InputError for values that make no sense."""
+        from adjust_dlm.types import DecodeConfig
+
+        names = [field.name for field in fields(DecodeConfig) if hasattr(self, field.name)]
+        return DecodeConfig(**{name: getattr(self, name) for name in names})
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFlags(DrawFlags):
@@ -105,11 +112,11 @@ class DecodeFlags(DrawFlags):
     output: Path | None = None
 
     def decode_config(self) -> DecodeConfig:
-        """The part that decides which tokens come out; raises InputError for values that make no sense."""
-        from adjust_dlm.types import DecodeConfig, require
+        """See `DrawFlags.decode_config`."""
+        from adjust_dlm.types import require
 
         require(self.num_samples >= 1, f"num_samples is {self.num_samples}; it must be at least 1")
-        return DecodeConfig(**{field.name: getattr(self, field.name) for field in fields(DecodeConfig)})
+        return super().decode_config()
 
 
 def set_malloc(*, map_from: int, keep: int) -> None:

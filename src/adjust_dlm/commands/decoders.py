@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from adjust_dlm.commands.common import DrawFlags
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 
@@ -47,7 +48,7 @@ def listed() -> list[dict[str, Any]]:
     lines = []
     for name, entry in DECODERS.items():
         doc = importlib.import_module(entry.run.__module__).__doc__ or ""
-        settings: dict[str, Any] = {"tokens_per_step": 4} if entry.takes_k else {}
+        settings: dict[str, Any] = {"tokens_per_step": DrawFlags.tokens_per_step} if entry.takes_k else {}
         for field in fields(entry.options) if entry.options else ():  # type: ignore[arg-type]
             settings[field.name] = None if field.default is MISSING else field.default
         needs = [word for word, needed in (("g", entry.needs_sampler), ("AR model", entry.needs_partner)) if needed]

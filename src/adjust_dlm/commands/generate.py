@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import track
 from rich.text import Text
 
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
 from adjust_dlm.commands.output import Outcome, counted, say, to_json
+from adjust_dlm.progress import Bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,23 +110,24 @@ def helpers_for(flags: Any, base: Base) -> dict[str, Any]:
 def _decode_all(
     flags: GenerateConfig, config: DecodeConfig, base: Base, prompts: list[list[int]], helpers: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Records of all rows, batch by batch, with row number and prompt; a bar is on stderr if that is a terminal."""
+    """Records of all rows, batch by batch, with row number and prompt."""
     from adjust_dlm.decoders import decode, read_options
 
     rows = range(len(prompts) * flags.num_samples)
     batches = [rows[first : first + flags.batch_size] for first in range(0, len(rows), flags.batch_size)]
     live = flags.watch == "always"
-    quiet = live or len(batches) == 1 or not sys.stderr.isatty()
-    for batch in track(batches, "decoding", console=Console(stderr=True), disable=quiet):
-        with Watch(base) if live else nullcontext() as watch:
-            result = decode(
-                base, [prompts[row // flags.num_samples] for row in batch], config,
-                decoder=flags.decoder, rows=list(batch), watch=watch, eager=flags.eager or None, **helpers,
-                **read_options(flags.set),
-            )  # fmt: skip
-        for b, row in enumerate(batch):
-            text = flags.prompt[row // flags.num_samples] if flags.prompt else ""
-            yield {**sample_record(base, result, b), "row": row, "prompt": text}
+    with Bar("decoding", enabled=not live and len(batches) > 1) as bar:
+        for batch in batches:
+            with Watch(base) if live else nullcontext() as watch:
+                result = decode(
+                    base, [prompts[row // flags.num_samples] for row in batch], config,
+                    decoder=flags.decoder, rows=list(batch), watch=watch, eager=flags.eager or None, **helpers,
+                    **read_options(flags.set),
+                )  # fmt: skip
+            bar.show((batch[-1] + 1) / len(rows))
+            for b, row in enumerate(batch):
+                text = flags.prompt[row // flags.num_samples] if flags.prompt else ""
+                yield {**sample_record(base, result, b), "row": row, "prompt": text}
 
 
 def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> None:

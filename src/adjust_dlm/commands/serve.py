@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
@@ -85,7 +85,7 @@ def check(flags: ServeConfig) -> AppConfig:
     from importlib.util import find_spec
 
     from adjust_dlm.decoders import build_options, read_options
-    from adjust_dlm.types import DecodeConfig, require
+    from adjust_dlm.types import require
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} is not installed; pip install 'adjust-dlm[serve]'")
@@ -98,10 +98,9 @@ def check(flags: ServeConfig) -> AppConfig:
     ):  # fmt: skip
         value = getattr(flags, name)
         require(least <= value <= most, f"{name} is {value}; it must lie in [{least}, {most}]")
-    names = [field.name for field in fields(DecodeConfig) if hasattr(flags, field.name)]
     return AppConfig(
         model=flags.model_name or flags.base, decoder=flags.decoder, options=options,
-        config=DecodeConfig(**{name: getattr(flags, name) for name in names}), max_body=flags.max_body,
+        config=flags.decode_config(), max_body=flags.max_body,
         rate_limit=flags.rate_limit, api_key=flags.api_key or os.environ.get(KEY) or None,
     )  # fmt: skip
 

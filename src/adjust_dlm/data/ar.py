@@ -178,10 +178,8 @@ def ar_replies(
 
     A question stands in the model's own template (with its system turn). Questions of one length are asked together.
     """
-    prompts = [
-        tokenizer.encode(chat_context(tokenizer) + CHAT_USER + question + CHAT_TURN, add_special_tokens=False)
-        for question in questions
-    ]
+    start = chat_context(tokenizer) + CHAT_USER
+    prompts = [tokenizer.encode(start + question + CHAT_TURN, add_special_tokens=False) for question in questions]
     replies: list[list[int]] = [[] for _ in prompts]
     for length in sorted({len(prompt) for prompt in prompts}):
         members = [n for n, prompt in enumerate(prompts) if len(prompt) == length]
