@@ -14,7 +14,8 @@ stage() { [[ " ${STAGES:-adapt trajectories train eval} " == *" $1 "* ]]; }
 if stage adapt; then run adapt --output "$out/base" --block-size 16 --length 128 --text "${TEXT:-300000}" --chat "${CHAT:-100000}" \
     --questions "${QUESTIONS:-16384}" --lists 4096 --heldout 512 --share-text 0.55 --share-chat 0.3 --share-questions 0.1 --share-lists 0.05 \
     --steps 100000 --max-seconds "${ADAPT_SECONDS:-330}" --batch-size 1024 --micro-batch "${MICRO:-128}" --lora-rank 32 --lora-alpha 32 \
-    --lr "${LR:-2e-3}" --sample-top-p 0.95 --eval-every 500; fi
+    --lr "${LR:-4e-3}" --order left_to_right --suffix "${SUFFIX:-0.5}" --sample-top-p 0.95 --eval-every 300 \
+    ${CORPUS:+--corpus "$CORPUS"}; fi
 
 base=${BASE:-$out/base}
 if stage trajectories; then
@@ -28,7 +29,7 @@ fi
 
 if stage train; then
     g() { run train --base "$base" --trajectories "$out"/{text,chat,questions} --heldout-trajectories "$out/heldout" --layers 2 --mlp 0.875 \
-        --features 10 20 --rows 8 --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 --output "$out/$1" --max-seconds "${@:2}"; }
+        --features 10 20 ${ROWS:---rows 2 --next-share 1 --next-decay 0.2} --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 --output "$out/$1" --max-seconds "${@:2}"; }
     g one "${TRAIN_SECONDS:-150}" --slices 16 --slice-states 19 --lr 3e-3 --warmup 50
     g deep "${DEEP_SECONDS:-40}" --slices 8 --slice-states 23 --rollout 7 --lr 1e-3 --init "$out/one/sampler"
     g back "${BACK_SECONDS:-40}" --slices 8 --slice-states 23 --rollout 7 --reverse 0.9 --lr 2e-3 --init "$out/deep/sampler"

@@ -24,7 +24,9 @@ from adjust_dlm.train.masked_ce import (
     block_batch,
     block_views_mask,
     ce_chunk,
+    hidden_in_views,
     masked_batch,
+    next_positions,
     open_positions,
 )
 from adjust_dlm.types import DecodeConfig, InputError
@@ -61,6 +63,10 @@ def canvases(rows: int = 6) -> tuple[Tensor, Tensor]:
     for b in range(0, rows, 2):
         tokens_BL[b, 5 + b % 4 :] = IM_END
     return tokens_BL, 1 + torch.arange(rows) % 5
+
+
+def both(masked_BL: Tensor) -> Tensor:
+    return torch.stack([masked_BL, ~masked_BL], 1)
 
 
 def longhand(adapter: AdapterModel, tokens_BL: Tensor, open_BL: Tensor, masked_BL: Tensor, weight: float) -> Tensor:
@@ -100,7 +106,9 @@ def test_loss_and_gradients_are_those_of_every_position_by_hand(family: str) -> 
     tokens_BL, prompt_B = canvases()
     open_BL = open_positions(tokens_BL, prompt_B, (IM_END, BOS), SIZE)
     masked_BL = torch.rand(open_BL.shape, generator=torch.Generator().manual_seed(4)) < 0.5
-    loss = adapter.loss(block_batch(tokens_BL, open_BL, masked_BL, torch.full((6, 3), 0.1), SIZE, chunk=7))
+    loss = adapter.loss(
+        block_batch(tokens_BL, open_BL, both(masked_BL), torch.full((6, 3, LENGTH), 0.1), SIZE, chunk=7)
+    )
     naive = longhand(adapter, tokens_BL, open_BL, masked_BL, 0.1)
     torch.testing.assert_close(loss, naive, rtol=1e-5, atol=1e-5)
     parameters = list(adapter.trainables().values())
@@ -152,6 +160,29 @@ def test_rates_are_spread_over_the_blocks() -> None:
     assert all(abs(int(n) - 512 / 5) < 5 * (512 / 5) ** 0.5 for n in counts)
 
 
+def test_suffixes_of_the_blocks() -> None:
+    """Two views hide all from a cut on: half a block apart, every cut alike often, in the share of blocks asked for."""
+    hidden_B2L = hidden_in_views(4096, LENGTH, SIZE, 0.75, torch.Generator().manual_seed(2))
+    a, b = hidden_B2L.view(4096, 2, -1, SIZE).unbind(1)
+    suffixes = torch.arange(SIZE) >= torch.arange(SIZE)[:, None]
+    cut = (a[..., None, :] == suffixes).all(-1)  # [B, J, S]: a suffix that begins there
+    opposite = (b[..., None, :] == suffixes.roll(-SIZE // 2, 0)).all(-1)
+    found = (cut & opposite).any(-1)
+    others = ~found & ~(a ^ b).all(-1)
+    assert not others.any()  # all else are a rate and its complement
+    # Of four positions at a uniform rate none is a suffix whose opposite stands half a block on: both hide the last.
+    assert found.float().mean().item() == pytest.approx(0.75, abs=0.02)
+    counts = cut[found].sum(0)
+    assert counts.sum() == found.sum() and (counts / found.sum() - 1 / SIZE).abs().max() < 0.02
+
+
+def test_the_next_position_of_every_block() -> None:
+    at, behind = next_positions(4096, LENGTH, SIZE, torch.Generator().manual_seed(2))
+    blocks_at, blocks = at.view(-1, SIZE), behind.view(-1, SIZE)
+    assert (blocks_at.sum(-1) == 1).all() and torch.equal(blocks, blocks_at.cumsum(-1) > 0)
+    assert (blocks_at.float().mean(0) - 1 / SIZE).abs().max() < 0.02
+
+
 def test_the_mask_of_the_views() -> None:
     mask = block_views_mask(4, 2)[0, 0].int()
     clean, a, b = mask.split(4)
@@ -185,8 +216,8 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(tmp_path: Path, monkey
     run = config(tmp_path)
     result = adapt(run)
     lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
-    assert set(result["ce"]["files"]) == {"0.15", "0.5", "0.85", "1.0", "first"}
-    for rate in ("0.5", "first"):
+    assert set(result["ce"]["files"]) == {"0.15", "0.5", "0.85", "1.0", "first", "next"}
+    for rate in ("0.5", "first", "next"):
         assert result["ce"]["files"][rate] < lines[0]["ce"]["files"][rate] - 0.5
     base = load_base(str(run.output))
     assert (base.spec.block, base.lag) == (SIZE, 1)

@@ -25,12 +25,19 @@ from adjust_dlm.progress import Bar
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
-from adjust_dlm.train.masked_ce import CanvasBatches, block_batch, draw_masks, masked_batch, open_positions
+from adjust_dlm.train.masked_ce import (
+    CanvasBatches,
+    block_batch,
+    draw_masks,
+    masked_batch,
+    next_positions,
+    open_positions,
+)  # fmt: skip
 from adjust_dlm.train.optim import learning_rate
-from adjust_dlm.types import require, require_count
+from adjust_dlm.types import OrderRule, require, require_count
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
-FIRST = 0.0  # in their place: the first positions of blocks
+BLOCK_TIMES = {"1.0": 1.0, "first": 0.0, "next": -1.0}  # of block bases as well, see `AdaptTrainer.evaluate`
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
 # Settings that may differ between a run and its resumption: they change no weight.
 _FREE = (
@@ -61,6 +68,8 @@ class AdaptConfig(CorpusConfig):
         clip: largest norm of the gradient.
         block_size: S of a block base (see `bases.blocks`), which reads finished blocks through an exact cache; none
             makes a base that sees a whole canvas. Canvases must be multiples of it long (`length`).
+        order: the base's own order rule.
+        suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
         mask_id: id that becomes MASK; None: the first known unused token of the tokenizer.
@@ -87,6 +96,8 @@ class AdaptConfig(CorpusConfig):
     warmup: int = 100
     clip: float = 1.0
     block_size: int | None = None
+    order: OrderRule = "entropy"
+    suffix: float = 0.0
     lora_rank: int = 64
     lora_alpha: int = 64
     mask_id: int | None = None
@@ -105,6 +116,10 @@ class AdaptConfig(CorpusConfig):
         for name in ("lr", "clip", "lora_alpha"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
         require_count("block_size", self.block_size, 1, optional=True)
+        require(
+            0 <= self.suffix <= (self.block_size is not None),
+            f"suffix is {self.suffix}; it is a share of blocks, 0..1, and needs block_size",
+        )
         size = self.block_size or 1
         near = self.length // size * size or size
         require(
@@ -178,7 +193,7 @@ def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict
             adapter.compile_passes()
     batches = CanvasBatches(
         load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
-        world=world, block=config.block_size, end_ids=vocabulary.end_ids,
+        world=world, block=config.block_size, end_ids=vocabulary.end_ids, suffix=config.suffix,
     )  # fmt: skip
     heldout = load_corpus(folder, "heldout")
     trainer = AdaptTrainer(config, adapter, batches, {"ce": heldout, "ce_train": batches.corpus.like(heldout)})
@@ -189,7 +204,7 @@ def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict
         facts = {
             "ar": config.ar, "mask_id": vocabulary.mask_id, "end_ids": list(vocabulary.end_ids),
             "pad_id": vocabulary.end_ids[0], "bos_id": vocabulary.bos_id, "token_limit": vocabulary.token_limit,
-            "context": model.config.max_position_embeddings, "order": "entropy", "order_on": "processed",
+            "context": model.config.max_position_embeddings, "order": config.order, "order_on": "processed",
             **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
             **({} if config.block_size is None else {"block": config.block_size}),
             "training": {**result, "settings": config.run(), "torch": torch.__version__},
@@ -300,17 +315,18 @@ class AdaptTrainer:
     def evaluate(self) -> dict[str, CE] | None:
         """Masked cross-entropy, held out and trained on: kind -> t -> nats a masked token, the masks fixed by the seed.
 
-        Of a block base `first` are the first positions of blocks, which are scored before the block is looked at.
+        Of a block base `first` are the first positions of blocks, which are scored before the block is looked at, and
+        `next` are the positions that an order from left to right takes, with all of the block behind them hidden.
         None, and it stays due, if a signal comes first. Gradients stay enabled, so that the compiled training graph
         serves here too.
         """
         parts = {(name, kind): self.looked_at[name].of_kind(kind) for name in self.looked_at for kind in KINDS}
-        times = EVAL_TIMES if self.config.block_size is None else (*EVAL_TIMES, 1.0, FIRST)
+        times = {str(t): t for t in EVAL_TIMES} | ({} if self.config.block_size is None else BLOCK_TIMES)
         asked = [(*part, t) for part, found in parts.items() if len(found.tokens_NL) for t in times]
         total_E2 = torch.zeros(len(asked) + 1, 2, dtype=torch.float64, device=self.device)
         with suppress(InterruptedError):
             for e, (name, kind, t) in enumerate(asked):
-                total_E2[e] = self._masked_ce(parts[name, kind], t, KINDS.index(kind))
+                total_E2[e] = self._masked_ce(parts[name, kind], times[t], KINDS.index(kind))
         total_E2[-1] = float(self.stop.requested)
         *found, (stopped, _) = distributed.total(total_E2).tolist()
         if stopped:
@@ -318,7 +334,7 @@ class AdaptTrainer:
             return None
         out: dict[str, CE] = {name: {} for name in self.looked_at}
         for (name, kind, t), (ce, count) in zip(asked, found, strict=True):
-            out[name].setdefault(kind, {})["first" if t == FIRST else str(t)] = ce / max(count, 1.0)
+            out[name].setdefault(kind, {})[t] = ce / max(count, 1.0)
         if self.rank == 0:
             logger.info("step %d: masked CE by kind and t: %s", self.step, out)
         self.metrics.write(self.step, **out)
@@ -328,8 +344,12 @@ class AdaptTrainer:
     def _masked_ce(self, part: Corpus, t: float, kind: int) -> Tensor:
         """This rank's sum of masked cross-entropies, and how many they are."""
         generator = torch.Generator().manual_seed((self.config.seed * 1000 + kind * 100 + round(t * 100)) % 2**63)
-        rows = len(part.tokens_NL)
-        masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), part.tokens_NL.shape[1], generator)
+        (rows, length), size = part.tokens_NL.shape, self.config.block_size
+        if t >= 0:
+            masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), length, generator)
+            counted_NL = masked_NL
+        else:
+            counted_NL, masked_NL = next_positions(rows, length, size or length, generator)
         mine = torch.arange(self.rank, rows, self.world)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index in mine.split(self.micro):
@@ -338,13 +358,15 @@ class AdaptTrainer:
             fill = self.micro - len(index)
             weights_B = torch.cat([torch.ones(len(index)), torch.zeros(fill)])
             index = torch.cat([index, index.new_zeros(fill)])
-            tokens_BL, masked_BL, size = part.tokens_NL[index], masked_NL[index], self.config.block_size
+            tokens_BL, masked_BL = part.tokens_NL[index], masked_NL[index]
             if size is None:
                 batch = masked_batch(tokens_BL, masked_BL, weights_B)
             else:
                 open_BL = open_positions(tokens_BL, part.prompt_len_N[index], self.batches.end_ids, size)
-                shown_3 = torch.tensor([t == FIRST, t != FIRST, False])
-                batch = block_batch(tokens_BL, open_BL, masked_BL, weights_B[:, None] * shown_3, size)
+                hidden_B2L = torch.stack([masked_BL, ~masked_BL], 1)
+                counted_B3L = counted_NL[index, None] & torch.tensor([t < 0, t != 0, False])[:, None]
+                counted_B3L[:, 0] |= t == 0
+                batch = block_batch(tokens_BL, open_BL, hidden_B2L, weights_B[:, None, None] * counted_B3L, size)
             loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
         return total

@@ -95,32 +95,57 @@ def open_positions(tokens_BL: Tensor, prompt_len_B: Tensor, end_ids: Sequence[in
 
 
 def block_batch(
-    tokens_BL: Tensor, open_BL: Tensor, masked_BL: Tensor, weights_B3: Tensor, size: int, *, chunk: int = CHUNK
+    tokens_BL: Tensor, open_BL: Tensor, hidden_B2L: Tensor, weights_B3L: Tensor, size: int, *, chunk: int = CHUNK
 ) -> MaskedBatch:
-    """Rows of [clean | A | B]: A hides the masked positions of the clean canvas, B all other open ones.
+    """Rows of [clean | A | B], views with hidden positions of their own.
 
-    So each open position is scored once: by the view that hides it, from the column before it (the shifted frame); a
-    block's first position by the clean half, since it is drawn before its block is looked at.
+    A view scores what it hides, from the column before (the shifted frame). A block's first position is scored by the
+    clean half, since it is drawn before its block is looked at.
 
     Args:
         tokens_BL: clean tokens, L a multiple of S.
         open_BL: see `open_positions`.
-        masked_BL: what A hides, open positions among others.
-        weights_B3: of a row's cross-entropies in the clean half, in A and in B.
+        hidden_B2L: what A and B hide, open positions among others.
+        weights_B3L: of the cross-entropies in the clean half, in A and in B.
         size: S.
         chunk: see `masked_batch`.
     """
-    length = tokens_BL.shape[1]
-    hidden_BL, first_BL = masked_BL & open_BL, (torch.arange(length) % size == 0) & open_BL
-    shown = torch.stack([first_BL, hidden_BL & ~first_BL, open_BL & ~hidden_BL & ~first_BL], 1)  # [B, 3, L]
-    clean_BL = torch.zeros_like(open_BL)
-    masked = torch.cat([clean_BL, hidden_BL, open_BL & ~hidden_BL], 1)
+    first_BL = (torch.arange(tokens_BL.shape[1]) % size == 0) & open_BL
+    hidden_B2L = hidden_B2L & open_BL[:, None]
+    shown = torch.cat([first_BL[:, None], hidden_B2L & ~first_BL[:, None]], 1)  # [B, 3, L]
+    masked = torch.cat([torch.zeros_like(open_BL), *hidden_B2L.unbind(1)], 1)
     tokens = tokens_BL.long().repeat(1, 3)
     flat_R = shown.flatten().nonzero()[:, 0]
     pad = -len(flat_R) % chunk if len(flat_R) else chunk
-    weight_R = weights_B3.float().flatten()[flat_R // length]
-    parts = (flat_R - 1, tokens.flatten()[flat_R], weight_R)
+    parts = (flat_R - 1, tokens.flatten()[flat_R], weights_B3L.float().flatten()[flat_R])
     return MaskedBatch(tokens, masked, *(torch.cat([part, part.new_zeros(pad)]) for part in parts))
+
+
+def hidden_in_views(count: int, length: int, size: int, suffix: float, generator: torch.Generator) -> Tensor:
+    """What views A and B hide: bool [B, 2, L].
+
+    In a share `suffix` of the blocks they hide all from a position on, as an order from left to right does: A from one
+    drawn evenly, B from half a block further on (modulo S). In the others A hides each position with the block's own
+    rate, stratified in (0, 1), and B hides the rest.
+    """
+    blocks = length // size
+    t_BJ = stratified_times(count * blocks, generator).view(count, -1)
+    u_BL = torch.rand(count, length, generator=generator, dtype=torch.float64)
+    a_BL = u_BL < t_BJ.repeat_interleave(size, 1)
+    hidden_B2L = torch.stack([a_BL, ~a_BL], 1)
+    if not suffix:
+        return hidden_B2L
+    cut_B2J = torch.randint(size, (count, 1, blocks), generator=generator) + torch.tensor([[0], [size // 2]])
+    ends_BJ = torch.rand(count, blocks, generator=generator) < suffix
+    suffix_B2L = torch.arange(length) % size >= (cut_B2J % size).repeat_interleave(size, -1)
+    return torch.where(ends_BJ.repeat_interleave(size, 1)[:, None], suffix_B2L, hidden_B2L)
+
+
+def next_positions(count: int, length: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A position of every block, drawn evenly, and with it what stands behind it in the block: bool [B, L] each."""
+    cut_BL = torch.randint(size, (count, length // size), generator=generator).repeat_interleave(size, 1)
+    place_L = torch.arange(length) % size
+    return place_L == cut_BL, place_L >= cut_BL
 
 
 def block_views_mask(length: int, size: int) -> Tensor:
@@ -188,7 +213,7 @@ class CanvasBatches:
 
     def __init__(
         self, corpus: Corpus, shares: Mapping[str, float], *, batch_size: int, seed: int, rank: int = 0, world: int = 1,
-        block: int | None = None, end_ids: Sequence[int] = (),
+        block: int | None = None, end_ids: Sequence[int] = (), suffix: float = 0.0,
     ) -> None:  # fmt: skip
         """Splits the batch over the kinds.
 
@@ -201,8 +226,9 @@ class CanvasBatches:
             world: number of processes.
             block: S of a block base, whose canvases are looked at as [clean | A | B].
             end_ids: that end its texts.
+            suffix: see `hidden_in_views`.
         """
-        self.block, self.end_ids = block, end_ids
+        self.block, self.end_ids, self.suffix = block, end_ids, suffix
         self.corpus, self.seed, self.rank, self.world = corpus, seed, rank, world
         self.members = {k: (corpus.kind_N == n).nonzero()[:, 0] for n, k in enumerate(KINDS)}
         present = {k: shares[k] for k in KINDS if len(self.members[k]) and shares[k] > 0}
@@ -230,15 +256,13 @@ class CanvasBatches:
     def _views(
         self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
     ) -> list[MaskedBatch]:
-        """Every block of view A has a rate of its own; every open position of the whole batch weighs the same."""
+        """Every position that is scored weighs the same; they are as many as open positions, on average."""
         count, length = tokens_BL.shape
-        t_BJ = stratified_times(count * (length // size), generator).view(count, -1)
-        u_BL = torch.rand(count, length, generator=generator, dtype=torch.float64)
-        masked_BL = u_BL < t_BJ.repeat_interleave(size, 1)
+        hidden_B2L = hidden_in_views(count, length, size, self.suffix, generator)
         open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
-        weights_B3 = torch.full((count, 3), 1 / max(1, int(open_BL.sum())))
+        weights_B3L = torch.full((count, 3, length), 1 / max(1, int(open_BL.sum())))
         mine = slice(self.rank, None, self.world)
-        parts = (x[mine].split(micro) for x in (tokens_BL, open_BL, masked_BL, weights_B3))
+        parts = (x[mine].split(micro) for x in (tokens_BL, open_BL, hidden_B2L, weights_B3L))
         return [block_batch(a, b, c, d, size) for a, b, c, d in zip(*parts, strict=True)]
 
     def _take(self, kind: str, start: int, count: int) -> Tensor:
