@@ -110,12 +110,13 @@ class AdjustLM(LM):  # type: ignore[misc]  # the harness has no types
         for name in given:
             allowed = known(name, ["until", "do_sample", "max_gen_toks", *SETTINGS])
             require(name in SETTINGS, f"{where} asks for generation setting {name!r}; {allowed}")
+        config = self.config.but(**given, max_new_tokens=new)
         require(
             length + new <= spec.context,
             f"{where} has {length} tokens; with {new} new ones that is more than {spec.context}, the context of base "
             f"{spec.name!r}",
         )
-        return self.config.but(**given, max_new_tokens=new), until
+        return config, until
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt; one that begins with a special token is a chat, and gets no start token in front."""
