@@ -236,6 +236,16 @@ def test_bad_model_arguments_are_named(base: Base, model_args: str, said: str) -
         AdjustLM("tiny", "joint", batch_size="auto")
 
 
+def test_model_arguments_come_before_flags_and_their_defaults(base: Base) -> None:
+    make = get_model("adjust").create_from_arg_obj
+    flags = {"batch_size": "1", "max_batch_size": None, "device": "cuda:0"}  # as the command line fills them in
+    made = make({"base": "tiny", "decoder": "joint"}, flags)
+    assert (made.batch_size, made.base) == (1, base)
+    assert make({"base": "tiny", "decoder": "joint", "batch_size": 3, "device": "cpu"}, flags).batch_size == 3
+    with pytest.raises(InputError, match="device is 'cuda:99'"):
+        make({"base": "tiny", "decoder": "joint"}, flags | {"device": "cuda:99"})
+
+
 def test_the_harness_keeps_its_own_models() -> None:
     assert get_model("adjust") is AdjustLM and get_model("dummy").__name__ == "DummyLM"
 
@@ -256,7 +266,7 @@ def test_printed_commands_run(
     printed.fill(tmp_path, monkeypatch)
     assert len(COMMANDS) >= 2
     for command in COMMANDS:
-        small = ["--limit", "1", "--device", "cpu", "--gen_kwargs", "max_gen_toks=8"]
+        small = ["--limit", "1", "--gen_kwargs", "max_gen_toks=8"]
         monkeypatch.setattr(sys, "argv", ["lm_eval", *shlex.split(command), *small])
         assert main() == 0, capfd.readouterr().err
         assert re.search(r"\|gsm8k\w*\|.*exact_match", capfd.readouterr().out)

@@ -71,6 +71,12 @@ class AdjustLM(LM):  # type: ignore[misc]  # the harness has no types
         self.helpers = open_helpers(models, self.base, [decoder])
         self.made: list[Generated] = []
 
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> AdjustLM:
+        """From the command line, where `--model_args` come before flags: cuda:0 is a flag's default on any machine."""
+        flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        return cls(**{**flags, **({"device": "auto"} if flags.get("device") == "cuda:0" else {}), **arg_dict})
+
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts, cut at their stop strings.
 
@@ -155,7 +161,8 @@ class AdjustLM(LM):  # type: ignore[misc]  # the harness has no types
     def get_model_info(self) -> dict[str, Any]:
         """For `config` in the harness's results: what decoded, and what a text cost."""
         spent = {"costs": costs(self.made)} if self.made else {}
-        return {"adjust_dlm": adjust_dlm.__version__, "base_fingerprint": self.base.fingerprint, **spent}
+        facts = {"adjust_dlm": adjust_dlm.__version__, "base_fingerprint": self.base.fingerprint}
+        return {**facts, "base_device": str(self.base.device), **spent}
 
 
 def main() -> int:
