@@ -144,4 +144,5 @@ CANNOT = {  # part of a line -> why it is not run
     "sed -i": "it changes the source",
     "export ADJUST_API_KEY": "it is no command of ours",
     "python recipes/": "recipes have tests of their own",
+    "python -m adjust_dlm.eval.lm_eval": "test_lm_eval.py runs it",
 }

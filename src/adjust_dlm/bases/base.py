@@ -283,14 +283,14 @@ class Base(ABC):
             InputError: no tokenizer, no template, or messages that do not fit it.
         """
         require(self.tokenizer is not None, f"base {self.spec.name!r} has no tokenizer; give token ids")
+        return chat_ids(self.tokenizer, self.render_messages, messages)
 
-        def render(messages: list[dict[str, str]]) -> str:
-            try:
-                return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # a template is a program of its own
-                raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
-
-        return chat_ids(self.tokenizer, render, messages)
+    def render_messages(self, messages: list[dict[str, str]]) -> str:
+        """Text of a conversation in the chat template; raises InputError for messages that do not fit it."""
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of its own
+            raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids up to the first end token, special tokens dropped."""

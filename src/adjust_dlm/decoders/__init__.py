@@ -149,13 +149,13 @@ def read_variant(text: str) -> Variant:
         InputError: an unknown decoder, a setting that neither it nor `DecodeConfig` has, or a bad value.
     """
     name, _, pairs = text.partition(":")
-    settings, options = _split(read_options(re.split(r",(?![^\[]*\])", pairs) if pairs else []))
+    settings, options = split_settings(read_options(re.split(r",(?![^\[]*\])", pairs) if pairs else []))
     build_options(name, options)
     DecodeConfig(**settings)
     return Variant(name, settings, options)
 
 
-def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_settings(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of `DecodeConfig`, and a decoder's own options."""
     shared = {field.name for field in fields(DecodeConfig)}
     own = {key: value for key, value in given.items() if key not in shared}
@@ -347,7 +347,7 @@ def generate(
     Settings are fields of `DecodeConfig` and the decoder's own options.
     """
     ids = base.encode(prompt, chat=chat)
-    shared, own = _split(settings)
+    shared, own = split_settings(settings)
     config, helpers = DecodeConfig(**shared), {"sampler": sampler, "partner": partner}
     result = decode(base, [ids] * num_samples, config, decoder=decoder, **helpers, **own)
     return [base.decode(row[-config.max_new_tokens :].tolist()) for row in result.tokens_BL]

@@ -158,13 +158,8 @@ def generate_rows(
     given, numbers = [prompts[n] for n in mine], [first_row + n for n in mine]
     made = []
     how = {"batch_size": batch_size, "rows": numbers, "decoder": name, "eager": eager or None, **helpers, **options}
-    for which, result in shown(decode_many(base, given, config, **how), variant, len(given)):
-        tokens = result.tokens_BL[:, -config.max_new_tokens :].tolist()
-        counted = (result.rounds_B, result.base_calls_B, result.sampler_calls_B, result.partner_calls_B)
-        fresh = [
-            Generated(numbers[n], cut_at_end(ids, base.spec.end_ids), waited, f, g, ar, result.seconds / len(which))
-            for n, ids, (waited, f, g, ar) in zip(which, tokens, torch.stack(counted, 1).tolist(), strict=True)
-        ]
+    for _, result in shown(decode_many(base, given, config, **how), variant, len(given)):
+        fresh = generated(base, result)
         made += fresh
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -176,6 +171,16 @@ def generate_rows(
         for part in kept.parent.glob(f"{kept.stem}.*.part"):
             part.unlink(missing_ok=True)
     return out
+
+
+def generated(base: Base, result: DecodeResult) -> list[Generated]:
+    """The rows of a decode."""
+    tokens = result.tokens_BL[:, -result.config.max_new_tokens :].tolist()
+    counted = (result.rows_B, result.rounds_B, result.base_calls_B, result.sampler_calls_B, result.partner_calls_B)
+    return [
+        Generated(row, cut_at_end(ids, base.spec.end_ids), waited, f, g, ar, result.seconds / len(tokens))
+        for ids, (row, waited, f, g, ar) in zip(tokens, torch.stack(counted, 1).tolist(), strict=True)
+    ]
 
 
 def shown(batches: Iterable[Batch], title: str, rows: int) -> Iterator[Batch]:
