@@ -83,25 +83,24 @@ async function meet() {
     select.replaceChildren(...[...model.decoders, "none"].map((name) => new Option(name)));
     select.value = model.decoders.includes(before) ? before : "none";
   }
+  showCaptions();
   readLink();
 }
 
 // Settings in the address ------------------------------------------------------------------------------------------
 
 // Every control with a name, and so never the key; behind the #, which no browser sends to a server.
-function link() {
-  const said = [...new FormData($("ask"))].filter(([name, value]) => value || name === "text");
-  return `#${new URLSearchParams(said)}`;
-}
+const link = () => `#${new URLSearchParams(new FormData($("ask")))}`;
 
 function readLink() {
+  if (!location.hash) return;
   const said = new URLSearchParams(location.hash.slice(1)), wrong = [];
   for (const control of $("ask").elements) {
-    const value = said.get(control.name);
-    if (!control.name || value === null) continue;
-    if (["radio", "checkbox"].includes(control.type)) control.checked = value === control.value && !control.disabled;
+    const { name, type } = control, value = said.get(name), box = type === "checkbox";
+    if (!name || (value === null && !box)) continue; // a box that is not ticked is not in the address
+    if (box || type === "radio") control.checked = value === control.value && !control.disabled;
     else control.value = value;
-    if (control.value === "" && value !== "") wrong.push(`${control.name}=${value}`);
+    if (box ? control.checked === (value === null) : type !== "radio" && control.value !== value) wrong.push(`${name}=${value}`);
   }
   for (const name of ["kind", "colour"]) {
     if (document.querySelector(`[name=${name}]:checked`)) continue;
@@ -109,7 +108,7 @@ function readLink() {
     document.querySelector(`[name=${name}]:enabled`).checked = true;
   }
   for (const { select } of columns) select.value ||= "none";
-  if (wrong.length) $("problem").textContent = `the link asks for ${wrong.join(", ")}, which is not served here`;
+  if (wrong.length) $("problem").textContent = `the link asks for ${wrong.join(", ")}, which this page cannot do`;
   showKind();
   showColours();
   showCaptions();
