@@ -1,4 +1,4 @@
-"""The picture in the README, from `adjust serve --load-partner` on a machine with nothing else to do.
+"""The picture in the README, from `adjust serve` on a machine with nothing else to do.
 
 Needs Chromium and playwright (no browser of playwright's own). A first short run warms the server up.
 """
@@ -19,7 +19,7 @@ def run(page: Page, length: int) -> None:
 
 
 def main() -> None:
-    """Takes the picture three quarters through the replay."""
+    """Takes the picture when ADJUST has done three quarters of its base passes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--output", default="docs/images/page.png")
@@ -29,12 +29,12 @@ def main() -> None:
         page = browser.new_page(viewport={"width": 1200, "height": 780})
         page.goto(flags.url)
         expect(page.locator("#model")).to_contain_text("context")
-        page.check("#nll")
         page.fill("#temperature", "0.6")
         run(page, 8)
         run(page, 64)
-        page.fill("#replay", "48")
-        page.screenshot(path=flags.output, full_page=True)
+        passes = int(page.locator("article").nth(2).locator("[data-number=base_calls]").inner_text())
+        page.fill("#replay", str(passes * 3 // 4))
+        page.screenshot(path=flags.output, full_page=True, animations="disabled")
         browser.close()
 
 

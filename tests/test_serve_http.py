@@ -324,6 +324,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"decoder": "edlm", "decoder_options": {"completions": 1000}}, "decoder_options"),
     ({"decoder": "threshold", "tokens_per_step": 2}, "tokens_per_step"), ({"tokens_per_step": 0}, "tokens_per_step"),
     ({"tokens_per_step": 10**12}, "tokens_per_step"), ({"block_length": 0}, "block_length"),
+    ({"order": "best"}, "order"),
     ({"stream_options": {"include_usage": 5}}, "stream_options"),
     ({"stream_options": {"x": 5}, "stream": True}, "stream_options.x"), ({"stream": "yes"}, "stream"),
 ]  # fmt: skip
@@ -540,6 +541,28 @@ def test_the_canvas_stream_tells_every_commit(random_texts: Served, model: tuple
     done = [event["completion_tokens"] for event in events if event["type"] == "row"]
     assert end["usage"] == {"prompt_tokens": 5, "completion_tokens": sum(done), "total_tokens": 5 + sum(done)}
     assert end["base_calls"] == int(result.base_calls_B.sum()) and end["seconds"] > 0
+
+
+@pytest.mark.parametrize("order", ["left_to_right", "random", "margin"])
+def test_a_request_may_say_in_which_order(
+    random_texts: Served, model: tuple[TransformerBase, Sampler], order: Any
+) -> None:
+    base, sampler = model
+    config = DecodeConfig(tokens_per_step=3, max_new_tokens=10, seed=4, order=order)
+    result = decode(base, [base.encode("once")], config, sampler=sampler)
+    body = {"prompt": "once", "max_tokens": 10, "seed": 4, "tokens_per_step": 3, "order": order}
+    events = canvas_events(random_texts, body)
+    at = [commit["position"] for event in events for commit in event.get("commits", ())]
+    wanted = result.order_BL[0].tolist()
+    assert [wanted[position] for position in at] == list(range(len(at))) and len(at) == max(wanted) + 1
+    assert at == sorted(at) or order != "left_to_right"
+
+
+def test_the_model_says_which_settings_its_decoders_have(random_texts: Served) -> None:
+    (model,) = random_texts.client.get("/v1/models").json()["data"]
+    settings = model["decoder_settings"]
+    assert list(settings) == model["decoders"]
+    assert settings["cascade"] == ["tau", "tau_g", "calls"] and settings["joint"] == []
 
 
 def test_the_canvas_stream_of_gaps_and_of_conversations(random_texts: Served) -> None:

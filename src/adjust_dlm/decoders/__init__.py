@@ -96,6 +96,12 @@ DECODERS: dict[str, Decoder] = {
 }
 
 
+def option_names(name: str) -> list[str]:
+    """Settings that only this decoder has."""
+    kind = DECODERS[name].options
+    return [] if kind is None else [field.name for field in fields(kind)]  # type: ignore[arg-type]
+
+
 def build_options(name: str, given: Mapping[str, Any]) -> list[Any]:
     """A decoder's own options as its function takes them: one object, or nothing.
 
@@ -103,8 +109,7 @@ def build_options(name: str, given: Mapping[str, Any]) -> list[Any]:
         InputError: unknown decoder, an option that it does not have, or a bad value.
     """
     require(name in DECODERS, f"unknown decoder {name!r}; {known(name, DECODERS)}")
-    kind = DECODERS[name].options
-    names = [] if kind is None else [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    kind, names = DECODERS[name].options, option_names(name)
     unknown = sorted(given.keys() - set(names))
     has = f"it has {', '.join(names)}" if names else "it has none"
     require(not unknown, f"decoder {name!r} has no option {', '.join(unknown)}; {has}")

@@ -74,7 +74,7 @@ def work_of(engine: Engine, defaults: AppConfig, ask: Sampling) -> tuple[Work, l
         raise ApiError(400, "nll needs an autoregressive partner; start the server with --load-partner", param="nll")
     decoder, options = _decoder(engine, defaults, said)
     prompts = [_gaps(engine, said)] if "parts" in said or "gaps" in said else _prompts(engine, defaults, said)
-    names = ("temperature", "top_p", "top_k", "block_length")
+    names = ("temperature", "top_p", "top_k", "order", "block_length")
     changes: Said = {name: said[name] for name in names if name in said}
     if "tokens_per_step" in said and DECODERS[decoder].takes_k:
         changes["tokens_per_step"] = said["tokens_per_step"]

@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 import adjust_dlm
-from adjust_dlm.decoders import DECODERS
+from adjust_dlm.decoders import DECODERS, option_names
 from adjust_dlm.eval.nll import mean_nll
 from adjust_dlm.serve import errors
 from adjust_dlm.serve.answers import DONE, Body, CanvasEvents, Shape, sse
@@ -198,6 +198,7 @@ class Service:
             "takes_tokens_per_step": [
                 name for name in engine.decoders if DECODERS[name].takes_k or name == "adaptive"
             ],
+            "decoder_settings": {name: option_names(name) for name in engine.decoders},
             "chat": bool(getattr(engine.base.tokenizer, "chat_template", None)),
             "defaults": {
                 "decoder": config.decoder, "decoder_options": dict(config.options),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from adjust_dlm.serve.errors import ApiError
+from adjust_dlm.types import OrderRule
 
 MOST_CHOICES = 128
 MOST = 1_000_000  # of any count; far beyond every context
@@ -48,6 +49,7 @@ class Sampling(_Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=MOST)
+    order: OrderRule | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     decoder: str | None = None
     decoder_options: dict[str, bool | int | float | str | list[int] | None] | None = None
