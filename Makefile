@@ -22,7 +22,7 @@ help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -n 7
 
 demo: $(VENV)/.installed
-	$(BIN)/adjust compare "$(PROMPT)" --base smol --tokens-per-step 4 --max-new-tokens 48 --temperature 0.6
+	$(BIN)/adjust compare "$(PROMPT)" --tokens-per-step 4 --max-new-tokens 48
 
 # Two workers share the cores, so each gets one thread.
 test: lint

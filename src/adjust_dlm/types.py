@@ -21,6 +21,7 @@ CERTAINTY: tuple[OrderRule, ...] = ("entropy", "margin", "confidence")  # rules 
 OrderOn = Literal["processed", "raw"]
 Schedule = Literal["exact", "reference"]
 
+DEFAULT_BASE = "smol-block"
 GIVEN = -1  # order of a token that was there before the first commit
 MASKED = -2  # order of a position that still holds the mask
 MOST = 2**31 - 1  # of any count: arithmetic with it stays within int64

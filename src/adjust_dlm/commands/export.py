@@ -10,6 +10,7 @@ import tyro
 
 from adjust_dlm.commands.output import Outcome, check_folder, say
 from adjust_dlm.commands.settings import read_yaml
+from adjust_dlm.types import DEFAULT_BASE
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
@@ -34,7 +35,7 @@ class ExportConfig:
         private: make a new Hub repository private.
     """
 
-    base: str = "smol"
+    base: str = DEFAULT_BASE
     sampler: Path | None = None
     from_released: Path | None = None
     repository: Annotated[Path, tyro.conf.arg(aliases=["--output"])] = Path("runs/export")

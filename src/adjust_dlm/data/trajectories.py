@@ -30,7 +30,7 @@ from adjust_dlm.progress import Bar
 from adjust_dlm.provenance import versions
 from adjust_dlm.sampler import load_sampler, weights_digest
 from adjust_dlm.sampling import EVALUATION_ROWS
-from adjust_dlm.types import DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class TrajectoriesConfig(TextConfig):
     """
 
     output: str
-    base: str = "smol"
+    base: str = DEFAULT_BASE
     num: int = 1024
     sampler: str | None = None
     tokens_per_step: int = 1

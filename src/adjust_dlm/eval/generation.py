@@ -24,7 +24,7 @@ from adjust_dlm.progress import Bar
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DecodeConfig, DecodeResult, require
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, DecodeResult, require
 
 Batch = tuple[list[int], DecodeResult]
 
@@ -45,7 +45,7 @@ class EvalConfig:
         quantize: int8, fp8 or fp8-dynamic (see `adjust generate`).
     """
 
-    base: str = "smol"
+    base: str = DEFAULT_BASE
     sampler: str | None = None
     output: str = "runs/eval"
     tokens_per_step: tuple[int, ...] = (2, 4, 8)

@@ -19,7 +19,7 @@ from adjust_dlm.bases import load_base
 from adjust_dlm.decoders import DECODERS, build_options, decode_many, read_variant, split_settings
 from adjust_dlm.eval.generation import Generated, costs, generated, open_helpers
 from adjust_dlm.sampling import EVALUATION_ROWS
-from adjust_dlm.types import DecodeConfig, InputError, require
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, InputError, require
 from adjust_dlm.words import known
 
 try:
@@ -45,8 +45,9 @@ class AdjustLM(LM):  # type: ignore[misc]  # the harness has no types
     """
 
     def __init__(
-        self, base: str = "smol", decoder: str = "adjust", *, sampler: str | None = None, partner: str | None = None,
-        device: str = "auto", quantize: str | None = None, eager: bool = False, batch_size: int | str = 1,
+        self, base: str = DEFAULT_BASE, decoder: str = "adjust", *, sampler: str | None = None,
+        partner: str | None = None, device: str = "auto", quantize: str | None = None, eager: bool = False,
+        batch_size: int | str = 1,
         **settings: Any,
     ) -> None:  # fmt: skip
         """What `--model_args` says: see `DownstreamConfig`; further `settings` are of `DecodeConfig` or the decoder.

@@ -10,7 +10,7 @@ from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, KernelName, RowWeights
 from adjust_dlm.sampler import SamplerConfig
 from adjust_dlm.train.one_pass import PoolConfig
 from adjust_dlm.train.trackers import TrackerName, check_trackers
-from adjust_dlm.types import require, require_kinds
+from adjust_dlm.types import DEFAULT_BASE, require, require_kinds
 
 # Settings that a resumed run may change.
 FREE = (
@@ -74,7 +74,7 @@ class TrainConfig(SamplerConfig):
         dry_run: print memory, steps, hours and disk space of this run, from a few steps on this device; write nothing.
     """
 
-    base: str = "smol"
+    base: str = DEFAULT_BASE
     trajectories: tuple[str, ...] = ()
     one_pass: bool = False
     pool: PoolConfig = field(default_factory=PoolConfig)
