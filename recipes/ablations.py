@@ -49,7 +49,7 @@ PATIENCE = 1200.0  # seconds that other shares wait for share 0
 DEPTHS = 7  # rollout of the held-out KL: what K = 8 needs
 
 # One knob at a time against the form and the settings of the g that ships (recipes/smol.sh), the likeliest to matter
-# first. On the default model (30 layers, 134.5M parameters) every g stays below 6 % of it.
+# first. On `smol` (30 layers, 134.5M parameters) every g stays below 6 % of it.
 SHIPPED: Line = {"layers": 2, "mlp": 0.875, "features": [10, 20], "rows": 32, "slices": 32, "lr": 3e-3, "warmup": 100}
 CHANGES: dict[str, Line] = {
     "shipped": {},

@@ -60,7 +60,7 @@ def answered(
 def main() -> None:
     """Prints a line of JSON for each decoder and temperature."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="smol")
+    parser.add_argument("--base", default="smol-block")
     parser.add_argument("--sampler")
     parser.add_argument("--ar", default="smol", help="the autoregressive model that picks the questions")
     parser.add_argument("--device", default="auto")

@@ -9,9 +9,9 @@
 # llada      LLaDA-8B's shape
 # quantized  int8 and fp8 weights, and products in fp8
 # cost       training at LLaDA-8B's shape (Dream-7B's: recipes/training_cost.py dream)
-# scaling    windows/s of one process and of one a card, on the default model; needs OUTPUT/text (adjust trajectories)
+# scaling    windows/s of one process and of one a card, on `smol`; needs OUTPUT/text (adjust trajectories)
 # small      memory and time at the settings that docs/training.md has for a card of 24 GB
-# tasks      GSM8K, MATH, HumanEval, MBPP and ParallelBench with the default model (runs what the model writes, in the sandbox)
+# tasks      GSM8K, MATH, HumanEval, MBPP and ParallelBench with `smol` (runs what the model writes, in the sandbox)
 # ablations  some knobs of g's training on an equal budget, on a few trajectories made here: ONLY="shipped seed-1" picks them
 # rivals     EDLM and APD beside ADJUST, n = 1,024
 # law        distance to the joint law: T = 1 in bf16 and fp32, T = .6; and the rule that tunes rivals
@@ -26,7 +26,7 @@ gpus=${GPUS:-$(nvidia-smi -L | wc -l)}
 run() { python3 -m adjust_dlm.cli "$@"; }
 many() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
 bench() { run bench runtime "$@"; }
-task() { many eval "$1" --chat --shots 0 --max-new-tokens 128 --temperature 0 --batch-size 256 --decoders parallel adjust \
+task() { many eval "$1" --base smol --chat --shots 0 --max-new-tokens 128 --temperature 0 --batch-size 256 --decoders parallel adjust \
     --tokens-per-step 1 2 4 8 --output "$out/$1" "${@:2}"; }
 sparse=adjust:sparse=true
 
@@ -51,13 +51,13 @@ for stage in "$@"; do
         --steps 100000 --eval-every 100000 --checkpoint-every 100000; done ;;
     small) python3 recipes/training_cost.py dream --slices 1 --states 7 --batch 64 --forms sliced --seconds 60 --output "$out/small.json" ;;
     tasks)
-        run eval parallelbench --tasks all --n 100 --tokens-per-step 1 2 4 8 --decoders parallel adjust --batch-size 256 --output "$out/parallelbench"
+        run eval parallelbench --base smol --tasks all --n 100 --tokens-per-step 1 2 4 8 --decoders parallel adjust --batch-size 256 --output "$out/parallelbench"
         task gsm8k --data "$DATA/gsm8k/test.jsonl"
         task math --data "$DATA/math/math_test_5000.jsonl" --per-subject 50
         task humaneval --data "$DATA/humaneval/HumanEval.jsonl.gz" --allow-code-execution
         task mbpp --data "$DATA/mbpp/mbpp.jsonl" --allow-code-execution ;;
     ablations)
-        rows() { run trajectories --batch-size 256 --shard-rows 256 --output "$out/$1" --num "$2" "${@:3}"; }
+        rows() { run trajectories --base smol --batch-size 256 --shard-rows 256 --output "$out/$1" --num "$2" "${@:3}"; }
         rows text 2048 --suppress-eos
         rows text-t06 256 --temperature 0.6 --suppress-eos --seed 1
         rows chat 256 --prompts "$CHATS" --chat --max-new-tokens 64 --seed 2
@@ -66,26 +66,26 @@ for stage in "$@"; do
             --output "$out/ablations" --share "$card/$gpus" --seconds 30 --slices 32 --ks 4 --n 1024 --heldout 256 --stop-after 440 \
             --only ${ONLY:-shipped seed-1 seed-2 text-alone no-ends all-rows slices-8} & done
         wait ;;
-    rivals) many eval table --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
+    rivals) many eval table --base smol --n 1024 --temperatures 1.0 --tokens-per-step 2 4 --variants edlm:tokens_per_step=2 edlm:tokens_per_step=4 \
         apd:lookahead=32,mixture=0.5 "adjust:tokens_per_step=4,sparse=true" --output "$out/rivals" ;;
     law)
-        run eval divergence --n 256 --decoders joint parallel adjust adjust:candidates=0 --output "$out/law-bf16"
-        run eval divergence --n 256 --dtype float32 --output "$out/law-fp32"
-        run eval divergence --n 256 --temperatures 0.6 --output "$out/law-t06"
+        run eval divergence --base smol --n 256 --decoders joint parallel adjust adjust:candidates=0 --output "$out/law-bf16"
+        run eval divergence --base smol --n 256 --dtype float32 --output "$out/law-fp32"
+        run eval divergence --base smol --n 256 --temperatures 0.6 --output "$out/law-t06"
         rules=()
         for rival in parallel:tokens_per_step={2,4,8} threshold:score=likeliest,tau={0.6,0.3,0.15} entropy_bound:gamma={1,4,16}; do
             rules+=("$rival" "$rival",temperature=0.9 "$rival",top_p=0.95)  # lower ones only where these are nearer
         done
-        run eval divergence --n 64 --seed 5 --sources own --decoders "${rules[@]}" --output "$out/law-rivals" ;;
+        run eval divergence --base smol --n 64 --seed 5 --sources own --decoders "${rules[@]}" --output "$out/law-rivals" ;;
     forms)
-        run trajectories --batch-size 256 --shard-rows 256 --suppress-eos --num 2048 --seed 20 --output "$out/forms-text"
-        run trajectories --batch-size 256 --shard-rows 256 --suppress-eos --num 256 --seed 22 --output "$out/forms-heldout"
-        form() { run train --trajectories "$out/forms-text" --heldout-trajectories "$out/forms-heldout" --suppress-eos --steps 1000000 \
+        run trajectories --base smol --batch-size 256 --shard-rows 256 --suppress-eos --num 2048 --seed 20 --output "$out/forms-text"
+        run trajectories --base smol --batch-size 256 --shard-rows 256 --suppress-eos --num 256 --seed 22 --output "$out/forms-heldout"
+        form() { run train --base smol --trajectories "$out/forms-text" --heldout-trajectories "$out/forms-heldout" --suppress-eos --steps 1000000 \
             --eval-every 1000000 --checkpoint-every 2000 --max-seconds "${FORM_SECONDS:-120}" --output "$out/form-$1" "${@:2}"; }
         form printed --preset printed
         form released --preset released
         form forward --layers 2 --mlp 0.875 --features 10 20 --rows 32 --slices 32 --lr 3e-3 --warmup 100
-        for g in printed released forward; do run eval table --n 1024 --divergence 128 --temperatures 1.0 --sampler "$out/form-$g/sampler" \
+        for g in printed released forward; do run eval table --base smol --n 1024 --divergence 128 --temperatures 1.0 --sampler "$out/form-$g/sampler" \
             --output "$out/forms" && cp "$out/forms/result.json" "$out/forms/$g.json"; done ;;
     samesize) bench --base dream-7b-shape --sampler src/adjust_dlm/models/smol-sampler --forms fast \
         --decoders parallel adjust adjust:candidates=0 "$sparse" --batch-sizes 8 32 1 --seconds 105 --output "$out/samesize" ;;

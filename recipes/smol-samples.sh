@@ -17,9 +17,9 @@ from itertools import islice
 from adjust_dlm.data.lists import list_tasks
 print(*(task.prompt for task in islice(list_tasks(0, held_out=True), 20)), sep='\\0', end='\\0')")
 for decoder in joint parallel adjust; do
-    common=(--decoder "$decoder" --tokens-per-step $k --batch-size 20 --base "${BASE:-smol}")
+    common=(--decoder "$decoder" --tokens-per-step $k --batch-size 20 --base "${BASE:-smol-block}")
     # g was trained on rows of seed 0
-    adjust generate "${common[@]}" --num-samples 20 --max-new-tokens 64 --suppress-eos --seed 1000 --output "$out/text-$decoder"
+    adjust generate "${common[@]}" --num-samples 20 --max-new-tokens 64 --suppress-eos --temperature 1 --seed 1000 --output "$out/text-$decoder"
     adjust generate "${chat[@]}" "${common[@]}" --max-new-tokens 48 --temperature 0.6 --output "$out/chat-$decoder"
     adjust generate "${lists[@]}" "${common[@]}" --max-new-tokens 40 --temperature 0 --output "$out/lists-$decoder"
 done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the default model from the packaged autoregressive one: adapt, trajectories, train, table.
+# Makes the whole-canvas base `smol` from the packaged autoregressive one: adapt, trajectories, train, table.
 #
 #   recipes/smol.sh OUTPUT [GPUS]
 #

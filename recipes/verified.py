@@ -1,6 +1,6 @@
 """How many tokens `verified` commits a wait, by depth, by how drafts are matched, and by who drafts.
 
-    python recipes/verified.py [--base smol] [--sampler G] [--prompts lists] [--rows 24] [--temperatures 1 0.6 0]
+    python recipes/verified.py [--base smol-block] [--sampler G] [--prompts lists] [--rows 24] [--temperatures 1 0.6 0]
         [--drafts g stale] [--depths 2 4 8]
 
 Texts are those of joint decoding. From every canvas on the way drafts are made as `verified` makes them, along the
@@ -140,7 +140,7 @@ def measure(
 def main() -> None:
     """Prints one table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="smol")
+    parser.add_argument("--base", default="smol-block")
     parser.add_argument("--sampler")
     parser.add_argument("--prompts", default="unconditional")
     parser.add_argument("--rows", type=int, default=24)

@@ -18,7 +18,7 @@ from helpers import tiny_sampler
 from tiny_ar import chat_base, save_tiny
 
 BASES = (
-    "smol", "antiberty", "models/dream", "runs/base", "runs/block", "path/to/Dream-v0-Base-7B",
+    "smol", "smol-block", "antiberty", "models/dream", "runs/base", "runs/block", "path/to/Dream-v0-Base-7B",
     "Dream-org/Dream-v0-Instruct-7B", "GSAI-ML/LLaDA-8B-Base",
 )  # fmt: skip
 SMALL: dict[str, Any] = {
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "slices": 2, "slice_states": 5, "shots": 1, "list_n": 1, "list_max_new_tokens": 6, "divergence": 2,
     "max_seconds": 1, "per_subject": 1, "shard_rows": 8, "accumulate": 2, "runs": 1, "seconds": 0.3, "rows": 4,
     "cell_seconds": 0.05, "text": 8, "chat": 8, "lists": 8, "length": 24, "sample_batch": 8, "micro_batch": 4,
-    "eval_every": 2, "port": 0,
+    "eval_every": 2, "port": 0, "block_length": 4,
 }  # fmt: skip
 ALWAYS = ("limit", "max_seconds")  # where 0 is no limit
 FEW = {
@@ -90,7 +90,7 @@ def fill(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     patch.setattr(adapted, "MODELS", folder / "shipped")
     for name in BASES:
-        base = made[4 if name == "runs/block" else None]
+        base = made[4 if name.endswith("block") else None]
         register_base(name, "tiny")(lambda base=base, **_: base)
         tiny_sampler(base).save(folder / "shipped" / f"{name}-sampler")
     for module in (adapted, scores):
@@ -117,8 +117,9 @@ BEFORE = {  # what a page has at hand
         "eval nll runs/a/samples.jsonl --output runs/texts",
     ],
     "sharing-a-sampler.md": [
-        "trajectories --output runs/text", "train --trajectories runs/text --output runs/g",
-        "eval table --output runs/table", "export --sampler runs/g/sampler --output shared/g",
+        "trajectories --base runs/base --output runs/text", "eval table --base runs/base --output runs/table",
+        "train --base runs/base --trajectories runs/text --output runs/g",
+        "export --base runs/base --sampler runs/g/sampler --output shared/g",
     ],
 }  # fmt: skip
 CANNOT = {  # part of a line -> why it is not run

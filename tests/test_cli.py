@@ -155,7 +155,7 @@ def test_version_and_unknown_commands(run: Cli) -> None:
 def test_decode_flags_are_those_of_decode_config() -> None:
     flags = {field.name: field.default for field in fields(common.DecodeFlags)}
     for field in fields(DecodeConfig):
-        wanted = 4 if field.name == "tokens_per_step" else field.default
+        wanted = {"tokens_per_step": 4, "temperature": 0.6}.get(field.name, field.default)
         assert flags[field.name] == wanted, field.name
 
 
@@ -367,7 +367,7 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
     record = lines(out)[0]
     assert (code, record["seed"], record["tokens_per_step"], record["decoder"]) == (0, 7, 2, "parallel")
     resolved = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
-    assert (resolved["seed"], resolved["tokens_per_step"], resolved["temperature"]) == (7, 2, 1.0)
+    assert (resolved["seed"], resolved["tokens_per_step"], resolved["temperature"]) == (7, 2, 0.6)
 
 
 @pytest.mark.parametrize(
@@ -491,6 +491,7 @@ def test_a_prompt_of_ids_counts_as_given(run: Cli) -> None:
 
 def test_json_on_a_dream_base_with_a_sampler(run: Cli, sampler: Path) -> None:
     flags = ("generate", "abc", "--base", "tiny", "--sampler", sampler, "--tokens-per-step", "3", "--seed", "5")
+    flags += ("--temperature", "1")
     code, out, _ = run(*flags, "--max-new-tokens", "8", "--num-samples", "12", "--json", "--batch-size", "5")
     records = lines(out)
     assert code == 0 and [record["row"] for record in records] == list(range(12))
@@ -603,6 +604,7 @@ def test_compare_and_eval_nll_score_texts_given_their_prompt(
     """One forward a token of the judge; the file that compare wrote has the same numbers under `eval nll`."""
     folder = save_tiny(tmp_path / "ar")
     flags = ("compare", *prompt, "--base", "tiny", "--sampler", sampler, "--max-new-tokens", "8", "--num-samples", "3")
+    flags += ("--temperature", "1")
     code, out, _ = run(*flags, "--json", "--output", tmp_path, "--partner", folder)
     rows, samples = lines(out), lines((tmp_path / "samples.jsonl").read_text())
     assert code == 0
