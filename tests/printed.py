@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "slices": 2, "slice_states": 5, "shots": 1, "list_n": 1, "list_max_new_tokens": 6, "divergence": 2,
     "max_seconds": 1, "per_subject": 1, "shard_rows": 8, "accumulate": 2, "runs": 1, "seconds": 0.3, "rows": 4,
     "cell_seconds": 0.05, "text": 8, "chat": 8, "lists": 8, "length": 24, "sample_batch": 8, "micro_batch": 4,
-    "eval_every": 2, "port": 0, "block_length": 4,
+    "eval_every": 2, "port": 0,
 }  # fmt: skip
 ALWAYS = ("limit", "max_seconds")  # where 0 is no limit
 FEW = {
@@ -84,13 +84,13 @@ def small(given: Any) -> Any:
 
 def fill(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Makes `folder` a place where printed commands run, and this process one that finds tiny models by their names."""
-    made, ar = {None: chat_base(context=4096), 4: chat_base(context=4096, block=4)}, save_tiny(folder / "ar")
+    made, ar = {size: chat_base(context=4096, block=size) for size in (None, 4, 32)}, save_tiny(folder / "ar")
     for base in made.values():
         base.ar_source = str(ar)
     patch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     patch.setattr(adapted, "MODELS", folder / "shipped")
     for name in BASES:
-        base = made[4 if name.endswith("block") else None]
+        base = made[{"runs/block": 4, "smol-block": 32}.get(name)]
         register_base(name, "tiny")(lambda base=base, **_: base)
         tiny_sampler(base).save(folder / "shipped" / f"{name}-sampler")
     for module in (adapted, scores):

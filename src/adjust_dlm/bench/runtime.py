@@ -70,7 +70,7 @@ class RuntimeConfig:
     tokens_per_step: tuple[int, ...] = (4,)
     batch_sizes: tuple[int, ...] = ()
     new_tokens: tuple[int, ...] = ()
-    forms: tuple[Form, ...] = ("fast", "public", "eager")
+    forms: tuple[Form, ...] = ("fast", "eager")
     prompt_tokens: int = 8
     temperature: float = 1.0
     top_p: float = 1.0
