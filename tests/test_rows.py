@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from adjust_dlm.decoders import DECODERS, decode, make_plan
+from adjust_dlm.decoders import DECODERS, decode, make_plan, read_variant
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast.rounds import Rounds
 from adjust_dlm.decoders.machinery.canvas import Canvas
@@ -26,7 +26,7 @@ ROWS = [
 
 
 def test_which_decoders_keep_nothing_between_rounds() -> None:
-    assert set(DECODERS) - set(RESUMABLE) == {"verified", "klass", "origin", "sdar"}
+    assert set(DECODERS) - set(RESUMABLE) == {"klass", "origin", "sdar"}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_which_decoders_keep_nothing_between_rounds() -> None:
     ids=["plain", "blocks", "cache", "window"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("decoder", RESUMABLE)
+@pytest.mark.parametrize("decoder", [*RESUMABLE, "verified:match=law"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_rows_come_and_go_and_none_notices(
     decoder: str, family: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch, *, captured: bool
@@ -48,8 +48,9 @@ def test_rows_come_and_go_and_none_notices(
     """A row joins in every round, three at most stay together; tokens, order and calls are those of a decode alone."""
     base, helpers = setup(family)
     monkeypatch.setattr(fast, "Graphs", Replayed)
-    options = OPTIONS.get(decoder, {})
-    config = DecodeConfig(tokens_per_step=2, order=ORDERS.get(decoder), **changes)  # type: ignore[arg-type]
+    decoder, _, settings = read_variant(decoder)
+    options, order = OPTIONS.get(decoder, {}) | settings, "margin" if settings else ORDERS.get(decoder)
+    config = DecodeConfig(tokens_per_step=2, order=order, **changes)  # type: ignore[arg-type]
     plan = make_plan(base, config, decoder=decoder, **helpers, **options)
     if captured:  # base passes and steps of g, in buffers of few shapes
         rounds = Rounds(base, helpers["sampler"], tokens=8 * 16)

@@ -314,7 +314,7 @@ def test_a_stop_string_ends_a_row_early() -> None:
 
 def test_what_is_not_served_is_refused() -> None:
     _, engine, ids = typed()
-    assert {"klass", "verified", "origin", "edlm"}.isdisjoint(engine.decoders)
+    assert {"klass", "origin", "sdar", "edlm"}.isdisjoint(engine.decoders)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"decoder": "klass"}, "'klass' is not served here; served are joint, parallel, adjust"),
         ({"decoder": "edlm"}, "'edlm' needs an autoregressive partner"), ({"decoder": "none"}, "'none' is not served"),

@@ -79,7 +79,7 @@ DECODERS: dict[str, Decoder] = {
         adjust, resumable=True, needs_sampler=True, takes_k=True, takes_candidates=True, options=AdjustOptions
     ),
     "adaptive": Decoder(adaptive, resumable=True, needs_sampler=True, takes_candidates=True, options=AdaptiveOptions),
-    "verified": Decoder(verified, needs_sampler=True, options=VerifiedOptions, lawless=_JOINT),
+    "verified": Decoder(verified, resumable=True, needs_sampler=True, options=VerifiedOptions, lawless=_JOINT),
     "cascade": Decoder(cascade, resumable=True, needs_sampler=True, options=CascadeOptions, by_drawn=True),
     "threshold": Decoder(threshold, resumable=True, options=ThresholdOptions, by_order=False),
     "factor": Decoder(factor, resumable=True, options=FactorOptions, by_drawn=True),

@@ -59,14 +59,12 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
         f"match is 'law', and at temperature {config.temperature} order confidence looks at the drawn tokens, which so "
         "have no law of their own; set another order, or match=token",
     )
-    canvas.start_round(torch.ones_like(canvas.commits_B))
-    h_BLD, part_B = base.hidden(canvas), canvas.part_B
-    canvas.commit(pick(base, h_BLD, canvas))
     while canvas.open:
         # A block that no pass has looked at is not drafted: its first pass makes what stands before it final.
-        drafted_BL = canvas.seen_BL & (canvas.part_B == part_B)[:, None]
-        states, drafts = _drafts(base, sampler, canvas, h_BLD, options.depth, drafted_BL, law)
+        drafted_BL = canvas.seen_BL & (canvas.part_B == canvas.looked_B)[:, None]
+        states, drafts = _drafts(base, sampler, canvas, options.depth, drafted_BL, law)
         looks = hidden_drafts(base, canvas, states[1:])
+        h_BLD = looks[0] if canvas.h_BLD is None else canvas.h_BLD
         stands_B, part_B, seen_BL = canvas.open_B, canvas.part_B, canvas.seen_BL
         for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
             stands_B = stands_B & canvas.open_B & (canvas.part_B == part_B)
@@ -76,6 +74,7 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
             h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
             picks = pick(base, h_BLD, canvas)
             canvas.commit(_coupled(picks, drafts[j], canvas) if law and j < len(drafts) else picks)
+        canvas.h_BLD, canvas.looked_B = h_BLD, part_B
 
 
 def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:
@@ -91,9 +90,8 @@ def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:
 
 
 def _drafts(
-    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor, depth: int,
-    drafted_BL: Tensor, law: bool,
-) -> tuple[list[State], list[Picks]]:  # fmt: skip
+    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, depth: int, drafted_BL: Tensor, law: bool
+) -> tuple[list[State], list[Picks]]:
     """The present canvas and, one commit by g after another, those that may follow: by masks of `drafted_BL` alone.
 
     Also these commits, if their law will be asked for: the logits of the row that each was drawn from are kept.
@@ -104,8 +102,9 @@ def _drafts(
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
     states, commits = [_now(draft, elsewhere_BL)], list[Picks]()
+    h_BLD = canvas.h_BLD
     for _ in range(depth - 1):
-        if not draft.open:
+        if h_BLD is None or not bool(draft.open_B.any()):
             break
         draft.start_round(torch.ones_like(draft.commits_B))
         canvas.sampler_calls_B += draft.open_B

@@ -45,6 +45,7 @@ class Canvas(State):
         only_BL: where this round may still go: everywhere until its first pick.
         wide: columns that it may go to at most, of one row.
         memory, sampler_memory: what the rows keep of earlier passes, and of steps of g (see `machinery.cache`).
+        h_BLD, looked_B: of a decoder that drafts: states of each row's last pass, and its block then; -1 before any.
         watch: called after every commit.
         chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
             temperature and filters), for every position that they propose a token for.
@@ -52,6 +53,7 @@ class Canvas(State):
 
     watch: Callable[[Canvas], None] | None = None
     chance_BL: Tensor | None = None
+    h_BLD: Tensor | None = None
 
     def __init__(
         self, base: Base, prompts: list[list[int]], config: DecodeConfig, *, rows: list[int] | None = None,
@@ -102,6 +104,7 @@ class Canvas(State):
         zeros = [torch.zeros_like(self.rows_B) for _ in range(7)]
         self.base_calls_B, self.sampler_calls_B, self.partner_calls_B, self.rounds_B = zeros[:4]
         self.commits_B, self.quota_B, self._before_B = zeros[4:]  # until now, left in this round, before this round
+        self.looked_B = torch.full_like(self.rows_B, -1)
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
         self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
         self.only_BL = torch.ones_like(real_BL)
