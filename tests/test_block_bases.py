@@ -23,7 +23,7 @@ from adjust_dlm.bench.clock import Ceilings
 from adjust_dlm.bench.measure import Bench, Cell, eager_parts, half_filled
 from adjust_dlm.bench.runtime import RuntimeConfig, make_runtime
 from adjust_dlm.bench.shapes import random_base, random_sampler
-from adjust_dlm.decoders import DECODERS, Canvas, decode, make_plan
+from adjust_dlm.decoders import DECODERS, Canvas, decode, make_plan, read_variant
 from adjust_dlm.decoders.divergence import observe
 from adjust_dlm.decoders.machinery.cache import with_cache
 from adjust_dlm.decoders.machinery.canvas import Picks
@@ -373,16 +373,17 @@ def test_finished_rows_compute_nothing_and_final_keys_are_written_once() -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust"])
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust", "verified", "verified:match=law"])
 def test_rows_join_and_leave_between_rounds(family: str, decoder: str) -> None:
     """Each row as alone, whoever sits beside it and whenever it came."""
     base = tiny_base(family, block=4, end_ids=NO_END)
-    config = DecodeConfig(max_new_tokens=11, tokens_per_step=2, seed=3)
-    g = tiny_sampler(base) if decoder == "adjust" else None
-    texts = prompts(4)
-    alone = decode(base, texts, config, decoder=decoder, sampler=g, rows=list(range(len(texts))))
-    plan = make_plan(base, config, decoder=decoder, sampler=g)
-    waiting, running, done = list(enumerate(texts)), None, dict[int, tuple[list[int], list[int]]]()
+    config = DecodeConfig(max_new_tokens=11, tokens_per_step=2, seed=3, order="entropy")
+    decoder, _, options = read_variant(decoder)
+    g = tiny_sampler(base) if DECODERS[decoder].needs_sampler else None
+    texts, counts = prompts(4), ("base_calls_B", "sampler_calls_B", "rounds_B")
+    alone = decode(base, texts, config, decoder=decoder, sampler=g, rows=list(range(len(texts))), **options)
+    plan = make_plan(base, config, decoder=decoder, sampler=g, **options)
+    waiting, running, done = list(enumerate(texts)), None, dict[int, tuple[list[int], ...]]()
     while waiting or running is not None:
         fresh = [waiting.pop(0) for _ in range(min(2, len(waiting)))]
         parts = [running] if running is not None else []
@@ -394,12 +395,14 @@ def test_rows_join_and_leave_between_rounds(family: str, decoder: str) -> None:
         for b, row in enumerate(running.rows_B.tolist()):
             if not open_[b]:
                 real = running.real_BL[b]
-                done[row] = (running.tokens_BL[b][real].tolist(), running.order_BL[b][real].tolist())
+                calls = [int(getattr(running, name)[b]) for name in counts]
+                done[row] = (running.tokens_BL[b][real].tolist(), running.order_BL[b][real].tolist(), calls)
         still = [b for b, is_open in enumerate(open_) if is_open]
         running = take(running, still) if still else None
     for n in range(len(texts)):
         real = alone.real_BL[n]
-        assert done[n] == (alone.tokens_BL[n][real].tolist(), alone.order_BL[n][real].tolist())
+        calls = [int(getattr(alone, name)[n]) for name in counts]
+        assert done[n] == (alone.tokens_BL[n][real].tolist(), alone.order_BL[n][real].tolist(), calls)
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 def wanted(base: Base, eager: bool | None) -> bool:
     """Whether the fast form is to be taken where there is one: see `decode`.
 
-    On a block base it is taken only if asked for (`eager=False`): it has not run on a card yet.
+    On a block base it is taken only if asked for (`eager=False`): one of its tests on a card fails.
     """
     return base.device.type == "cuda" and base.spec.block is None if eager is None else not eager
 
