@@ -64,7 +64,7 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
         drafted_BL = canvas.seen_BL & (canvas.part_B == canvas.looked_B)[:, None]
         states, drafts = _drafts(base, sampler, canvas, options.depth, drafted_BL, law)
         looks = hidden_drafts(base, canvas, states[1:])
-        h_BLD = looks[0] if canvas.h_BLD is None else canvas.h_BLD
+        h_BLD = looks[0] if canvas.last_BLD is None else canvas.last_BLD
         stands_B, part_B, seen_BL = canvas.open_B, canvas.part_B, canvas.seen_BL
         for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
             stands_B = stands_B & canvas.open_B & (canvas.part_B == part_B)
@@ -74,7 +74,7 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
             h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
             picks = pick(base, h_BLD, canvas)
             canvas.commit(_coupled(picks, drafts[j], canvas) if law and j < len(drafts) else picks)
-        canvas.h_BLD, canvas.looked_B = h_BLD, part_B
+        canvas.last_BLD, canvas.looked_B = h_BLD, part_B
 
 
 def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:
@@ -102,7 +102,7 @@ def _drafts(
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
     states, commits = [_now(draft, elsewhere_BL)], list[Picks]()
-    h_BLD = canvas.h_BLD
+    h_BLD = canvas.last_BLD
     for _ in range(depth - 1):
         if h_BLD is None or not bool(draft.open_B.any()):
             break

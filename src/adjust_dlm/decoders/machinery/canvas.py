@@ -45,7 +45,7 @@ class Canvas(State):
         only_BL: where this round may still go: everywhere until its first pick.
         wide: columns that it may go to at most, of one row.
         memory, sampler_memory: what the rows keep of earlier passes, and of steps of g (see `machinery.cache`).
-        h_BLD, looked_B: of a decoder that drafts: states of each row's last pass, and its block then; -1 before any.
+        last_BLD, looked_B: of a decoder that drafts: states of each row's last pass, and its block then; -1 before any.
         watch: called after every commit.
         chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
             temperature and filters), for every position that they propose a token for.
@@ -53,7 +53,7 @@ class Canvas(State):
 
     watch: Callable[[Canvas], None] | None = None
     chance_BL: Tensor | None = None
-    h_BLD: Tensor | None = None
+    last_BLD: Tensor | None = None
 
     def __init__(
         self, base: Base, prompts: list[list[int]], config: DecodeConfig, *, rows: list[int] | None = None,

@@ -66,7 +66,7 @@ def take(canvas: C, rows: Sequence[int]) -> C:
     for name in _LONG:
         setattr(out, name, getattr(canvas, name)[index_B])
     out.memory, out.sampler_memory = (m.take(index_B, first) for m in (canvas.memory, canvas.sampler_memory))
-    out.h_BLD = None if canvas.h_BLD is None else canvas.h_BLD[index_B][:, first:]
+    out.last_BLD = None if canvas.last_BLD is None else canvas.last_BLD[index_B][:, first:]
     return _settled(out)
 
 
@@ -94,13 +94,13 @@ def join(parts: Sequence[RoundCanvas]) -> RoundCanvas:
         setattr(out, name, torch.cat(wide))
     for name in _LONG:
         setattr(out, name, torch.cat([getattr(part, name) for part in parts]))
-    found = [part.h_BLD for part in parts if part.h_BLD is not None]
+    found = [part.last_BLD for part in parts if part.last_BLD is not None]
     if found:  # rows that were never looked at have drafts of nothing
         wide_BLD = found[0].new_zeros(len(out.rows_B), width, found[0].shape[-1])
         for h_BLD, part in zip(wide_BLD.split([len(part.rows_B) for part in parts]), parts, strict=True):
-            if part.h_BLD is not None:
-                h_BLD[:, width - part.h_BLD.shape[1] :] = part.h_BLD
-        out.h_BLD = wide_BLD
+            if part.last_BLD is not None:
+                h_BLD[:, width - part.last_BLD.shape[1] :] = part.last_BLD
+        out.last_BLD = wide_BLD
     out.memory = Memory.join([part.memory for part in parts], width + surplus(first.base))
     out.sampler_memory = Memory.join([part.sampler_memory for part in parts], width)
     return _settled(out)
