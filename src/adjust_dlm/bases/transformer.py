@@ -106,18 +106,8 @@ class TransformerBase(Base):
     ) -> tuple[Tensor, Tensor]:
         """`hidden_again` of a block base, and in the same pass J other fillings of each row's open block.
 
-        A filling sees itself and the blocks before, and leaves nothing in the memory.
-
-        Args:
-            state: what to look at, with its surplus columns.
-            memory: of earlier passes, as are the next two.
-            column_BN: see `hidden_again`.
-            valid_BN: likewise.
-            token_BJS: ids of the fillings.
-            place_BS: the columns of the open block.
-
-        Returns:
-            States of the memory's columns [B, L, D], and of the fillings [B, J, S, D].
+        A filling sees itself and the blocks before, and leaves nothing in the memory. The state comes with its surplus
+        columns; `place_BS` are those of the open block. States [B, L, D] of the memory's columns, and [B, J, S, D].
         """
         size, count = self.spec.block or 1, column_BN.shape[1]
         views = token_BJS.shape[1]

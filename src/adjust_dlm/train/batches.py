@@ -36,9 +36,9 @@ def random_slices(
         trajectories: the store.
         rows: indices that may be used.
         count: N.
-        length: S.
-        rollout: unrolled steps; a slice holds length - rollout windows.
-        key: integers that decide the draw: (seed, step).
+        length: S; a slice holds length - rollout windows.
+        rollout: unrolled steps.
+        key: (seed, step), which with a slice's number decide the draw.
         pad_id: token put on left pads.
         first: number of the first slice in the step.
         pad_to: least canvas length: one shape for every batch, which a compiled g needs.
@@ -68,12 +68,7 @@ def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_i
 def lots(rank_BL: Tensor, count: int, key: tuple[int, ...], first: int = 0, blocks: int = 1) -> Tensor:
     """Uniforms [B, L] that decide which rows a limited loss looks at, the same on any device, behind any pads.
 
-    Args:
-        rank_BL: whose shape and device they get.
-        count: slices.
-        key: (seed, step).
-        first: number of the first slice in the step.
-        blocks: rows of a slice, in each state.
+    Of `count` slices from number `first` on of the step, each with so many rows (`blocks`) in each state.
     """
     (size, length), device = rank_BL.shape, rank_BL.device
     parts = (torch.arange(part, device=device) for part in (size // (count * blocks), count, blocks))
@@ -95,15 +90,8 @@ def batch_loss(
 ) -> Tensor:  # fmt: skip
     """The loss of a micro-batch: the mean KL over depths.
 
-    Args:
-        base: f and W.
-        g: the sampler, or its compiled twin.
-        seen: slices (of blocks, too) on the base's device, or frames that one-pass training has decoded.
-        config: `TrainConfig`.
-        key: (seed, step), which decide what is drawn.
-        delta: from `pick_delta`, with `config.reverse`.
-        first: number of the first slice in the step.
-        states: of the whole step, see `unrolled_kl`.
+    `seen` are slices (of blocks, too) on the base's device, or frames that one-pass training has decoded. The key is
+    (seed, step), `first` the number of the first slice in the step; `states` are those of the whole step.
     """
     frames = seen if isinstance(seen, Frames) else seen.frames(base)
     run, share_BL = unroll(g, frames, rollout=config.rollout), None

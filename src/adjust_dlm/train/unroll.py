@@ -158,13 +158,7 @@ class Unrolled:
 
 
 def unroll(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
-    """Algorithm 2, lines 8-10: the S - rollout windows of a slice share its S base passes.
-
-    Args:
-        sampler: g, or any function of states and canvas.
-        frames: what the base says of consecutive states.
-        rollout: K - 1, the number of unrolled g steps.
-    """
+    """Algorithm 2, lines 8-10: the S - rollout windows of a slice share its S base passes; rollout is K - 1."""
     text_SN = frames.text_SN
     h_BLD = frames.h[0] if len(frames.h) == 1 else torch.cat([*frames.h])
     out = Unrolled(h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])

@@ -100,15 +100,7 @@ SCENES, FIELDS = _table(_SCENES), _table(_FIELDS)
 
 
 def make_problem(task: str, number: int, *, seed: int, people: Sequence[int] = (3, 4, 5, 6), shots: int = 1) -> Problem:
-    """Row `number` of a task; rows go on for ever.
-
-    Args:
-        task: a name in `GROUPS`.
-        number: from 0. The sizes of lists take turns.
-        seed: of the rows.
-        people: sizes of lists.
-        shots: worked examples before a list or puzzle, with people or grids of their own.
-    """
+    """Row `number` of a task, behind `shots` worked examples; rows go on for ever, and sizes of lists take turns."""
     group = group_of(task)
     rng = random.Random(f"parallelbench {task} {seed} {number}")
     shots = 0 if group == "words_to_sentence" else shots
@@ -130,14 +122,7 @@ def group_of(task: str) -> str:
 
 
 def select(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Tasks by group, in the order of `GROUPS`.
-
-    Args:
-        names: tasks, groups, `group/task`, or `all`.
-
-    Raises:
-        InputError: a name that is none of these.
-    """
+    """Tasks by group, in the order of `GROUPS`; raises InputError for what is no task, group, `group/task` or `all`."""
     every = {f"{group}/{task}": (group, task) for group, tasks in GROUPS.items() for task in tasks}
     chosen: set[str] = set()
     for name in names:
@@ -308,16 +293,11 @@ def _facts(task: str, answer: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def read_list(text: str, *, strict: bool = False) -> list[str] | None:
-    """The items of the last list in a text.
+    """The items of the last list in a reply; None where the strict form is missed.
 
-    Args:
-        text: a reply.
-        strict: both brackets, items apart by a comma and one space, each in double quotes with none inside. Lenient:
-            everything behind the last `[` and before the next `]`, where there are any; items apart by commas, spaces
-            and double quotes around them dropped, items of nothing but white space left out.
-
-    Returns:
-        None where the strict form is missed.
+    Strict: both brackets, items apart by a comma and one space, each in double quotes with none inside. Lenient:
+    everything behind the last `[` and before the next `]`, where there are any; items apart by commas, spaces and
+    double quotes around them dropped, items of nothing but white space left out.
     """
     _, opened, inside = text.rpartition("[")
     inside, closed, _ = inside.partition("]")
