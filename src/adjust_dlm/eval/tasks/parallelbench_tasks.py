@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from adjust_dlm.data.corpus import read_text
-from adjust_dlm.data.lists import FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
+from adjust_dlm.data.lists import ANSWERS, FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
 from adjust_dlm.eval.downstream import Problem
 from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import InputError, require
@@ -148,28 +148,10 @@ def _line(task: str, rng: random.Random, size: int) -> Row:
     *people, word = [f"{FIRST[n // len(LAST)]} {LAST[n % len(LAST)]}" for n in every]
     index = rng.randrange(size + task.startswith("insert"))
     order = _ORDERS[task].format(word=word, index=index, where=_INDEX)
-    answer = _answer(task, people, index, word, rng)
+    answer = ANSWERS[task.partition("_")[0]](people, index, word, rng)
     free = task == "shuffle" or task.endswith("_random")
     facts = {"input": people, "word": word} if free else {"answer": answer}
     return _FRAME.format(people=write_list(people), order=order), facts, write_list(answer)
-
-
-def _answer(task: str, people: list[str], index: int, word: str, rng: random.Random) -> list[str]:
-    """A right list; for tasks with many, the one at a random place."""
-    if task == "shuffle":
-        while (mixed := rng.sample(people, len(people))) == people:
-            pass
-        return mixed
-    before, here, behind = people[:index], people[index : index + 1], people[index + 1 :]
-    made = {
-        "copy": people,
-        "reverse": people[::-1],
-        "sort": sorted(people),
-        "insert": [*before, word, *here, *behind],
-        "remove": [*before, *behind],
-        "replace": [*before, word, *behind],
-    }
-    return made[task.partition("_")[0]]
 
 
 def _latin(rng: random.Random) -> Row:
