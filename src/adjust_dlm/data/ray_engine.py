@@ -155,7 +155,7 @@ def _cluster(config: Any, shards: int) -> Iterator[_Pool]:
     import ray
     import ray.data
 
-    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS")
     ours = not ray.is_initialized()
     if ours:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
