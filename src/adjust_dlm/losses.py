@@ -150,9 +150,6 @@ def weighted_kl(
         head_VD: the frozen head W, for the gradient.
         chunk: rows per piece.
         delta: `kl_and_delta` or a fused twin, which may write over the student's logits.
-
-    Returns:
-        fp32 scalar.
     """
     total = torch.zeros((), device=teacher_RD.device)
     grads = [torch.zeros_like(student.h_RD) for student in students]

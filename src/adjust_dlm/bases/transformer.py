@@ -35,15 +35,10 @@ class TransformerBase(Base):
         self, model: nn.Module, head_weight: Tensor, spec: BaseSpec, *, next_frame: bool, tokenizer: Any = None,
         fingerprint: str | None = None,
     ) -> None:  # fmt: skip
-        """Wraps a body (see `bases.layers`).
+        """Wraps a body without its head (see `bases.layers`); `head_weight` [V, D] is the embedding itself when tied.
 
-        Args:
-            model: the body, without its head.
-            head_weight: [V, D]; the embedding matrix itself when tied.
-            spec: facts of the base.
-            next_frame: move states right by one into the scoring frame; with blocks, `lag` is 1 instead.
-            tokenizer: optional.
-            fingerprint: digest of the source files; computed from the weights when not given.
+        `next_frame` moves states right by one into the scoring frame; with blocks, `lag` is 1 instead. The fingerprint
+        is a digest of the source files, or computed from the weights when not given.
         """
         self.model = freeze(model)
         self.head_matrix = head_weight.detach()

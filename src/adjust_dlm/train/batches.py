@@ -30,18 +30,10 @@ def random_slices(
     """Slices `first` .. `first + count - 1` of a step: each has `length` states of a random trajectory.
 
     Starts run from -(windows - 1) to T - 2, so that every window start 0..T-2 is equally likely, the all-mask
-    state and the last ones included; what hangs over does not count.
+    state and the last ones included; what hangs over does not count. A slice holds length - rollout windows.
 
-    Args:
-        trajectories: the store.
-        rows: indices that may be used.
-        count: N.
-        length: S; a slice holds length - rollout windows.
-        rollout: unrolled steps.
-        key: (seed, step), which with a slice's number decide the draw.
-        pad_id: token put on left pads.
-        first: number of the first slice in the step.
-        pad_to: least canvas length: one shape for every batch, which a compiled g needs.
+    `rows` are indices of the trajectories that may be used; `key`, (seed, step), and a slice's number decide the draw.
+    Canvases have at least `pad_to` columns: one shape for every batch, which a compiled g needs.
     """
     chosen, starts = [], []
     for n in range(first, first + count):
