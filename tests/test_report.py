@@ -495,7 +495,7 @@ def test_a_downstream_run_as_it_is_written(base: Any, tmp_path: Path) -> None:  
     made(tmp_path / "out", tmp_path / "run")
     got = values(tmp_path / "out" / "downstream.csv")
     for row, column in zip(found["rows"], ("K=1 Joint", "K=4 Parallel", "K=4 ADJUST"), strict=True):
-        assert got["smol: letters, T = 1 / has e", column][0] == f"{row['metrics']['has_e']['mean']:.6g}"
+        assert got[f"{config.base}: letters, T = 1 / has e", column][0] == f"{row['metrics']['has_e']['mean']:.6g}"
     page = (tmp_path / "out" / "report.html").read_text()
     first = json.loads((tmp_path / "run" / "samples-joint.jsonl").read_text().splitlines()[0])
     assert text(first["text"]) in page and "row p0, sample 1" in page and "has_e" in page
