@@ -29,7 +29,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, texts: Sequence[str]) -> list[s
         calls = torch.full((len(rows),), new)
         return SimpleNamespace(
             tokens_BL=torch.tensor(full), rounds_B=calls, base_calls_B=calls, sampler_calls_B=calls * 0,
-            partner_calls_B=calls * 0, seconds=1.0,
+            partner_calls_B=calls * 0, rows_B=torch.tensor(list(rows)), config=config, seconds=1.0,
         )  # fmt: skip
 
     monkeypatch.setattr("adjust_dlm.decoders.decode", decode)

@@ -236,7 +236,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "given.jsonl": (lambda f: jsonl(f, [{"text": "a", "given": 3}]), "row 1: given is 3; it must be a text"),
     "odd.jsonl": (lambda f: f.write_text('{"text": "a"}\n{"words": "a"}\n'), "row 2 has neither `text` nor `tokens`"),
     "broken.jsonl": (lambda f: f.write_text('{"text'), "line 1 is not JSON"),
-    "bytes.txt": (lambda f: f.write_bytes(b"\xff\xfe\xff"), "cannot read .*bytes.txt"),
+    "bytes.txt": (lambda f: f.write_bytes(b"\xff\xfe\xff"), r"bytes\.txt is not UTF-8"),
 }
 
 

@@ -26,14 +26,7 @@ GOOD, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: arguments behind the program's name; `sys.argv` unless given.
-
-    Returns:
-        The exit code.
-    """
+    """Runs one command, by default that of `sys.argv`; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     # The memory of every large tensor would go back to the kernel and be mapped anew, page by page. Measured on two CPU
     # cores with the default model: the row scores of a commit take 43 instead of 78 ms, decoding 64 tokens 4.2 instead

@@ -43,13 +43,10 @@ _NOT_IN_STATES = ("max_position_embeddings", "initializer_range")  # of a shape:
 
 
 def export(sampler: Sampler, base: Base, folder: Path | str, **saved: Any) -> Path:
-    """Writes a sampler's folder (see `save_pretrained`) that transformers can generate with.
+    """Writes a sampler's folder that transformers can generate with.
 
-    Args:
-        sampler: g of `base`.
-        base: a base made of a body and a head; its facts and a digest of its weights go into `base_facts.json`.
-        folder: where to.
-        saved: see `save_pretrained`; the base's name is filled in.
+    Facts of the base and a digest of its weights go into `base_facts.json`, the rest to `save_pretrained`, with the
+    base's name filled in.
 
     Raises:
         InputError: a base that no transformers model can stand for, another base's sampler, or as `save_pretrained`.
@@ -99,12 +96,9 @@ def _shape_facts(shape: Shape) -> dict[str, Any]:
 def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     """Our base on the weights of a transformers model: shared, nothing is copied.
 
-    Args:
-        model: a `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `LlamaForCausalLM`, float32 or bfloat16, on one device.
-        facts: content of `base_facts.json`.
-
     Raises:
-        InputError: another architecture, or other weights than those that the sampler was exported with.
+        InputError: no `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `LlamaForCausalLM`, one neither float32 nor bfloat16 or
+            on several devices, or other weights than those of `facts` (`base_facts.json`).
     """
     shape = Shape.of(model.config, facts["spec"].get("block"))
     wanted, found = facts["shape"], _shape_facts(shape)

@@ -41,12 +41,8 @@ def row_weights(
 ) -> Tensor:
     """Weights over the masked rows of each state, summing to 1 per state (0 where nothing is masked).
 
-    Args:
-        rank_BL: how many commits from now the trajectory reveals the position (0 = next).
-        masked_BL: rows that count.
-        kind: "uniform" (the paper) or "next": most of the weight on the rows revealed next.
-        decay: of "next": exp(-rank / decay).
-        share: of "next": weight on that part; the rest is uniform.
+    "uniform" is the paper's; "next" has its `share` on rows revealed soon, as exp(-rank / decay), and the rest uniform.
+    A rank is how many commits from now the trajectory reveals the position (0 = next).
     """
     uniform_BL = masked_BL / masked_BL.sum(-1, keepdim=True).clamp_min(1)
     if kind == "uniform":
@@ -61,15 +57,8 @@ def row_shares(rank_BL: Tensor, limit: int, u_BL: Tensor) -> Tensor:
     """Factors on row weights that leave at most `limit` masked rows of a state, without moving the expected loss.
 
     The nearest `limit // 2` rows by rank stay as they are. Of the others, as many as there is room for are drawn, all
-    equally likely, and count for those left out.
-
-    Args:
-        rank_BL: commits until a position is revealed; negative for rows that do not count.
-        limit: M.
-        u_BL: uniforms that decide the draw.
-
-    Returns:
-        fp32 [B, L]: 1 or (others / drawn) on rows that stay, 0 elsewhere.
+    equally likely, and count for those left out: fp32 [B, L], 1 or (others / drawn) on rows that stay, 0 elsewhere.
+    Ranks are negative for rows that do not count; the uniforms decide the draw.
     """
     masked_BL = rank_BL >= 0
     near = limit // 2
@@ -87,11 +76,7 @@ def kl_and_delta(
 ) -> tuple[Tensor, Tensor]:
     """Per-row divergence and weight * its gradient w.r.t. the student's logits, in fp32. `torch.compile` fuses it well.
 
-    Args:
-        teacher_RV: logits of p.
-        student_RV: logits of q.
-        weight_R: row weights.
-        reverse: r of (1 - r) KL(p || q) + r KL(q || p), whose gradient is (1 - r) (q - p) + r q (log q/p - KL(q || p)).
+    (1 - r) KL(p || q) + r KL(q || p) with r = `reverse` has the gradient (1 - r) (q - p) + r q (log q/p - KL(q || p)).
     """
     log_p, log_q = teacher_RV.float().log_softmax(-1), student_RV.float().log_softmax(-1)
     p_RV, q_RV = log_p.exp(), log_q.exp()
@@ -107,12 +92,6 @@ def kl_and_delta(
 
 def pick_delta(kernel: KernelName, device: torch.device, *, compiled: bool = False, reverse: float = 0.0) -> Delta:
     """The KL kernel of a run: Triton's on a card, the torch form (or its compiled twin) elsewhere.
-
-    Args:
-        kernel: which one, or "auto".
-        device: where it will run.
-        compiled: compile the torch form.
-        reverse: share of the reverse KL, see `kl_and_delta`.
 
     Raises:
         InputError: Triton's was asked for and cannot be had.
@@ -171,9 +150,6 @@ def weighted_kl(
         head_VD: the frozen head W, for the gradient.
         chunk: rows per piece.
         delta: `kl_and_delta` or a fused twin, which may write over the student's logits.
-
-    Returns:
-        fp32 scalar.
     """
     total = torch.zeros((), device=teacher_RD.device)
     grads = [torch.zeros_like(student.h_RD) for student in students]

@@ -277,12 +277,7 @@ def weights_digest(folder: Path | str) -> str:
 
 
 def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
-    """g before training, fp32 on the CPU.
-
-    Args:
-        base: what it will sit on.
-        config: its form.
-        init: "fresh", or the folder of a sampler of this base and form.
+    """g before training, fp32 on the CPU; `init` is "fresh", or the folder of a sampler of this base and form.
 
     Raises:
         InputError: no such folder, or a sampler of another base or form.

@@ -30,14 +30,14 @@ def uniform(
 
     Args:
         seed: the run's seed; as an int64 tensor `wrapped(seed)`, one or of the shape of `row`.
-        row: int64 row ids.
-        commit: int64 commit numbers, broadcastable to `row`.
-        position: int64 positions counted from the first real token, broadcastable to `row`.
+        row: int64 row ids; what follows is int64 and broadcastable to it.
+        commit: commit numbers.
+        position: counted from the first real token.
         stream: `NOISE`, `DRAW`, `ORDER` or `REDRAW`.
-        token: int64 vocabulary ids, where each has a number of its own; broadcastable to `row`.
+        token: vocabulary ids, where each has a number of its own.
 
     Returns:
-        float64 tensor of the broadcast shape: multiples of 2**-32.
+        float64 multiples of 2**-32.
     """
     first = stream * STREAM
     if isinstance(seed, int):
@@ -130,13 +130,7 @@ def coupled(p_RV: Tensor, q_RV: Tensor, token_R: Tensor) -> Tensor:
     The token v stands with probability min(1, p(v) / q(v)), else one from max(p - q, 0) takes its place (speculative
     sampling). No coupling lets v stand more often: its chance over all v is 1 - TV(p, q).
 
-    Args:
-        p_RV: processed logits of the law of the outcome.
-        q_RV: processed logits that the tokens were drawn from.
-        token_R: int64 tokens, possible under q.
-
-    Returns:
-        float64 logits [R, V] for `draw`, -inf for what cannot come out.
+    Both laws come as processed logits, and so does what is returned: float64 for `draw`, -inf for what cannot come out.
     """
     # The law of `draw` itself: the fp32 softmax, normalised in float64.
     p_RV, q_RV = (p / p.sum(-1, keepdim=True) for p in (x.softmax(-1).double() for x in (p_RV, q_RV)))
@@ -181,12 +175,8 @@ def score_rows(
 ) -> Tensor:
     """Certainty of each row under a rule that looks at logits: fp32 [R], the largest is revealed first.
 
-    Args:
-        raw_RV: fp32 logits, forbidden tokens at -inf.
-        u_R: the uniform each row would be drawn with, for `confidence` alone.
-        rule: entropy, margin or confidence.
-        on_processed: score after temperature and filters instead of before.
-        config: temperature and filters.
+    Forbidden tokens are at -inf. `u_R`, the uniform each row would be drawn with, is for `confidence` alone;
+    `on_processed` scores after temperature and filters instead of before.
     """
     need_processed = on_processed or rule == "confidence"
     processed_RV = process(raw_RV, config) if need_processed else raw_RV

@@ -44,16 +44,7 @@ class BertBase(Base):
     def __init__(
         self, model: Any, spec: BaseSpec, *, sep_id: int, special_ids: Sequence[int], tokenizer: Any, fingerprint: str
     ) -> None:
-        """Wraps a model.
-
-        Args:
-            model: transformers' `BertForMaskedLM`.
-            spec: facts of the base; its context leaves one place for [SEP].
-            sep_id: put behind every canvas.
-            special_ids: ids that are no text; they are never committed.
-            tokenizer: see `Base`.
-            fingerprint: see `Base`.
-        """
+        """Wraps transformers' `BertForMaskedLM`; the context leaves a place for [SEP], special ids stay uncommitted."""
         self.spec, self.tokenizer, self.fingerprint = spec, tokenizer, fingerprint
         self.model: Any = freeze(model)
         self.head_matrix = model.cls.predictions.decoder.weight.detach()
@@ -130,13 +121,7 @@ class ResidueTokenizer:
 def load_antiberty(
     *, device: torch.device, dtype: torch.dtype, wheel: Path | str | None = None, source: Source = ANTIBERTY
 ) -> BertBase:
-    """The published model; its wheel (97 MB) is fetched with pip on first use and kept in the user's cache.
-
-    Args:
-        device: where to put it.
-        dtype: floating type.
-        wheel: the wheel, brought by hand (offline).
-        source: the pinned release; tests bring a small one.
+    """The published model; its wheel (97 MB), unless brought by hand, is fetched with pip on first use and cached.
 
     Raises:
         InputError: no wheel to be had, a wrong hash, or content that does not fit, by name.

@@ -82,15 +82,10 @@ class Partner(ABC):
 
     @abstractmethod
     def read(self, tokens_BN: Tensor, real_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:
-        """States behind each of N more columns: [B, N, D], row n scores the token *after* column n.
+        """States behind each of N more columns: [B, N, D], row n scores the token *after* column n; and a new memory.
 
-        Args:
-            tokens_BN: ids of columns L-N .. L-1.
-            real_BL: False on left pads, of all L columns read so far and now.
-            memory: what the last call returned (keys and values), None at the start. A memory is used once.
-
-        Returns:
-            States, and the memory with these columns.
+        `memory` is what the last call returned (keys and values), None at the start; each is used once. `real_BL` is
+        False on left pads, of all L columns read so far and now.
         """
 
     @abstractmethod
@@ -165,14 +160,8 @@ class Base(ABC):
     def hidden_again(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
         """As `hidden`, but only some columns are computed; the others stay as the last pass left them.
 
-        Args:
-            state: what to look at.
-            memory: of earlier passes, renewed in place; one that holds nothing yet takes a pass over all columns.
-            column_BN: which columns, all different in a row.
-            valid_BN: False on those that only fill up their row: they stay as they are.
-
-        Returns:
-            States [B, L, D] of all columns.
+        Columns are all different in a row; they stay as they are where `valid_BN` is False. The memory is renewed in
+        place; one that holds nothing yet takes a pass over all columns.
         """
         raise InputError(f"base {self.spec.name!r} keeps no keys and values; leave cache_period out")
 

@@ -77,16 +77,10 @@ class Family:
         self, config: Any, *, model: Any = None, head_weight: Tensor | None = None, tokenizer: Any = None,
         block: int | None = None, **ids: Any,
     ) -> Any:  # fmt: skip
-        """A base from a config of transformers.
+        """A base from a config of transformers; body and head [V, D] have random weights unless they are given.
 
-        Args:
-            config: the body's shape, and the context.
-            model: the body; random weights unless it is given.
-            head_weight: [V, D]; random unless it is given.
-            tokenizer: optional.
-            block: S, if it writes in blocks (see `bases.blocks`), where it is not the family's own; a given body must
-                have it too.
-            ids: `mask_id`, `end_ids`, `bos_id` and `token_limit` where they are not the published model's.
+        `block` is S of a base that writes in blocks (see `bases.blocks`), where it is not the family's own; a given
+        body must have it too. `mask_id`, `end_ids`, `bos_id` and `token_limit` may differ from the published model's.
         """
         block = self.block[1] if block is None and self.block is not None else block
         shape = replace(self.plain_shape(config.to_dict()), block=block)

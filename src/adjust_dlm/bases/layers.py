@@ -343,11 +343,7 @@ class BidirectionalLayer(_WithRotary):
     ) -> Tensor:
         """Same shape out; pads are invisible as keys.
 
-        Args:
-            z_BND: what stands at all columns.
-            state: the canvas.
-            column_BN: z stands at these alone.
-            keep: with `column_BN`: knows the keys and values of all columns.
+        With `column_BN`, z stands at these columns alone, and `keep` knows the keys and values of all.
         """
         shape, positions_BN = self.layer.self_attn.shape, state.positions_BL
         if shape.block is None:

@@ -112,11 +112,7 @@ def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
 def renew(old: Tensor, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
     """Writes [B, ..., N, D] over the columns of [B, ..., L, D] that they stand for, in place, and returns these.
 
-    Args:
-        old: what is written to.
-        new: what is written.
-        column_BN: which columns, all different in a row.
-        valid_BN: False on columns that stay as they are.
+    The columns of a row are all different; they stay as they are where `valid_BN` is False.
     """
     if len(new) == 1 and not new.is_cuda:  # where a question to the device costs less than a whole scatter
         column_N = column_BN[0]

@@ -21,10 +21,7 @@ def frozen_linear(h_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None)
     the arithmetic of some twenty. oneDNN's numbers differ in the last bits; unlike MKL's, those of a row are the same
     whatever the other rows are, and however many. Where a gradient is wanted, `linear` does it.
 
-    Args:
-        h_RD: rows, of the dtype of W.
-        weight_VD: W. Changed in place it is copied anew. Not through `.data`, which nothing can see: see `forget`.
-        bias_V: b.
+    A W that was changed in place is copied anew; not one changed through `.data`, which nothing can see: see `forget`.
     """
     if not _packs(h_RD, weight_VD):
         if weight_VD.requires_grad and not torch.compiler.is_compiling():

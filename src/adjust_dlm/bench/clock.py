@@ -44,11 +44,8 @@ class Clock:
     def samples(self, part: Callable[[], Any], *, runs: int, seconds: float, warm: int = 2) -> list[float]:
         """Seconds of single runs, as means of batches of at least 5 ms, or of 20 runs (an event costs microseconds).
 
-        Args:
-            part: what to time.
-            runs: batches at most.
-            seconds: once they took this long, no further batch begins; there is always one.
-            warm: runs that do not count, the last of which sizes the batches.
+        At most `runs` batches, of which none but the first begins after `seconds`. The last of the `warm` runs, which
+        do not count, sizes them.
         """
         one = [self(part) for _ in range(max(1, warm))][-1]
         inner = 1 if one >= 0.005 else min(20, 1 + int(0.005 / max(one, 1e-6)))
@@ -101,14 +98,7 @@ class Ceilings:
 def gemm_ceiling(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, clock: Clock | None = None, *, fp8: bool = False
 ) -> float:
-    """FLOP/s of one large product: what shares of arithmetic refer to.
-
-    Args:
-        device: where.
-        dtype: of what is multiplied.
-        clock: of the device.
-        fp8: multiply numbers that are in fp8 already, with the scales of `bases.fp8`.
-    """
+    """FLOP/s of one large product, what shares refer to; with `fp8` of numbers that are in fp8 already."""
     n, clock = 8192 if device.type == "cuda" else 1024, clock or Clock(device)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in "ab")
     if fp8:

@@ -18,16 +18,9 @@ from adjust_dlm.types import DecodeConfig, State
 
 @torch.no_grad()
 def public_loop(base: Base, sampler: Sampler | None, prompts: list[list[int]], config: DecodeConfig) -> Tensor:
-    """Fills the canvases K tokens a base pass; without a sampler all K come from the base's marginals (parallel).
+    """Fills canvases K tokens a base pass: ids [B, L]; without a sampler all K come from the base's marginals.
 
-    Args:
-        base: the frozen model.
-        sampler: g, or None.
-        prompts: token ids, all of one length.
-        config: K, length, temperature, top_p, end tokens and seed count.
-
-    Returns:
-        Token ids [B, L].
+    Prompts are of one length. Of the settings K, length, temperature, top_p, end tokens and seed count.
     """
     base = base if sampler is None else sampler.on(base)
     new = torch.full((len(prompts), config.max_new_tokens), base.spec.mask_id, device=base.device)

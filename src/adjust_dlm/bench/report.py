@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import logging
@@ -16,7 +17,7 @@ from adjust_dlm.bench.figures import all_figures
 from adjust_dlm.bench.records import blocks_of, label_of, read_result, rows_of
 from adjust_dlm.bench.samples import samples_of, side_by_side
 from adjust_dlm.bench.tables import all_tables, show, summary, table_files
-from adjust_dlm.eval.plots import check_plot, draw, fit, to_png, to_svg
+from adjust_dlm.eval.plots import check_plot, draw, fit, to_png
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
 
@@ -74,15 +75,15 @@ def make_report(config: ReportConfig) -> dict[str, Any]:
     ]
     blocks = blocks_of(row for found in rows for row in found)
     first, tables = summary(blocks), all_tables(blocks, results)
-    drawn = [(figure, draw(figure.panels)) for figure in all_figures(blocks) if config.plot]
+    drawn = [(figure, to_png(draw(figure.panels))) for figure in all_figures(blocks) if config.plot]
     samples = side_by_side([sample for found in texts for sample in found], config.samples)
     page = PAGES.get_template("report.html.j2").render(
         title=config.title, results=results, summary=first, tables=tables, samples=samples,
-        figures=[(figure, to_svg(picture, figure.name, figure.title)) for figure, picture in drawn],
+        figures=[(figure, base64.b64encode(picture).decode()) for figure, picture in drawn],
         orders=[row for row in samples if any(sample.order for sample in row)],
     )  # fmt: skip
     files = table_files([first, *tables])
-    files |= {f"{figure.name}.png": to_png(picture) for figure, picture in drawn} | {PAGE: fit(page).encode()}
+    files |= {f"{figure.name}.png": picture for figure, picture in drawn} | {PAGE: fit(page).encode()}
     folder = Path(config.output)
     write_whole({folder / name: content for name, content in files.items()})
     for result, *found in zip(results, rows, texts, strict=True):

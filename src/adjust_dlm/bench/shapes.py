@@ -37,15 +37,7 @@ def random_base(
     name: str, *, device: torch.device, dtype: torch.dtype, head_std: float = 0.02, block: int | None = None,
     **changes: Any,
 ) -> TransformerBase:  # fmt: skip
-    """Weights are drawn where they stay, with a fixed seed.
-
-    Args:
-        name: in `SHAPES`.
-        device: where.
-        dtype: of all weights.
-        head_std: of the head's weights.
-        block: S, of a base that writes in blocks.
-        changes: of the config, such as `num_hidden_layers=2`.
+    """Weights are drawn where they stay, with a fixed seed; `changes` are of the config (`num_hidden_layers=2`).
 
     Raises:
         InputError: no such shape.

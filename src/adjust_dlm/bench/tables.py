@@ -205,12 +205,7 @@ def summary(blocks: Sequence[Block]) -> Table:
 def closed(joint: Measured, parallel: Measured, adjust: Measured, sign: int, measured: Measured | None = None) -> str:
     """The share in per cent, or `no gap` where parallel is not worse than joint beyond both intervals.
 
-    Args:
-        joint: the measure at one token a pass.
-        parallel: at K.
-        adjust: at K.
-        sign: +1 where more is better.
-        measured: the share with its interval, where the command that had the texts measured it.
+    `sign` is +1 where more is better, `measured` the share with its interval where the command had the texts.
     """
     gap = sign * (joint.mean - parallel.mean)
     if gap <= (joint.ci95 or 0) + (parallel.ci95 or 0):

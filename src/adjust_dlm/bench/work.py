@@ -44,12 +44,11 @@ class Work:
         return max(self.arithmetic(most), self.bytes / most.bytes)
 
 
-def layer_flops(shape: Shape, length: int, columns: int | None = None) -> float:
-    """Of one layer on one canvas; with `columns`, queries and MLP at that many columns only (keys and values there)."""
-    count = length if columns is None else columns
+def layer_flops(shape: Shape, length: int) -> float:
+    """Of one layer on one canvas."""
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     matrices = shape.hidden_size * (2 * queries + 2 * keys) + 3 * shape.hidden_size * shape.intermediate_size
-    return float(2 * count * matrices + 4 * count * length * queries)
+    return float(2 * length * matrices + 4 * length * length * queries)
 
 
 def base_flops(base: Base, length: int) -> float:
@@ -58,11 +57,11 @@ def base_flops(base: Base, length: int) -> float:
     return shape.num_hidden_layers * layer_flops(shape, length)
 
 
-def sampler_flops(base: Base, sampler: Sampler, length: int, columns: int | None = None) -> float:
+def sampler_flops(base: Base, sampler: Sampler, length: int) -> float:
     """Of g on one canvas, forward."""
     shape = sampler.config.shape(Shape.of(base.layer_config))
-    mix = 2 * (length if columns is None else columns) * sampler.mix.in_features * sampler.mix.out_features
-    return float(sampler.config.layers * layer_flops(shape, length, columns) + mix)
+    mix = 2 * length * sampler.mix.in_features * sampler.mix.out_features
+    return float(sampler.config.layers * layer_flops(shape, length) + mix)
 
 
 def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
@@ -80,31 +79,11 @@ def base_work(base: Base, rows: int, length: int) -> Work:
     return Work(rows * base_flops(base, length), traffic, 2.0 * rows * length * small)
 
 
-def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, columns: int | None = None) -> Work:
-    """One step of g, with features among what it takes.
-
-    With `columns` it runs at that many columns of each canvas only, and takes the keys and values of all.
-    """
-    states = (1 + sampler.states) * (length if columns is None else columns) * base.width
-    states += 0 if columns is None else length * _pairs(base, sampler)
+def sampler_work(base: Base, sampler: Sampler, rows: int, length: int) -> Work:
+    """One step of g, with features among what it takes."""
+    states = (1 + sampler.states) * length * base.width
     traffic = weight_bytes(sampler) + rows * states * base.dtype.itemsize
-    return Work(rows * sampler_flops(base, sampler, length, columns), traffic)
-
-
-def _pairs(base: Base, sampler: Sampler) -> int:
-    """Numbers in the keys and values of a column, over the layers of g."""
-    shape = Shape.of(base.layer_config)
-    return 2 * shape.num_key_value_heads * shape.head_dim * sampler.config.layers
-
-
-def keys_work(base: Base, sampler: Sampler, rows: int, length: int) -> Work:
-    """Keys and values of all columns in each layer, which sparse steps begin with: whole layers, but for the last."""
-    shape, (*before, last) = sampler.config.shape(Shape.of(base.layer_config)), sampler.layers
-    pairs = _pairs(base, sampler)
-    flops = 2 * length * base.width * (sampler.mix.in_features + pairs) + len(before) * layer_flops(shape, length)
-    used = (sampler.mix, *before, last.layer.self_attn.k_proj, last.layer.self_attn.v_proj)
-    states = rows * length * (sampler.states * base.width + pairs) * base.dtype.itemsize
-    return Work(rows * flops, sum(map(weight_bytes, used)) + states)
+    return Work(rows * sampler_flops(base, sampler, length), traffic)
 
 
 def head_work(base: Base, rows: int) -> Work:
@@ -134,31 +113,21 @@ def open_counts(config: DecodeConfig, decoder: str) -> Iterator[list[int]]:
 def decode_work(
     base: Base, sampler: Sampler | None, variant: Variant, config: DecodeConfig, rows: int, prompt: int
 ) -> list[Work] | None:
-    """Every part of a whole decode; None for decoders whose passes depend on what they write.
+    """Every part of a decode of `rows` canvases; None for decoders whose passes depend on what they write.
 
-    Args:
-        base: whose shape counts.
-        sampler: g, for adjust.
-        variant: joint, parallel or adjust with its settings.
-        config: all settings.
-        rows: canvases.
-        prompt: tokens of a prompt.
+    Nor are sparse steps counted, which leave out some of the arithmetic.
     """
     covered = variant.name in ("joint", "parallel", "adjust") and base.spec.block is None
-    if not covered or config.schedule != "exact" or config.cache_period:
+    if not covered or config.schedule != "exact" or config.cache_period or variant.options.get("sparse"):
         return None
-    length, sparse, parts = prompt + config.max_new_tokens, bool(variant.options.get("sparse")), list[Work]()
+    length, parts = prompt + config.max_new_tokens, list[Work]()
     if variant.name == "adjust" and sampler is not None:
         base = sampler.on(base)
     for scored in open_counts(config, variant.name):
         parts.append(base_work(base, rows, length))
         for k, count in enumerate(scored):
             if k and sampler is not None:
-                wide = config.candidates + 1 if config.candidates else len(scored)
-                columns = min(wide + k, length) if sparse else None
-                if sparse and k == 1:
-                    parts.append(keys_work(base, sampler, rows, length))
-                parts.append(sampler_work(base, sampler, rows, length, columns))
+                parts.append(sampler_work(base, sampler, rows, length))
             parts.append(head_work(base, rows * count))
     return parts
 

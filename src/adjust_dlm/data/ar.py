@@ -119,25 +119,16 @@ def ar_sample(
     model: Any, prefix_ids: Sequence[int] | Tensor, *, count: int, new_tokens: int, batch_size: int, seed: int,
     temperature: float = 1.0, top_p: float = 0.95, forbid: Sequence[int] = (), first_row: int | Tensor = 0,
 ) -> Tensor:  # fmt: skip
-    """Samples continuations from a causal Llama, Qwen2 or Qwen3ForCausalLM.
+    """Samples `count` continuations from a causal Llama, Qwen2 or Qwen3ForCausalLM in eval mode.
 
     Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
-    `batch_size` or its neighbours beyond the rounding of the model's own kernels.
+    `batch_size` or its neighbours beyond the rounding of the model's own kernels. Ids in `forbid` are never drawn.
 
-    Args:
-        model: the causal LM in eval mode; its dtype is the dtype of the pass.
-        prefix_ids: the ids before every continuation, at least one; or int64 [count, P], those of each row.
-        count: rows to sample.
-        new_tokens: T, length of each.
-        batch_size: rows at a time.
-        seed: with the row ids, the only source of randomness.
-        temperature: T >= 0; 0 is argmax.
-        top_p: nucleus mass in (0, 1].
-        forbid: ids never drawn.
-        first_row: id of the first row, and the others follow; or int64 [count], the id of each.
+    `prefix_ids` are the ids before every continuation, at least one; or int64 [count, P], those of each row.
+    `first_row` is the id of the first row, and the others follow; or int64 [count], the id of each.
 
     Returns:
-        int64 [count, T] on the CPU, without the prefix.
+        int64 [count, new_tokens] on the CPU, without the prefix.
     """
     prefix_NP = torch.as_tensor(prefix_ids, dtype=torch.long).expand(count, -1)
     rows_N = first_row + torch.arange(count) if isinstance(first_row, int) else first_row

@@ -12,13 +12,15 @@ depends on the settings and its own number alone: ranks make different shards, a
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
-from collections.abc import Iterator
+import lzma
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from adjust_dlm.types import InputError, require
 MANIFEST = "manifest.json"
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
 HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
+PACKED: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
 logger = logging.getLogger(__name__)
 
 
@@ -136,11 +139,14 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def read_text(path: Path) -> str:
-    """A whole file; raises InputError unless it is UTF-8."""
+    """A whole file, unpacked where its name ends in .xz or .gz; raises InputError unless it is there, and UTF-8."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with PACKED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error}") from error
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:

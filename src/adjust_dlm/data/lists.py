@@ -114,7 +114,7 @@ def make_task(rng: random.Random, kind: str, first: tuple[str, ...], last: tuple
     *people, person = _people(rng, size + 1, first, last)
     index = rng.randint(0, size if kind == "insert" else size - 1)
     prompt = rng.choice(_WORDING[kind]).format(people=write_list(people), person=person, index=index)
-    return ListTask(kind, prompt, write_list(_ANSWERS[kind](people, index, person, rng)))
+    return ListTask(kind, prompt, write_list(ANSWERS[kind](people, index, person, rng)))
 
 
 def _people(rng: random.Random, count: int, first: tuple[str, ...], last: tuple[str, ...]) -> list[str]:
@@ -132,7 +132,8 @@ def _other_order(people: list[str], rng: random.Random) -> list[str]:
     return mixed
 
 
-_ANSWERS: dict[str, Callable[[list[str], int, str, random.Random], list[str]]] = {
+# Kind -> a right list, from the people, an index, a further person and the choice where there are several.
+ANSWERS: dict[str, Callable[[list[str], int, str, random.Random], list[str]]] = {
     "copy": lambda people, index, person, rng: people,
     "reverse": lambda people, index, person, rng: people[::-1],
     "sort": lambda people, index, person, rng: sorted(people),

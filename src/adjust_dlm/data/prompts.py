@@ -65,15 +65,11 @@ class PromptSource:
 
 
 def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, seed: int = 0) -> PromptSource:
-    """Finds a source by its description.
+    """Finds a source by its description; an endless one makes `rows` different prompts by `seed`.
 
-    Args:
-        spec: `unconditional`, `lists`, `questions` (none that is held out), `corpus:DIR` (its chats), or the path of a
-            .jsonl or .txt file.
-        base: encodes the text.
-        chat: put each text of a file into the base's chat template (list tasks always are in it).
-        rows: how many different prompts an endless source makes.
-        seed: of an endless source.
+    The description is `unconditional`, `lists`, `questions` (none that is held out), `corpus:DIR` (its chats), or the
+    path of a .jsonl or .txt file; `chat` puts each text of a file into the base's chat template (list tasks always are
+    in it).
 
     Raises:
         InputError: unknown source, a bad or empty file (the line is named), or an incomplete or unreadable corpus.

@@ -38,10 +38,7 @@ class ShardMaker:
     def __init__(self, config: Any, cwd: str, prepare: Prepare) -> None:
         """Loads nothing yet, so that bad input comes back as a row and not as an actor that cannot start.
 
-        Args:
-            config: of the run.
-            cwd: folder of the driver, which relative paths in `config` start from.
-            prepare: loads what the settings name.
+        Relative paths in `config` start from `cwd`, the driver's folder.
         """
         if Path(cwd).is_dir():  # another machine may have no such folder; its absolute paths are good all the same
             os.chdir(cwd)
@@ -68,15 +65,9 @@ class ShardMaker:
 
 
 def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
-    """Makes the shards that are missing.
+    """Makes the shards that are missing: `rows_made, shards_made, base_calls, tokens` of this call.
 
-    Args:
-        config: of the run, a `TrajectoriesConfig`.
-        prepare: what an actor calls with it.
-        show: called with the number of rows done.
-
-    Returns:
-        `rows_made, shards_made, base_calls, tokens`, of this call.
+    An actor calls `prepare` with the `TrajectoriesConfig`; `show` is called with the number of rows done.
 
     Raises:
         InputError: no Ray, more actors than a machine has room for, or what the actors found wrong.
@@ -164,7 +155,7 @@ def _cluster(config: Any, shards: int) -> Iterator[_Pool]:
     import ray
     import ray.data
 
-    address = config.ray_address or os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS")
     ours = not ray.is_initialized()
     if ours:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -90,13 +90,7 @@ class Columns:
 
 
 def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], prompt_lens: list[int]) -> None:
-    """Writes one shard; its bytes depend on its rows alone.
-
-    Args:
-        folder: the store.
-        rows: global row range; `trajectories` must be exactly these rows, ascending.
-        trajectories: finished decodes.
-        prompt_lens: prompt tokens of each.
+    """Writes one shard of exactly these rows, ascending; its bytes depend on its rows alone.
 
     Raises:
         OSError: the file cannot be written (nothing half-written stays).

@@ -85,7 +85,6 @@ class TrajectoriesConfig(TextConfig):
         compile: compile the layers of the base, once for all lengths (10-30 s at the first pass).
         engine: local (this process, or the ranks of torchrun) or ray (actors of Ray Data; the extra `ray`).
         actors: number of Ray actors; by default one a GPU, or one for four CPUs without any GPU.
-        ray_address: a cluster that is up, such as auto or HOST:6379; RAY_ADDRESS in the environment does the same.
     """
 
     output: str
@@ -103,7 +102,6 @@ class TrajectoriesConfig(TextConfig):
     compile: bool = False
     engine: Literal["local", "ray"] = "local"
     actors: int | None = None
-    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,11 +121,10 @@ class TrajectoriesConfig(TextConfig):
             f"batch_size {self.batch_size} does not divide shard_rows {self.shard_rows}; for example 64 and 512",
         )
         require(self.actors is None or self.actors >= 1, f"actors is {self.actors}; it must be at least 1")
-        for name in ("actors", "ray_address"):
-            require(
-                self.engine == "ray" or getattr(self, name) is None,
-                f"{name} is {getattr(self, name)} but the engine is local; add engine ray",
-            )
+        require(
+            self.engine == "ray" or self.actors is None,
+            f"actors is {self.actors} but the engine is local; add engine ray",
+        )
         require(
             self.engine == "local" or self.device in ("auto", "cpu", "cuda"),
             f"device is {self.device!r}; Ray hands out the GPUs, so give auto, cpu or cuda",

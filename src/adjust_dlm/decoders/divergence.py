@@ -59,17 +59,9 @@ def observe(
 ) -> Observation:  # fmt: skip
     """Decodes a batch by the reference form and measures every commit; one base pass a commit beside the decoder's own.
 
-    Args:
-        base: the frozen model; p is its law.
-        prompts: token ids of each row.
-        config: the decoder's settings.
-        decoder: a name in `DECODERS`.
-        temperature: of the law p; the decoder may have another.
-        source: "own": tokens are the decoder's, as it always draws them; "base": drawn from p at its positions.
-        sampler: g, for decoders that need it.
-        rows: row ids.
-        new: masks behind each prompt; `config.max_new_tokens` unless given.
-        options: the decoder's own.
+    Args as of `decode`, and the temperature of the base's law p; the decoder may have another. Tokens of source "own"
+    are the decoder's, as it always draws them, of "base" drawn from p at its positions. `new` are the masks behind each
+    prompt, `config.max_new_tokens` unless given.
 
     Raises:
         InputError: as `decode`, or a law that cannot be read off the commits (see `why_not`).

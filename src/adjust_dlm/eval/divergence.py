@@ -131,16 +131,8 @@ def measure(
 ) -> Line:  # fmt: skip
     """A summary of every commit for each source of tokens, and on top `kl_qp` of "own" and `kl_pq` of "base".
 
-    Args:
-        base: whose law it is measured against.
-        helpers: `sampler`, for decoders that want it.
-        variant: see `read_variant`.
-        prompts: ids; prompt n is row EVALUATION_ROWS + n.
-        settings: of the variant.
-        temperature: of the law.
-        sources: of tokens.
-        batch_size: rows decoded at once.
-        keep: folder of summaries; one with the same base, g, prompts and settings is read, not measured again.
+    The temperature is that of the law; prompt n is row EVALUATION_ROWS + n. In the folder `keep` a summary of the same
+    base, g, prompts and settings is read, not measured again.
     """
     name, _, options = read_variant(variant)
     needed = helpers if DECODERS[name].needs_sampler else {}

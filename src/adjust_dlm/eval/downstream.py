@@ -173,16 +173,10 @@ def with_shots(
     id: str, ask: str, shots: Sequence[tuple[str, str]], facts: dict[str, Any], *, chat: bool, kind: str = "",
     form: str = "{} {}\n\n",
 ) -> Problem:  # fmt: skip
-    r"""A problem behind its examples: turns of a chat, or one text.
+    r"""A problem behind its examples: turns of a chat, or one text, with each example in the `form`.
 
-    Args:
-        id: of the problem.
-        ask: what the prompt says up to where the answer begins, such as "Q: ...\nA:".
-        shots: the same of each example, and its answer as the model should write it.
-        facts: of the problem.
-        chat: as turns.
-        kind: of the problem.
-        form: of an example in a text.
+    `ask` is what the prompt says up to where the answer begins, such as "Q: ...\nA:", `shots` the same of each example
+    and its answer as the model should write it.
 
     Raises:
         InputError: the question is one of the examples.

@@ -117,22 +117,10 @@ def generate_rows(
     base: Base, helpers: dict[str, Any], variant: str, prompts: Sequence[list[int]], settings: DecodeConfig, *,
     first_row: int = EVALUATION_ROWS, batch_size: int = 256, keep: Path | None = None, eager: bool = False,
 ) -> list[Generated]:  # fmt: skip
-    """Decodes every prompt with one variant of a decoder; under torch.distributed ranks share the rows.
+    """Decodes every prompt with one variant of a decoder; all rows in order, on every rank, which share them.
 
-    Args:
-        base: the frozen model.
-        helpers: `sampler` and `partner` for decoders that want them.
-        variant: see `read_variant`; its settings go over `settings`.
-        prompts: ids; prompt n is row first_row + n.
-        settings: what all variants share.
-        first_row: id of the first row; joint text of a row that g was trained on would be the training text.
-        batch_size: rows decoded at once on a rank.
-        keep: folder of texts; a call with the same base, models, prompts and settings that is there is read, not
-            repeated, and one that was stopped goes on.
-        eager: run the reference decoders where their fast form on CUDA would be taken.
-
-    Returns:
-        All rows in order, on every rank.
+    Prompt n is row first_row + n. The variant's settings go over those given. In the folder `keep` the texts of a call
+    with the same base, models, prompts and settings are read, not made again, and a call that was stopped goes on.
 
     Raises:
         InputError: rows that a sampler may have been trained on.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import adjust_dlm
 from adjust_dlm.bases import load_base
-from adjust_dlm.decoders import DECODERS, build_options, decode_many, read_variant, split_settings
+from adjust_dlm.decoders import build_options, decode_many, option_names, read_variant, split_settings
 from adjust_dlm.eval.generation import Generated, costs, generated, open_helpers
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, InputError, require
@@ -57,9 +57,8 @@ class AdjustLM(LM):  # type: ignore[misc]  # the harness has no types
         """
         super().__init__()
         self.decoder, changes, options = read_variant(decoder)
-        kind, (shared, own) = DECODERS[self.decoder].options, split_settings(settings)
-        names = [*inspect.signature(AdjustLM).parameters][:-1] + SETTINGS
-        names += [] if kind is None else [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        shared, own = split_settings(settings)
+        names = [*inspect.signature(AdjustLM).parameters][:-1] + SETTINGS + option_names(self.decoder)
         for name in settings:
             require(name in names, f"unknown model argument {name!r}; {known(name, names)}")
         rows = str(batch_size)

@@ -1,4 +1,4 @@
-"""Curves with error bars by matplotlib, and any of its figures as PNG or as SVG for the inside of a page."""
+"""Curves with error bars by matplotlib, as PNG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 from adjust_dlm.types import require
 
@@ -115,27 +114,3 @@ def to_png(figure: Any) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130)
     return out.getvalue()
-
-
-def to_svg(figure: Any, name: str, title: str) -> str:
-    """For the inside of a page: same figure, same text; all ids begin with the name, and nothing points outside."""
-    import matplotlib as mpl
-
-    out = io.BytesIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    root = ElementTree.fromstring(out.getvalue())
-    for parent in list(root.iter()):
-        for child in [child for child in parent if _local(child.tag) in ("metadata", "style")]:
-            parent.remove(child)
-        parent.tag, found = _local(parent.tag), {_local(key): value for key, value in parent.items()}
-        parent.attrib = {
-            key: f"{name}-{value}" if key == "id" else re.sub(r"^(url\()?#", rf"\g<1>#{name}-", value)
-            for key, value in found.items()
-        }
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": fit(title)}
-    return ElementTree.tostring(root, "unicode")
-
-
-def _local(name: str) -> str:
-    return name.rpartition("}")[2]

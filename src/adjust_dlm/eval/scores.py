@@ -25,9 +25,10 @@ from adjust_dlm.bases.adapted import ar_folder, load_ar
 from adjust_dlm.bases.base import cut_at_end, pick_device
 from adjust_dlm.bases.hub import local
 from adjust_dlm.bases.tokenizers import read_tokenizer
+from adjust_dlm.data.corpus import read_text
 from adjust_dlm.eval.mauve import Pooling, features, mauve
 from adjust_dlm.eval.nll import NllScore, score_nll
-from adjust_dlm.eval.tasks.task_files import read_rows, read_text
+from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import require
 
 END_OF_TEXT = "<|endoftext|>"

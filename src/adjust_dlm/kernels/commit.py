@@ -43,18 +43,9 @@ def begin(
     marked_BL: Tensor, candidate_BL: Tensor, schedule_BL: Tensor, round_B: Tensor,
     commits_B: Tensor, before_B: Tensor, quota_B: Tensor, base_calls_B: Tensor, rounds_B: Tensor,
 ) -> None:  # fmt: skip
-    """Books a base pass and sets quotas: see `Lane.begin_round`. All but the first are buffers of the lane.
+    """Books a base pass and sets quotas, in buffers of the lane: see `Lane.begin_round`.
 
-    Args:
-        marked_BL: the masks of each row's block.
-        candidate_BL: out: all True.
-        schedule_BL: commits of each row's rounds; the last one goes on.
-        round_B: number of the round, and out: of the next.
-        commits_B: so far.
-        before_B: out: the same.
-        quota_B: out: commits of this round.
-        base_calls_B: one more for open rows.
-        rounds_B: one more for open rows.
+    `marked_BL` are the masks of each row's block; `candidate_BL`, `before_B` and `quota_B` are written only.
     """
     rows, length = marked_BL.shape
     _begin_kernel[(rows,)](
@@ -82,14 +73,7 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
 
 
 def open_columns(marked_BL: Tensor, candidate_BL: Tensor, quota_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `Lane.open_columns` and `columns_of`.
-
-    Args:
-        marked_BL: the masks of each row's block.
-        candidate_BL: what else a column has to be.
-        quota_B: rows without any left have no open column.
-        count: N <= L.
-    """
+    """See `Lane.open_columns` and `columns_of`: masks of a row's block that are candidates, `count` <= L of them."""
     rows, length = marked_BL.shape
     column_BN = torch.empty(rows, count, dtype=torch.long, device=marked_BL.device)
     valid_BN = torch.empty(rows, count, dtype=torch.bool, device=marked_BL.device)
@@ -145,13 +129,7 @@ class Draws(NamedTuple):
 
 
 def uniforms(draws: Draws, row_N: Tensor, position_N: Tensor) -> Tensor:
-    """`sampling.uniform` of the next commit at (row index, position index): float64 [N].
-
-    Args:
-        draws: of the lane.
-        row_N: which row, int64.
-        position_N: which column, int64.
-    """
+    """`sampling.uniform` of the next commit at (row index, position index), both int64: float64 [N]."""
     out_N = torch.empty(row_N.numel(), dtype=torch.float64, device=row_N.device)
     grid = (triton.cdiv(len(out_N), 256),)
     _uniform_kernel[grid](*draws, row_N.contiguous(), position_N.contiguous(), out_N, len(out_N), BLOCK=256)
@@ -187,18 +165,9 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 def choose(
     score_BN: Tensor, open_BN: Tensor, column_BN: Tensor, count: int, draws: Draws, bad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The `count` <= N best open columns of each row: see `Lane.choose`.
+    """The `count` <= N best open columns of each row, those that are not open behind them: see `Lane.choose`.
 
-    Args:
-        score_BN: fp32.
-        open_BN: what may be chosen; the rest comes behind it, in order.
-        column_BN: where the scores stand.
-        count: C.
-        draws: of the lane.
-        bad: becomes True if the score of an open column is NaN.
-
-    Returns:
-        Columns, their indices into all scores, uniforms for their draws, and whether they are open, all [B, C].
+    `bad` becomes True if the fp32 score of an open column is NaN.
     """
     (rows, width), device = score_BN.shape, score_BN.device
     position_BC = torch.empty(rows, count, dtype=torch.long, device=device)
@@ -256,21 +225,9 @@ def commit(
     tokens_BL: Tensor, order_BL: Tensor, masked_BL: Tensor, commits_B: Tensor, quota_B: Tensor, ends_E: Tensor,
     position_BN: Tensor, token_BN: Tensor, valid_BN: Tensor, report_N: Tensor, bad: Tensor, filler: int,
 ) -> None:  # fmt: skip
-    """Commits picks and closes finished rows, in place: see `Lane.commit`.
+    """Commits picks (position, token, valid) and closes finished rows, in place: see `Lane.commit`.
 
-    Args:
-        tokens_BL: of the canvases.
-        order_BL: of the canvases.
-        masked_BL: of the canvases.
-        commits_B: so far.
-        quota_B: left in this round.
-        ends_E: end tokens.
-        position_BN: of the picks.
-        token_BN: of the picks.
-        valid_BN: of the picks.
-        report_N: out: which rows are open [B], then `bad`.
-        bad: whether a NaN was seen.
-        filler: token behind an end.
+    `report_N` is written only: which rows are open [B], then `bad`.
     """
     rows, length = tokens_BL.shape
     _commit_kernel[(rows,)](

@@ -164,13 +164,9 @@ def _cut_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_stats(logits_RV: Tensor, temperature: float, *, top_p: float = 1.0, top_k: int = 0) -> Stats:
-    """Statistics of every row, after the filters if there are any.
+    """Statistics of every row at a temperature above 0, after the filters if there are any.
 
-    Args:
-        logits_RV: any floating dtype, contiguous rows; forbidden tokens at -inf, and some token of each row not.
-        temperature: above 0.
-        top_p: as in `DecodeConfig`.
-        top_k: as in `DecodeConfig`.
+    Rows are contiguous, of any floating dtype; forbidden tokens stand at -inf, and some token of each row does not.
     """
     rows, width = logits_RV.shape
     stats = Stats(*(torch.empty(rows, dtype=kind, device=logits_RV.device) for kind in _KINDS))
@@ -229,17 +225,9 @@ def draw_rows(
     logits_RV: Tensor, row_N: Tensor, stats: Stats, u_N: Tensor, bad: Tensor, temperature: float, *,
     top_p: float = 1.0, top_k: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Inverse CDF at u for some rows: int64 [N].
+    """Inverse CDF at u, float64 in [0, 1), for some rows: int64 [N].
 
-    Args:
-        logits_RV: as for `row_stats`.
-        row_N: which rows, int64.
-        stats: of all rows, with the same settings.
-        u_N: float64 uniforms in [0, 1).
-        bad: becomes True where one of these rows has no softmax.
-        temperature: as for `row_stats`.
-        top_p: as for `row_stats`.
-        top_k: as for `row_stats`.
+    `stats` are those of all rows under the same settings; `bad` becomes True where one of these rows has no softmax.
     """
     token_N, width = torch.empty_like(row_N), logits_RV.shape[1]
     _draw_kernel[(len(row_N),)](

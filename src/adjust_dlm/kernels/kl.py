@@ -76,14 +76,8 @@ def kl_and_delta(
 ) -> tuple[Tensor, Tensor]:
     """As `losses.kl_and_delta`, but the second result stands where the student's logits stood, in their dtype.
 
-    Args:
-        teacher_RV: logits in fp32, bf16 or fp16, forbidden tokens at -inf; each row needs one that is not.
-        student_RV: the student's, same rows; overwritten (a copy of it, if its tokens are not neighbours in memory).
-        weight_R: row weights.
-        reverse: share of KL(q || p) in what is measured, the rest is KL(p || q).
-
-    Returns:
-        fp32 [R], and weight * its gradient [R, V].
+    Logits come in fp32, bf16 or fp16, forbidden tokens at -inf; each row needs one that is not. The student's are
+    copied first where its tokens are not neighbours in memory.
     """
     teacher_RV, student_RV = (x if x.stride(-1) == 1 else x.contiguous() for x in (teacher_RV, student_RV))
     rows, vocabulary = student_RV.shape

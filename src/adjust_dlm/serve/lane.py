@@ -33,14 +33,10 @@ class Lane:
     def __init__(
         self, plan: Plan, row: Row, *, chance: bool, play: Callable[[RoundCanvas], None] | None = None
     ) -> None:
-        """A lane with its first row.
+        """A lane with its first row; `chance` notes with what probability tokens are drawn.
 
-        Args:
-            plan: the decoder and its settings.
-            row: which gives the lane its kind.
-            chance: note with what probability tokens are drawn.
-            play: plays one round as the plan's decoder does, and leaves the canvas as it was if it fails; by default
-                that decoder itself.
+        `play` plays one round as the plan's decoder does, and leaves the canvas as it was if it fails; by default that
+        decoder itself.
 
         Raises:
             InputError: the row does not fit the base.

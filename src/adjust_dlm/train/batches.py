@@ -30,18 +30,10 @@ def random_slices(
     """Slices `first` .. `first + count - 1` of a step: each has `length` states of a random trajectory.
 
     Starts run from -(windows - 1) to T - 2, so that every window start 0..T-2 is equally likely, the all-mask
-    state and the last ones included; what hangs over does not count.
+    state and the last ones included; what hangs over does not count. A slice holds length - rollout windows.
 
-    Args:
-        trajectories: the store.
-        rows: indices that may be used.
-        count: N.
-        length: S.
-        rollout: unrolled steps; a slice holds length - rollout windows.
-        key: integers that decide the draw: (seed, step).
-        pad_id: token put on left pads.
-        first: number of the first slice in the step.
-        pad_to: least canvas length: one shape for every batch, which a compiled g needs.
+    `rows` are indices of the trajectories that may be used; `key`, (seed, step), and a slice's number decide the draw.
+    Canvases have at least `pad_to` columns: one shape for every batch, which a compiled g needs.
     """
     chosen, starts = [], []
     for n in range(first, first + count):
@@ -68,12 +60,7 @@ def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_i
 def lots(rank_BL: Tensor, count: int, key: tuple[int, ...], first: int = 0, blocks: int = 1) -> Tensor:
     """Uniforms [B, L] that decide which rows a limited loss looks at, the same on any device, behind any pads.
 
-    Args:
-        rank_BL: whose shape and device they get.
-        count: slices.
-        key: (seed, step).
-        first: number of the first slice in the step.
-        blocks: rows of a slice, in each state.
+    Of `count` slices from number `first` on of the step, each with so many rows (`blocks`) in each state.
     """
     (size, length), device = rank_BL.shape, rank_BL.device
     parts = (torch.arange(part, device=device) for part in (size // (count * blocks), count, blocks))
@@ -95,15 +82,8 @@ def batch_loss(
 ) -> Tensor:  # fmt: skip
     """The loss of a micro-batch: the mean KL over depths.
 
-    Args:
-        base: f and W.
-        g: the sampler, or its compiled twin.
-        seen: slices (of blocks, too) on the base's device, or frames that one-pass training has decoded.
-        config: `TrainConfig`.
-        key: (seed, step), which decide what is drawn.
-        delta: from `pick_delta`, with `config.reverse`.
-        first: number of the first slice in the step.
-        states: of the whole step, see `unrolled_kl`.
+    `seen` are slices (of blocks, too) on the base's device, or frames that one-pass training has decoded. The key is
+    (seed, step), `first` the number of the first slice in the step; `states` are those of the whole step.
     """
     frames = seen if isinstance(seen, Frames) else seen.frames(base)
     run, share_BL = unroll(g, frames, rollout=config.rollout), None

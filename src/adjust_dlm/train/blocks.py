@@ -74,17 +74,7 @@ def random_blocks(
 
     A slice that holds all windows of its block begins at 0. Else starts run from -(C - rollout - 1) to T_b - 2, T_b the
     commits of the block, so every window start 0..T_b - 2 is equally likely; what hangs over does not count, and
-    neither do blocks without commits.
-
-    Args:
-        trajectories: the store.
-        rows: indices that may be used.
-        count: N.
-        length: C.
-        rollout: unrolled steps; a block's slice holds C - rollout windows.
-        key: (seed, step), which with a text's number decide what is drawn.
-        base: whose blocks these are.
-        first: number of the first text in the step.
+    neither do blocks without commits. Arguments are those of `batches.random_slices`, `length` is C.
     """
     generators = [np.random.default_rng((*key, first + n)) for n in range(count)]
     chosen = [trajectories[rows[int(generator.integers(len(rows)))]] for generator in generators]

@@ -28,11 +28,7 @@ def save_checkpoint(folder: Path, payload: dict[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
-    """The checkpoint of an interrupted run, or None.
-
-    Args:
-        folder: the run's output folder.
-        run: settings that must not change between start and resume; compared with the stored `run`.
+    """The checkpoint of an interrupted run, or None; the settings of `run` must be the stored ones.
 
     Raises:
         InputError: unreadable file, or a setting changed (named, with both values).

@@ -111,10 +111,6 @@ def looked_at(rows: Sequence[int], seed: int) -> list[tuple[int, float]]:
 
     Each row comes equally often, once from 128 rows on, and its windows lie in different parts of the text; over all of
     them, moments are spread evenly. Of more than 1024 rows, 1024 are taken, evenly spaced.
-
-    Args:
-        rows: at least one index.
-        seed: decides which row is looked at when.
     """
     rows = rows if len(rows) <= _MOST else [rows[i * len(rows) // _MOST] for i in range(_MOST)]
     times, generator = -(-_LEAST // len(rows)), np.random.default_rng((seed, 1 << 40))

@@ -117,17 +117,10 @@ class Pool:
     """Frames for Algorithm 2, straight from decoding.
 
     Args:
-        base: f and W.
-        config: what is decoded.
-        source: prompts; `first` must leave out rows that are held out.
-        suppress_eos: as in decoding.
-        seed: of the rows.
-        first: the first row number to be decoded.
-        rank: of the rows of a temperature, this process decodes number rank, rank + world, ...
-        world: number of processes.
-        length: S.
-        rollout: unrolled steps; a slice holds S - rollout windows.
+        config: what is decoded, from row number `first` on, behind what is held out.
+        length: S; a slice holds S - rollout windows.
         slices: M, a divisor of the pool's rows.
+        rank, world: of the rows of a temperature, this process decodes number rank, rank + world, ...
         weights, decay: row weights that the windows will have; they say how long a state has to wait.
     """
 
@@ -261,12 +254,6 @@ def start_pool(config: Any, base: Base, rank: int, world: int) -> tuple[Sequence
 
     Held-out rows come from stored folders where these are given; else they are rows 0 .. heldout-1, decoded first.
     Training decodes the rows behind them: of stored ones, behind the last that has its seed.
-
-    Args:
-        config: a `TrainConfig`.
-        base: the frozen model, not compiled yet.
-        rank: this process.
-        world: number of processes.
 
     Raises:
         InputError: bad settings or prompts; stored trajectories that are another base's.

@@ -26,13 +26,9 @@ def build_optimizers(module: nn.Module, kind: Literal["muon", "adamw"], lr: floa
 
 
 def learning_rate(step: int, share: float, *, warmup: int, decay: float) -> float:
-    """Factor on the peak rate: linear warm-up, constant, then linear to 0 over the last `decay` of the run.
+    """Factor on the peak rate after so many steps and such a share of the run.
 
-    Args:
-        step: steps done.
-        share: share of the run done, 0..1.
-        warmup: warm-up steps.
-        decay: share of the run that decays; 0 keeps the rate constant.
+    Linear warm-up over `warmup` steps, constant, then linear to 0 over the last `decay` of the run; 0 is no decay.
     """
     rising = min(1.0, (step + 1) / warmup) if warmup else 1.0
     falling = min(1.0, max(0.0, 1 - share) / decay) if decay else 1.0

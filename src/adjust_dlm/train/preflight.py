@@ -38,13 +38,6 @@ def preflight(
     One-pass training sees each text once: its rows are windows / new tokens (more, if texts end early). It decodes in
     bursts, so the clock runs over whole ones.
 
-    Args:
-        run: as training would start, or go on, with it.
-        folder: where training would write.
-        step: one optimiser step.
-        evaluate: the held-out metrics.
-        clock: seconds.
-
     Returns:
         Steps, windows, hours, `memory_gib`, `disk_gib`, and `problems`: sentences, empty where all is well.
     """

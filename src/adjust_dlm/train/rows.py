@@ -18,13 +18,7 @@ log = logging.getLogger(__name__)
 def open_rows(
     folders: Sequence[str], heldout_folders: Sequence[str], heldout: int, base: Base
 ) -> tuple[TrajectoryStore, TrajectoryStore | None]:
-    """Training trajectories, and the held-out ones if they have folders of their own.
-
-    Args:
-        folders: written by `adjust trajectories`.
-        heldout_folders: the same, for metrics only; may be empty.
-        heldout: how many rows of `folders` are kept apart when `heldout_folders` is empty.
-        base: whose trajectories they must be.
+    """Training trajectories, and the held-out ones if they have folders of their own; else `heldout` rows stay apart.
 
     Raises:
         InputError: no folder, another base or vocabulary, nothing to learn from, nothing left to train on, or rows that

@@ -29,11 +29,7 @@ def check_trackers(names: Sequence[str]) -> None:
 def start_trackers(names: Sequence[str], folder: Path, settings: dict[str, Any], *, resume_step: int = 0) -> list[Any]:
     """accelerate's trackers, started: event files in `OUTPUT/tensorboard`, or the service's own run.
 
-    Args:
-        names: which; once each.
-        folder: the run's output folder, whose name is the run's.
-        settings: of the run, for the record.
-        resume_step: steps that were done before; 0 starts a new run.
+    The run is called as its output folder; `resume_step` 0 starts a new one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = _run_id(folder, resume_step) if set(names) - {"tensorboard"} else ""

@@ -158,13 +158,7 @@ class Unrolled:
 
 
 def unroll(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
-    """Algorithm 2, lines 8-10: the S - rollout windows of a slice share its S base passes.
-
-    Args:
-        sampler: g, or any function of states and canvas.
-        frames: what the base says of consecutive states.
-        rollout: K - 1, the number of unrolled g steps.
-    """
+    """Algorithm 2, lines 8-10: the S - rollout windows of a slice share its S base passes; rollout is K - 1."""
     text_SN = frames.text_SN
     h_BLD = frames.h[0] if len(frames.h) == 1 else torch.cat([*frames.h])
     out = Unrolled(h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
@@ -191,19 +185,13 @@ def unrolled_kl(
 
     A state is the teacher of up to `rollout` depths; its logits are computed once for all of them.
 
-    Args:
-        base: f and W.
-        run: from `unroll`.
-        depths: of 1..rollout, equally weighted unless their shares of the loss are given.
-        weights: row weights, 1 in total per state; a state without masked rows does not count.
-        next_decay: of "next", see `row_weights`.
-        next_share: likewise.
-        suppress_eos: must say what decoding will say.
-        stale: measure h_0 in place of h^_k (what parallel decoding would use).
-        delta: `kl_and_delta` or a twin of it (see `losses.pick_delta`).
-        share_BL: factors on the row weights of all states (`losses.row_shares`); rows of factor 0 are left out.
-        states: what the mean over states divides by at depths 1 .. rollout; `states_compared` of all parts if `run` is
-            a part of a step, whose losses then add up; the run's own unless given.
+    - `depths`, of 1..rollout, are equally weighted unless their shares of the loss are given.
+    - Row weights are 1 in total per state (see `row_weights`); a state without masked rows does not count. `share_BL`
+      are factors on them (`losses.row_shares`); rows of factor 0 are left out.
+    - `suppress_eos` must say what decoding will say.
+    - `stale` measures h_0 in place of h^_k (what parallel decoding would use).
+    - `states` is what the mean over states divides by at depths 1 .. rollout; `states_compared` of all parts if `run`
+      is a part of a step, whose losses then add up; the run's own unless given.
     """
     depths = (depths,) if isinstance(depths, int) else depths
     shares = dict(depths) if isinstance(depths, Mapping) else dict.fromkeys(depths, 1 / len(depths))

@@ -70,14 +70,7 @@ def load(base: Base, sampler: Sampler | None, lane: Lane, canvas: Canvas, rows: 
 def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> bool:
     """Reads what rows of a canvas lack of more than one block, as prompts before a row's first round.
 
-    Args:
-        base: of the canvas.
-        sampler: where the round has steps of g.
-        canvas: between rounds.
-        lane: where the rows will stand.
-
-    Returns:
-        Whether some row has entered a block since its last pass.
+    Says whether some row has entered a block since its last pass. A sampler is given where the round has steps of g.
     """
     size, memory, open_B = base.spec.block or 1, canvas.memory, canvas.open_B
     before_B = canvas.block_of(size) * size

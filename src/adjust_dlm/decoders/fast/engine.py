@@ -81,15 +81,10 @@ def run_fast(
     base: Base, sampler: Sampler | None, canvas: Canvas, *, decoder: str, options: AdjustOptions | None = None,
     slots: int | None = None,
 ) -> None:  # fmt: skip
-    """Fills the canvas as the decoder of that name does.
+    """Fills the canvas as the decoder of that name does: see `why_not` for what may be.
 
-    Args:
-        base: see `why_not` for what it may be; buffers and graphs are kept with it, not with its twin for features.
-        sampler: for `adjust`; others leave it alone.
-        canvas: its rows are computed `slots` at a time, each given its slot as soon as a row before it is done.
-        decoder: joint, parallel or adjust.
-        options: of adjust.
-        slots: rows of a pass; by default all.
+    Buffers and graphs are kept with the base, not with its twin for features. Rows are computed `slots` at a time, by
+    default all; each is given its slot as soon as a row before it is done.
 
     Raises:
         FloatingPointError: the states gave NaN.

@@ -17,14 +17,9 @@ _FUSED_BYTES = 2 << 30  # logits in the head's dtype held at once
 
 
 def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False) -> None:
-    """Picks and commits the `count` best open positions of each row.
+    """Picks and commits the `count` best of at most `width` open positions of each row.
 
-    Args:
-        base: for its head.
-        lane: whose states are scored.
-        width: no row has more open positions.
-        count: commits of a row at most.
-        first: narrow the round to its candidates.
+    The `first` pick of a round narrows it to its candidates.
     """
     column_BN, open_BN = lane.open_columns(width)
     row_BN = lane.slot_B[:, None].expand_as(column_BN)

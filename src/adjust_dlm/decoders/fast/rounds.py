@@ -59,13 +59,10 @@ class Rounds:
     """
 
     def __init__(self, base: Base, sampler: Sampler | None, *, tokens: int) -> None:
-        """Captures nothing yet.
+        """Captures nothing yet; the base is without the features that the sampler may want.
 
-        Args:
-            base: the model, without the features that a sampler may want.
-            sampler: of `adjust`.
-            tokens: of a batch, at most. Shapes of `KEPT` times as many positions are kept; passes over more than that
-                batch, as some decoders make them, are not captured.
+        A batch has so many tokens at most. Shapes of `KEPT` times as many positions are kept; passes over more than
+        that batch, as some decoders make them, are not captured.
         """
         self.sampler, self.held = sampler, Held()
         self._engine = engine_of(base, sampler)
@@ -75,11 +72,6 @@ class Rounds:
     @torch.no_grad()
     def play(self, canvas: Canvas, *, decoder: str, options: AdjustOptions | None = None) -> None:
         """One round of every open row, as the decoder of that name has it; after a failure the canvas is as before.
-
-        Args:
-            canvas: of the base, or of its twin with the features that the sampler wants; with an exact schedule.
-            decoder: joint, parallel or adjust.
-            options: of adjust.
 
         Raises:
             FloatingPointError: the states gave NaN.
@@ -95,14 +87,7 @@ class Rounds:
         self._look()
 
     def passes(self, base: Base) -> tuple[Base, Any]:
-        """For decoders that have no fast form: what to give them, so that base passes and steps of g are captured.
-
-        Args:
-            base: what their plan has.
-
-        Returns:
-            A twin of the base, and the sampler; None where there is none.
-        """
+        """For decoders that have no fast form: a twin of their base, and the sampler, whose passes are captured."""
         twin = copy.copy(base)
         twin.hidden = functools.partial(self._hidden, base)  # type: ignore[method-assign]
         return twin, functools.partial(self._step, base) if self.sampler is not None else None

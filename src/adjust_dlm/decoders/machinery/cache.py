@@ -121,14 +121,8 @@ def columns_to_edge(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Each row's columns from the first that is not final in the memory to the edge of its open block; books these.
 
-    Args:
-        canvas: the rows.
-        memory: theirs.
-        size: S.
-        width: columns of the memory.
-        goes_B: which rows; in a step of g those with commits left, since others may have filled their block by now.
-        count: N, where the host knows that no row has more; else the device is asked.
-        final: only up to the open block.
+    In a step of g, `goes_B` are the rows with commits left, since others may have filled their block by now. `count` is
+    N, where the host knows that no row has more; else the device is asked. `final` stops at the open block.
 
     Returns:
         The columns [B, N], all different in a row; which of them are wanted; which lie in the open block.

@@ -59,15 +59,10 @@ class Canvas(State):
         self, base: Base, prompts: list[list[int]], config: DecodeConfig, *, rows: list[int] | None = None,
         seeds: list[int] | None = None, new: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """Left-pads the prompts and appends masks to each.
+        """Left-pads the prompts and appends masks to each; masks inside are filled in too, an empty one is fine.
 
-        Args:
-            base: the frozen model.
-            prompts: token ids; masks inside them are kept and filled in too, an empty one is fine.
-            config: all settings.
-            rows: row ids, 0..B-1 unless given.
-            seeds: one for each row; that of the config unless given.
-            new: masks for each row, 0 or more; `config.max_new_tokens` unless given.
+        Row ids are 0..B-1, the seed of each row that of the config, and its new masks (0 or more)
+        `config.max_new_tokens`, unless they are given.
 
         Raises:
             InputError: a canvas longer than the base's context, or an id that the base does not have; on a block base a

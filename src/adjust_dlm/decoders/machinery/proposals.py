@@ -31,14 +31,7 @@ def propose(
 ) -> tuple[Tensor, Tensor]:
     """A token and its score for every open position: scores [B, L] (-inf elsewhere) and tokens [B, L].
 
-    Args:
-        base: for its head's size.
-        canvas: settings and uniforms.
-        open_BL: which positions.
-        logits: of gathered positions.
-        score: of drawn tokens.
-        stream: of the uniforms.
-        copies: of a chunk's logits that `score` holds at a time.
+    `score` holds so many `copies` of a chunk's logits at a time.
 
     Raises:
         FloatingPointError: the states gave NaN or infinite logits.

@@ -144,14 +144,8 @@ def _task(name: str, asked: list[Problem], check: Check | None, config: Parallel
 def score_reply(problem: Problem, text: str, *, check: Check | None = None) -> Scores:
     """All metrics of one reply.
 
-    Args:
-        problem: of any task here.
-        text: the reply.
-        check: grammar of sentences.
-
-    Returns:
-        Lists and puzzles: `lenient`, `strict`, and `score`, the lenient one. Sentences: `score` (both), `inclusion`,
-        `grammar`; without a grammar check `inclusion` alone, which is not comparable with a score.
+    Lists and puzzles: `lenient`, `strict`, and `score`, the lenient one. Sentences: `score` (both), `inclusion`,
+    `grammar`; without a grammar check `inclusion` alone, which is not comparable with a score.
     """
     task = problem.kind.rpartition("/")[2]
     if group_of(task) == "words_to_sentence":
@@ -209,15 +203,10 @@ def is_latin(text: str, symbols: Sequence[str]) -> bool:
 
 
 def read_grid(text: str, *, strict: bool = False) -> list[str] | None:
-    """The 4x4 grid of digits in a text, as four strings.
+    """The 4x4 grid of digits in a reply, as four strings; None where there are not exactly four such lines.
 
-    Args:
-        text: a reply.
-        strict: four lines of four digits and nothing else but empty lines. Lenient: lines whose digits are not four
-            are passed over, and all but digits within a line is.
-
-    Returns:
-        None where there are not exactly four such lines.
+    Strict: four lines of four digits and nothing else but empty lines. Lenient: lines whose digits are not four are
+    passed over, and all but digits within a line is.
     """
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if strict:
@@ -227,14 +216,7 @@ def read_grid(text: str, *, strict: bool = False) -> list[str] | None:
 
 
 def is_right(task: str, text: str, facts: Facts, *, strict: bool = False) -> bool:
-    """Whether a reply to a list task or a puzzle is right.
-
-    Args:
-        task: one of `LISTS`, `latin_square` or `sudoku`.
-        text: the reply.
-        facts: `answer` or `input` and `word` of lists, `symbols` of a square, `answer` of a Sudoku.
-        strict: how the reply is read.
-    """
+    """Whether a reply to a list task or a puzzle is right."""
     if task == "latin_square":
         return is_latin(text, facts["symbols"])
     if task == "sudoku":
@@ -245,10 +227,6 @@ def is_right(task: str, text: str, facts: Facts, *, strict: bool = False) -> boo
 
 def open_grammar(mode: Grammar) -> tuple[Any, str]:
     """LanguageTool for American English, a local server that `close` ends, and what a result says about it.
-
-    Args:
-        mode: `auto` goes without it where it does not start, and says why; `off` never starts it; `languagetool`
-            insists.
 
     Raises:
         InputError: `languagetool`, and it does not start.

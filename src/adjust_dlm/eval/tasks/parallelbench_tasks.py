@@ -21,9 +21,10 @@ from typing import Any
 
 import yaml
 
-from adjust_dlm.data.lists import FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
+from adjust_dlm.data.corpus import read_text
+from adjust_dlm.data.lists import ANSWERS, FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
 from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.tasks.task_files import read_rows, read_text
+from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import InputError, require
 
 LISTS = (
@@ -100,15 +101,7 @@ SCENES, FIELDS = _table(_SCENES), _table(_FIELDS)
 
 
 def make_problem(task: str, number: int, *, seed: int, people: Sequence[int] = (3, 4, 5, 6), shots: int = 1) -> Problem:
-    """Row `number` of a task; rows go on for ever.
-
-    Args:
-        task: a name in `GROUPS`.
-        number: from 0. The sizes of lists take turns.
-        seed: of the rows.
-        people: sizes of lists.
-        shots: worked examples before a list or puzzle, with people or grids of their own.
-    """
+    """Row `number` of a task, behind `shots` worked examples; rows go on for ever, and sizes of lists take turns."""
     group = group_of(task)
     rng = random.Random(f"parallelbench {task} {seed} {number}")
     shots = 0 if group == "words_to_sentence" else shots
@@ -130,14 +123,7 @@ def group_of(task: str) -> str:
 
 
 def select(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Tasks by group, in the order of `GROUPS`.
-
-    Args:
-        names: tasks, groups, `group/task`, or `all`.
-
-    Raises:
-        InputError: a name that is none of these.
-    """
+    """Tasks by group, in the order of `GROUPS`; raises InputError for what is no task, group, `group/task` or `all`."""
     every = {f"{group}/{task}": (group, task) for group, tasks in GROUPS.items() for task in tasks}
     chosen: set[str] = set()
     for name in names:
@@ -162,28 +148,10 @@ def _line(task: str, rng: random.Random, size: int) -> Row:
     *people, word = [f"{FIRST[n // len(LAST)]} {LAST[n % len(LAST)]}" for n in every]
     index = rng.randrange(size + task.startswith("insert"))
     order = _ORDERS[task].format(word=word, index=index, where=_INDEX)
-    answer = _answer(task, people, index, word, rng)
+    answer = ANSWERS[task.partition("_")[0]](people, index, word, rng)
     free = task == "shuffle" or task.endswith("_random")
     facts = {"input": people, "word": word} if free else {"answer": answer}
     return _FRAME.format(people=write_list(people), order=order), facts, write_list(answer)
-
-
-def _answer(task: str, people: list[str], index: int, word: str, rng: random.Random) -> list[str]:
-    """A right list; for tasks with many, the one at a random place."""
-    if task == "shuffle":
-        while (mixed := rng.sample(people, len(people))) == people:
-            pass
-        return mixed
-    before, here, behind = people[:index], people[index : index + 1], people[index + 1 :]
-    made = {
-        "copy": people,
-        "reverse": people[::-1],
-        "sort": sorted(people),
-        "insert": [*before, word, *here, *behind],
-        "remove": [*before, *behind],
-        "replace": [*before, word, *behind],
-    }
-    return made[task.partition("_")[0]]
 
 
 def _latin(rng: random.Random) -> Row:
@@ -308,16 +276,11 @@ def _facts(task: str, answer: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def read_list(text: str, *, strict: bool = False) -> list[str] | None:
-    """The items of the last list in a text.
+    """The items of the last list in a reply; None where the strict form is missed.
 
-    Args:
-        text: a reply.
-        strict: both brackets, items apart by a comma and one space, each in double quotes with none inside. Lenient:
-            everything behind the last `[` and before the next `]`, where there are any; items apart by commas, spaces
-            and double quotes around them dropped, items of nothing but white space left out.
-
-    Returns:
-        None where the strict form is missed.
+    Strict: both brackets, items apart by a comma and one space, each in double quotes with none inside. Lenient:
+    everything behind the last `[` and before the next `]`, where there are any; items apart by commas, spaces and
+    double quotes around them dropped, items of nothing but white space left out.
     """
     _, opened, inside = text.rpartition("[")
     inside, closed, _ = inside.partition("]")

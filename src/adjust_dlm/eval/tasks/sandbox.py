@@ -84,13 +84,10 @@ def available_workers() -> int:
 def run_programs(
     programs: Sequence[Sequence[str]], limits: Limits = Limits(), *, workers: int | None = None
 ) -> list[Result]:
-    """Runs programs side by side, results in order.
+    """Runs programs side by side, `available_workers` at once unless `workers` are given; results in order.
 
-    Args:
-        programs: the parts of each, compiled apart and run one after another with the same globals, so that no part
-            can swallow the next one by its syntax.
-        limits: of each program.
-        workers: programs at once; `available_workers` by default.
+    The parts of a program are compiled apart and run one after another with the same globals, so that no part can
+    swallow the next one by its syntax.
 
     Raises:
         InputError: not on Linux.

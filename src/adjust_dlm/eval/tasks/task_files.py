@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from adjust_dlm.bases.hub import is_hub_id, snapshot
-from adjust_dlm.data.corpus import json_value
+from adjust_dlm.data.corpus import PACKED, json_value, lines_of, read_text
 from adjust_dlm.types import InputError, require
 
 Row = dict[str, Any]
 BUILTIN = "builtin"  # twelve word problems of our own, for a first run without a network
 EXAMPLES = "builtin-examples"
 _OWN = Path(__file__).with_name("builtin")
-_OPENERS: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
 def read_rows(spec: str, fields: Sequence[str] = (), *, texts: Sequence[str] = ()) -> list[Row]:
@@ -68,7 +65,7 @@ def find_files(spec: str) -> list[Path]:
 
 
 def _read(path: Path, spec: str) -> list[Any]:
-    kind = path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix
+    kind = path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
     known = kind in (".jsonl", ".json", ".parquet")
     require(known, f"{spec}: give a .jsonl, .json or .parquet file; the first two may end in .xz or .gz, too")
     if kind == ".parquet":
@@ -79,23 +76,8 @@ def _read(path: Path, spec: str) -> list[Any]:
             return list(pq.read_table(path).to_pylist())
         except pyarrow.ArrowInvalid as error:
             raise InputError(f"cannot read {path}: {error}") from error
-    text = read_text(path)
-    if kind == ".jsonl":  # cut at line feeds alone: a JSON text may hold what else Python takes for a line end
-        numbered = enumerate(text.split("\n"), start=1)
-        return [json_value(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
-    rows = json_value(text, str(path))
+    if kind == ".jsonl":
+        return [json_value(line, where) for where, line in lines_of(path)]
+    rows = json_value(read_text(path), str(path))
     require(isinstance(rows, list), f"{path}: a JSON list of objects is wanted")
     return list(rows)
-
-
-def read_text(path: Path) -> str:
-    """A file's text, unpacked where its name ends in .xz or .gz.
-
-    Raises:
-        InputError: no such file, or no text.
-    """
-    try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
