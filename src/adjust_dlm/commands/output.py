@@ -118,9 +118,9 @@ def show_value(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: float, noun: str) -> str:
     """A number of things: 1 pass, 2 passes."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+    return f"{show_value(number)} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 def show_results(results: Mapping[str, Any]) -> None:
