@@ -20,6 +20,9 @@ OrderRule = Literal["entropy", "confidence", "margin", "random", "left_to_right"
 CERTAINTY: tuple[OrderRule, ...] = ("entropy", "margin", "confidence")  # rules that look at logits
 OrderOn = Literal["processed", "raw"]
 Schedule = Literal["exact", "reference"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantize = Literal["int8", "fp8", "fp8-dynamic"]
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 
 DEFAULT_BASE = "smol-block"
 GIVEN = -1  # order of a token that was there before the first commit

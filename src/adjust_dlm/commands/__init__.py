@@ -83,3 +83,16 @@ GROUPS: dict[str, list[str]] = {
     "train": ["adapt", "trajectories", "train", "export"],
     "measure": [name for name in COMMANDS if name.split()[0] in ("eval", "bench", "report")],
 }
+# Boxes of a command's help: each is there where the command has the first of its flags. Other flags are its own.
+FLAGS: dict[str, list[str]] = {box: flags.split() for box, flags in {
+    "text": "max_new_tokens prompts temperature temperatures top_p top_k num_samples chat suppress_eos seed",
+    "decoder": "tokens_per_step decoder decoders variants list_variants set order order_on schedule block_length"
+    " candidates cache_period cache_window batch_size batch_sizes eager",
+    "model": "base sampler partner load_partner judge device dtype quantize device_map revision compile",
+    "corpus": "text chat lists questions text_files length corpus sample_batch sample_temperature sample_top_p"
+    " share_text share_chat share_lists share_files share_questions",
+    "training": "lr steps max_seconds optimizer warmup decay clip batch_size micro_batch slices slice_states accumulate"
+    " loss rollout reverse weights next_decay next_share seed resume checkpoint_every checkpoint_every_seconds"
+    " eval_every heldout heldout_trajectories heldout_texts",
+    "output": "output json watch plot title samples track dry_run log_every",
+}.items()}  # fmt: skip

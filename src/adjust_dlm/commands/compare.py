@@ -27,6 +27,7 @@ from adjust_dlm.commands.common import (
 )
 from adjust_dlm.commands.generate import Watch
 from adjust_dlm.commands.output import Outcome, counted, say, show_table, show_value, to_json
+from adjust_dlm.types import require
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
@@ -56,7 +57,6 @@ def run(flags: CompareConfig) -> Outcome:
     """
     config = flags.decode_config()
     from adjust_dlm.eval.scores import NllConfig, load_judge
-    from adjust_dlm.types import require
 
     base = load_for(flags)
     sampler, judge, source = sampler_for(flags, base), None, flags.partner or base.ar_source

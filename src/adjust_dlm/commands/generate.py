@@ -19,6 +19,7 @@ from rich.text import Text
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
 from adjust_dlm.commands.output import Outcome, counted, say, to_json
 from adjust_dlm.progress import Bar
+from adjust_dlm.types import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +37,10 @@ class GenerateConfig(DecodeFlags):
 
     Attributes:
         prompt: one or more prompts, - is read from a pipe; without any, text from the base's start token alone.
-        decoder: joint (one token per pass), parallel, adjust, ...; each is one file of the package.
+        decoder: joint (one token per pass), parallel, adjust, ... (see `adjust decoders`).
         set: settings that only this decoder has, as NAME=VALUE (threshold: tau=0.9).
         batch_size: rows decoded at once; does not change any sample.
-        watch: show the canvas filling in, live, in a terminal; auto: if a single text is written there. On a card it is
-            then decoded by the reference form, as with --eager.
+        watch: show the canvas filling in, in a terminal; auto: a single text. On a card as with --eager.
     """
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -77,8 +77,6 @@ def run(flags: GenerateConfig) -> Outcome:
 
 def _check(flags: GenerateConfig) -> DecodeConfig:
     """All that can be refused before a model is loaded."""
-    from adjust_dlm.types import require
-
     config = flags.decode_config()
     require(flags.batch_size >= 1, f"batch_size is {flags.batch_size}; it must be at least 1")
     live = flags.watch == "always"
