@@ -196,22 +196,24 @@ def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
     """Row b of a decode as `adjust generate --json` prints it.
 
     `tokens` and `order` cover all new positions (order -2: filler behind the end); `completion_tokens` counts
-    those before the first end token; `seconds` is the wall time of the batch the row was decoded in. `given` is what
-    the base was given to continue, chat template included; it is left out on stdout.
+    those before the first end token; `seconds` is the wall time of the batch the row was decoded in. Left out on stdout
+    are `given`, what the base was given to continue, chat template included, and `pieces`, every token as text.
     """
     from adjust_dlm.bases import cut_at_end
     from adjust_dlm.serve.text import Words
 
     new = result.config.max_new_tokens
     tokens, order = result.tokens_BL[b, -new:].tolist(), result.order_BL[b, -new:].tolist()
-    words, prompt = cut_at_end(tokens, base.spec.end_ids), result.tokens_BL[b, result.real_BL[b]][:-new].tolist()
+    kept, words = cut_at_end(tokens, base.spec.end_ids), Words(base)
+    prompt = result.tokens_BL[b, result.real_BL[b]][:-new].tolist()
     return {
-        "text": Words(base).decode(tokens), "tokens": tokens, "order": order,
-        "prompt_tokens": int(result.real_BL[b].sum()) - new, "completion_tokens": len(words),
-        "finish_reason": "stop" if len(words) < new else "length",
+        "text": words.decode(tokens), "tokens": tokens, "order": order,
+        "prompt_tokens": int(result.real_BL[b].sum()) - new, "completion_tokens": len(kept),
+        "finish_reason": "stop" if len(kept) < new else "length",
         **{name: int(getattr(result, f"{name}_B")[b]) for name in ("base_calls", "sampler_calls", "partner_calls")},
         "seconds": round(result.seconds, 6), "seed": result.config.seed, "decoder": result.decoder,
-        "tokens_per_step": result.config.tokens_per_step, "given": Words(base).spelled(prompt),
+        "tokens_per_step": result.config.tokens_per_step, "given": words.spelled(prompt),
+        "pieces": [words.spelled([token]) for token in tokens],
     }  # fmt: skip
 
 

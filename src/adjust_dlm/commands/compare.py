@@ -26,8 +26,9 @@ from adjust_dlm.commands.common import (
     status,
 )
 from adjust_dlm.commands.generate import Watch
-from adjust_dlm.commands.output import Outcome, counted, say, show_table, show_value, to_json
+from adjust_dlm.commands.output import Outcome, say, show_table, show_value, to_json
 from adjust_dlm.types import require
+from adjust_dlm.words import counted
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base

@@ -17,9 +17,10 @@ from rich.live import Live
 from rich.text import Text
 
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
-from adjust_dlm.commands.output import Outcome, counted, say, to_json
+from adjust_dlm.commands.output import Outcome, say, to_json
 from adjust_dlm.progress import Bar
 from adjust_dlm.types import require
+from adjust_dlm.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +132,7 @@ def _decode_all(
 def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> None:
     """One sample on stdout: text alone, or under its row number, or as JSON."""
     if flags.json:
-        hidden = {"prompt", "given"} if flags.num_samples > 1 else {"prompt", "given", "row"}
+        hidden = {"prompt", "given", "pieces", *(("row",) if flags.num_samples == 1 else ())}
         say(to_json({key: value for key, value in record.items() if key not in hidden}))
     elif flags.watch == "never":
         say(f"--- row {record['row']} ---\n{record['text']}" if several else record["text"])

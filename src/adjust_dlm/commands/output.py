@@ -117,11 +117,6 @@ def show_value(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def counted(number: float, noun: str) -> str:
-    """A number of things: 1 pass, 2 passes."""
-    return f"{show_value(number)} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
-
-
 def show_results(results: Mapping[str, Any]) -> None:
     """Any result: a table of its single values, and one for every mapping and every list of records in it.
 
