@@ -11,7 +11,8 @@ from pathlib import Path
 from adjust_dlm.bench.records import Facts, Result, Row, rank, split_variant, variant_of
 from adjust_dlm.eval.downstream import slug
 from adjust_dlm.types import InputError
-from adjust_dlm.words import counted
+
+COST = ("completion_tokens", "base_calls", "sampler_calls", "partner_calls", "seconds")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Sample:
         prompt: what it was asked, where known.
         order: commit number of every new position (-1 given, -2 filler behind the end), where known.
         scores: of a task's own metrics, or NLL.
-        cost: tokens, passes and seconds, in words, as far as known.
+        cost: tokens, passes and seconds, as far as known.
         pieces: the token of every position of `order`, as text, where known.
     """
 
@@ -39,7 +40,7 @@ class Sample:
     prompt: str = ""
     order: tuple[int, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
-    cost: str = ""
+    cost: dict[str, float] = field(default_factory=dict)
     pieces: tuple[str, ...] = ()
 
     @property
@@ -92,12 +93,8 @@ def _sample(result: Result, line: Facts) -> Sample:
     return Sample(str(result.source), group, str(line["row"]), variant_of(line), *texts, *more)
 
 
-def _cost(line: Facts) -> str:
-    parts = [counted(line["completion_tokens"], "token")] if "completion_tokens" in line else []
-    for kind in ("base", "sampler", "partner"):
-        if line.get(f"{kind}_calls") or (kind == "base" and "base_calls" in line):
-            parts.append(counted(line[f"{kind}_calls"], f"{kind} pass"))
-    return ", ".join([*parts, *([f"{line['seconds']:.2f} s"] if "seconds" in line else [])])
+def _cost(line: Facts) -> dict[str, float]:
+    return {key: line[key] for key in COST if key in line}
 
 
 def side_by_side(samples: Sequence[Sample], most: int) -> list[list[Sample]]:

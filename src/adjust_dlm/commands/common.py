@@ -75,6 +75,8 @@ class DrawFlags(LoadFlags):
 
     def decode_config(self) -> DecodeConfig:
         """The part that decides which tokens come out; raises InputError for values that make no sense."""
+        rows = getattr(self, "num_samples", 1)
+        require(rows >= 1, f"num_samples is {rows}; it must be at least 1")
         names = [field.name for field in fields(DecodeConfig) if hasattr(self, field.name)]
         return DecodeConfig(**{name: getattr(self, name) for name in names})
 
@@ -108,11 +110,6 @@ class DecodeFlags(DrawFlags):
     num_samples: int = 1
     json: bool = False
     output: Path | None = None
-
-    def decode_config(self) -> DecodeConfig:
-        """See `DrawFlags.decode_config`."""
-        require(self.num_samples >= 1, f"num_samples is {self.num_samples}; it must be at least 1")
-        return super().decode_config()
 
 
 def set_malloc(*, map_from: int, keep: int) -> None:
@@ -167,13 +164,7 @@ def sampler_for(flags: LoadFlags, base: Base) -> Any:
 
 
 def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, chat: bool) -> list[list[int]]:
-    """Ids of each prompt, without any the one without a prompt; a base without a tokenizer takes ids.
-
-    Args:
-        base: whose tokenizer, chat template and start token count.
-        texts: the prompts.
-        config: of the canvas behind them.
-        chat: use the chat template if the base has one.
+    """Ids of each prompt, in the chat template if asked for; without any, of none. Without a tokenizer texts are ids.
 
     Raises:
         InputError: a prompt is empty, no UTF-8, not a list of ids where ids are needed, or does not fit the base.

@@ -90,32 +90,25 @@ def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], conf
     # more. On the CPU it is the timed one, without the time that drawing took.
     first = config.but(tokens_per_step=config.max_new_tokens)
     decode(base, prompts, first, decoder=names[-1], sampler=sampler, eager=eager)
-    with Columns(base, names) if live else nullcontext() as columns:
+    columns = Columns(base, names)
+    with columns if live else nullcontext():
         for name in names:
-            if columns is not None:
-                columns.begin(name)
-            with status(f"decoding: {name}") if columns is None else nullcontext():
-                for watch in ([columns] if live or not card else []) + [None, None] * card:
+            columns.begin(name)
+            with nullcontext() if live else status(f"decoding: {name}"):
+                for watch in [columns if live else None] * (live or not card) + [None, None] * card:
                     result = decode(
                         base, prompts, config, decoder=name, sampler=sampler, rows=rows, watch=watch,
                         eager=eager if watch is None else True,
                     )  # fmt: skip
-            result.seconds -= 0 if columns is None or card else columns.seconds
+            result.seconds -= 0 if card else columns.seconds
             samples += [{**sample_record(base, result, b), "row": row} for b, row in enumerate(rows)]
     return samples
 
 
 class Columns(Watch):
-    """The decoders side by side, of which one fills in at a time; gone once their table stands there.
-
-    Args:
-        base: see `Watch`.
-        names: heads of the columns.
-        console: see `Watch`.
-    """
+    """The decoders side by side, of which one fills in at a time; gone once their table stands there."""
 
     def __init__(self, base: Base, names: Sequence[str], console: Console | None = None) -> None:
-        """Draws nothing yet."""
         super().__init__(base, console)
         self.transient, self.columns = True, {name: Group() for name in names}
 

@@ -143,15 +143,9 @@ MASKED_STYLE, FRESH_STYLE, HEAD_STYLE = "dim", "bold black on green", "dim itali
 
 
 class Watch(Live):
-    """A hook for `decode(watch=...)` and the context that owns the screen while a batch is decoded.
-
-    Args:
-        base: turns ids into text.
-        console: where to draw; the terminal behind stdout by default.
-    """
+    """A hook for `decode(watch=...)` and the context that owns the screen while a batch is decoded."""
 
     def __init__(self, base: Base, console: Console | None = None) -> None:
-        """Draws nothing yet."""
         super().__init__(console=console or Console(), auto_refresh=False, vertical_overflow="visible")
         self.base = base
         self.block = PLAIN_BLOCK if self.console.options.ascii_only else BLOCK

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
@@ -24,7 +24,7 @@ import yaml
 
 from adjust_dlm import words
 from adjust_dlm.commands import FLAGS
-from adjust_dlm.types import InputError
+from adjust_dlm.types import InputError, in_words
 
 C = TypeVar("C")
 _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")
@@ -44,13 +44,7 @@ class Common:
 
 
 def parse(settings: type[C], argv: list[str], *, prog: str, description: str) -> tuple[C, Common]:
-    """Settings of a command from its arguments and the YAML file they may name.
-
-    Args:
-        settings: the command's dataclass.
-        argv: arguments behind the command's name.
-        prog: what the help calls the program.
-        description: first lines of the help.
+    """Settings of a command from the arguments behind its name, and from the YAML file they may name.
 
     Raises:
         InputError: unreadable file, unknown key or a value of the wrong type in it.
@@ -183,13 +177,7 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
     """An instance with the file's values over `base` or the defaults; nothing else is validated yet.
 
     Fields without a default stay `tyro.MISSING`, so that a flag must give them. `__post_init__` is not run here:
-    flags may still change what the file says.
-
-    Args:
-        settings: a dataclass.
-        values: what the file says.
-        where: the file, and the section in it, for messages.
-        base: an instance whose values stand in for the defaults.
+    flags may still change what the file says. `where` is the file, and the section in it, for messages.
 
     Raises:
         InputError: an unknown key or a value of the wrong type.
@@ -210,7 +198,7 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
             try:
                 value = _converted(kind, values[name])
             except (TypeError, ValueError):
-                raise InputError(f"{where}: {name} is {values[name]!r}; it must be {_wanted(kind)}") from None
+                raise InputError(f"{where}: {name} is {values[name]!r}; it must be {in_words(kind)}") from None
         object.__setattr__(made, name, value)
     return made
 
@@ -219,15 +207,6 @@ def _default(field: Field[Any]) -> Any:
     if field.default is not MISSING:
         return field.default
     return tyro.MISSING if field.default_factory is MISSING else field.default_factory()
-
-
-def _wanted(kind: Any) -> str:
-    """A type, in words."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_wanted, get_args(kind)))
-    return "null" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _converted(kind: Any, value: Any) -> Any:
