@@ -25,10 +25,10 @@ demo: $(VENV)/.installed
 	$(BIN)/adjust compare "$(PROMPT)" --tokens-per-step 4 --max-new-tokens 48
 	@echo
 	@echo 'Try next:'
-	@echo '  $(BIN)/adjust compare "Write a short story about a dog."  # an open text: where parallel falls apart'
-	@echo '  $(BIN)/adjust chat                                        # a conversation with the same model'
-	@echo '  $(BIN)/python -m pip install -e ".[serve]" && $(BIN)/adjust serve  # a page that shows every commit'
-	@echo '  docs/tutorial.md                                        # from here to a sampler of your own'
+	@echo '  $(BIN)/adjust compare "Write a short story about a dog."     # an open text'
+	@echo '  $(BIN)/adjust chat                                           # a conversation'
+	@echo '  $(BIN)/pip install -e ".[serve]" && $(BIN)/adjust serve   # in the browser'
+	@echo '  docs/tutorial.md                                                # all of it'
 
 # Two workers share the cores, so each gets one thread.
 test: lint
