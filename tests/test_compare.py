@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,12 @@ from rich.text import Text
 
 from adjust_dlm import decoders
 from adjust_dlm.commands import COMMANDS, compare
-from adjust_dlm.commands.compare import Columns, closing
+from adjust_dlm.commands.compare import Columns, CompareConfig, closing
 from adjust_dlm.commands.generate import BLOCK, FRESH_STYLE, MASKED_STYLE
 from adjust_dlm.commands.settings import parse
 from adjust_dlm.decoders import decode
 from adjust_dlm.types import DecodeConfig
-from helpers import ROOT, writer
+from helpers import CORE, ROOT, writer
 from test_cli import Cli, lines, registered, run, sampler, tiny  # noqa: F401 - fixtures
 from test_watch import terminal_text
 
@@ -167,6 +168,27 @@ def test_the_first_decoder_does_not_pay_for_the_warm_up(
     made.clear()
     assert run("compare", "--base", "exact", "--max-new-tokens", "4")[0] == 0  # no sampler: without g
     assert made == [("parallel", 4), ("joint", 4), ("parallel", 4)]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_on_a_card_the_timed_run_is_neither_the_first_nor_the_watched_one(
+    live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, bool, Any]] = []
+
+    def spy(*_: Any, decoder: str, watch: Any = None, eager: Any = None, **more: Any) -> Any:
+        made.append((decoder, watch is not None, eager))
+        return SimpleNamespace(seconds=float(len(made)))
+
+    monkeypatch.setattr(decoders, "decode", spy)
+    monkeypatch.setattr(compare, "sample_record", lambda base, result, b: {"seconds": result.seconds})
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: live)
+    card: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    samples = compare._decode(CompareConfig(), card, None, [3], DecodeConfig())
+    watched = [("", True, True)] * live
+    runs = [[(name, *how) for _, *how in [*watched, ("", False, None), ("", False, None)]] for name in CORE[:2]]
+    assert made == [("parallel", False, None), *runs[0], *runs[1]]  # the warm-up first
+    assert [sample["seconds"] for sample in samples] == [1.0 + len(runs[0]), 1.0 + 2 * len(runs[0])]  # the last of each
 
 
 def test_compare_in_a_real_terminal() -> None:
