@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
-PROMPT ?= What is the capital of France?
+PROMPT ?= How many legs does a spider have?
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
@@ -23,6 +23,12 @@ help:
 
 demo: $(VENV)/.installed
 	$(BIN)/adjust compare "$(PROMPT)" --tokens-per-step 4 --max-new-tokens 48
+	@echo
+	@echo 'Try next:'
+	@echo '  $(BIN)/adjust compare "Write a short story about a dog."     # an open text'
+	@echo '  $(BIN)/adjust chat                                           # a conversation'
+	@echo '  $(BIN)/pip install -e ".[serve]" && $(BIN)/adjust serve   # in the browser'
+	@echo '  docs/tutorial.md                                                # all of it'
 
 # Two workers share the cores, so each gets one thread.
 test: lint

@@ -175,14 +175,16 @@ def test_decode_flags_are_those_of_decode_config() -> None:
         (["--top-p", "0"], "top_p is 0.0; it must lie in (0, 1]"),
         (["--top-p", "1.5"], "top_p is 1.5; it must lie in (0, 1]"),
         (["--top-k", "-1"], "top_k is -1"),
-        (["--order", "best"], "order is 'best'; it must be one of entropy"),
-        (["--order-on", "half"], "order_on is 'half'; it must be one of processed, raw"),
-        (["--schedule", "slow"], "schedule is 'slow'; it must be one of exact, reference"),
+        (["--order", "best"], "--order is 'best'; it must be one of confidence, entropy, left_to_right, margin"),
+        (["--order-on", "half"], "--order-on is 'half'; it must be one of processed, raw"),
+        (["--schedule", "slow"], "--schedule is 'slow'; it must be one of exact, reference"),
         (["--num-samples", "0"], "num_samples is 0"),
         (["--batch-size", "0"], "batch_size is 0"),
         (["--device", "abacus"], "device is 'abacus'; it must be auto, cpu, cuda or cuda:N"),
         (["--device", "cuda:99"], "CUDA devices are visible"),
-        (["--dtype", "int3"], "dtype is 'int3'; it must be one of auto, float32"),
+        (["--dtype", "int3"], "--dtype is 'int3'; it must be one of auto, bfloat16, float16, float32"),
+        (["--quantize", "int4"], "--quantize is 'int4'; it must be one of fp8, fp8-dynamic, int8"),
+        (["--device-map", "even"], "--device-map is 'even'; it must be one of auto, balanced, balanced_low_0, seq"),
         (["--watch", "always"], "--watch always needs a terminal"),
         (["--watch", "always", "--json"], "exclude each other"),
         ([""], "the prompt is empty"),
@@ -380,6 +382,9 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
         ("json: 1", "json is 1; it must be bool"),
         ("prompt: [1]", "prompt is [1]; it must be tuple[str, ...]"),
         ("base: null", "base is None; it must be str"),
+        ("schedule: slow", "schedule is 'slow'; it must be one of exact, reference"),
+        ("quantize: int4", "quantize is 'int4'; it must be one of int8, fp8, fp8-dynamic or null"),
+        ("candidates: 1.5", "candidates is 1.5; it must be int or null"),
         ("- a", "holds a list; it must be a mapping"),
         ("a: [", "cannot read "),
         ("seed: 1\ntop_p: 1\nseed: 2", "seed stands there twice; give it once"),
@@ -557,7 +562,8 @@ def test_result_and_run_files(run: Cli, tmp_path: Path) -> None:
     assert result["results"]["base_fingerprint"].startswith("exact-4-4-")
     assert result["provenance"]["versions"]["torch"] == torch.__version__
     assert {"date", "command", "platform", "cards", "versions"} <= result["provenance"].keys()
-    assert [{k: v for k, v in s.items() if k not in ("prompt", "given")} for s in samples] == lines(out)
+    assert samples[0]["pieces"] == [""] * 4  # no tokenizer
+    assert [{k: v for k, v in s.items() if k not in ("prompt", "given", "pieces")} for s in samples] == lines(out)
     # The resolved file repeats the run.
     assert run("generate", "--config", first / "run.yaml", "--output", second)[0] == 0
     again = lines((second / "samples.jsonl").read_text())

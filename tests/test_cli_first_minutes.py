@@ -1,16 +1,19 @@
 """What a newcomer types first: no command, a wrong word, a pipe, a conversation, the list of decoders."""
 
+import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from adjust_dlm.commands import COMMANDS, GROUPS
+from adjust_dlm.commands import COMMANDS, FLAGS, GROUPS
 from adjust_dlm.commands import generate as generate_module
 from adjust_dlm.commands.settings import one_line
 from adjust_dlm.decoders import DECODERS
@@ -39,7 +42,8 @@ def test_adjust_alone_is_help_in_groups(run: Cli) -> None:  # noqa: F811
         (["generate", "--tokns-per-step", "4"], "did you mean --tokens-per-step?"),
         (["generate", "--candidates", "x"], "--candidates is 'x'; it takes {None}|INT"),
         (["generate", "--dtype"], "Missing value for argument '--dtype'"),
-        (["eval", "divergence", "--dtype", "f"], "invalid choice 'f' for argument '--dtype'. Expected one of ('auto'"),
+        (["eval", "divergence", "--dtype", "f"], "--dtype is 'f'; it must be one of auto, bfloat16, float32 (see"),
+        (["train", "--pool.order", "x"], "--pool.order is 'x'; it must be one of confidence, entropy, left_to_right,"),
         (["chat", "--base", "exact"], "base 'exact' has no chat template; use `adjust generate`"),
     ],
 )
@@ -61,6 +65,89 @@ def test_what_a_box_says_is_its_first_paragraph() -> None:
     )
     assert one_line(box) == "Error parsing --a: bad value 'x'"
     assert one_line("plain\n") == "plain" and known("a", ()) == "known are "
+
+
+def boxes(shown: str) -> dict[str, dict[str, list[str]]]:
+    """Box -> flag, as the help spells it -> the lines of what it says."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in shown.splitlines():
+        inside = line.strip("\u2502").strip()
+        if title := re.match(r"\u256d\u2500 ([\w ]+) \u2500", line):
+            flags = found.setdefault(title[1], {})
+        elif start := re.match(r"\u2502 (-\S.*?|\[.*?)(?:  +(.*?) *)?\u2502$", line):
+            flags[start[1].strip()] = told = [start[2]] if start[2] else []
+        elif line.startswith("\u2502") and flags:
+            told.append(inside)
+    return found
+
+
+def test_help_shows_flags_in_boxes_with_their_choices(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("COLUMNS", "100")
+    found = boxes(run("generate", "--help")[1])
+    assert {box: [flag.split(",")[0].split()[0] for flag in flags] for box, flags in found.items()} == {
+        "positional arguments": ["[[STR"],
+        "options": ["-h", "--config", "--verbose"],
+        "text options": [
+            "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--num-samples", "--chat", "--suppress-eos",
+            "--seed",
+        ],
+        "decoder options": [
+            "--tokens-per-step", "--decoder", "--set", "--order", "--order-on", "--schedule", "--block-length",
+            "--candidates", "--cache-period", "--cache-window", "--batch-size", "--eager",
+        ],
+        "model options": [
+            "--base", "--sampler", "--partner", "--device", "--dtype", "--quantize", "--device-map", "--revision",
+            "--compile",
+        ],
+        "output options": ["--output", "--json", "--watch"],
+    }  # fmt: skip
+    assert found["decoder options"]["--schedule {exact,reference}"] == [
+        "K per pass, or the model family's published step counts. (default: exact)"
+    ]
+    assert found["text options"]["--top-k INT"] == ["keep the k likeliest tokens; 0 keeps all. (default: 0)"]
+    told = {flag: lines for flags in found.values() for flag, lines in flags.items()}
+    assert told["--order {None,entropy,confidence,margin,random,left_to_right}"] == [
+        "which position is next; by default the base's own rule."
+    ]
+    assert {
+        "--dtype {auto,float32,bfloat16,float16}", "--quantize {None,int8,fp8,fp8-dynamic}",
+        "--order-on {None,processed,raw}", "--device-map {None,auto,balanced,balanced_low_0,sequential}",
+    } <= told.keys()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_is_short_and_says_no_empty_default(
+    name: str,
+    run: Cli,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two lines a flag in a terminal of 100 columns, beside a blank one where a text just fills its line."""
+    monkeypatch.setenv("COLUMNS", "100")
+    pytest.importorskip(COMMANDS[name].module)
+    out = run(name, "--help")[1]
+    assert "(default: )" not in out and "default: None" not in out
+    told = {flag: lines for flags in boxes(out).values() for flag, lines in flags.items()}
+    assert {flag: lines for flag, lines in told.items() if len([x for x in lines if x]) > 2} == {}
+    assert [flag for flag, lines in told.items() if not " ".join(lines).partition("(default")[0]] == []
+
+
+def test_a_box_is_there_where_its_first_flag_is(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("COLUMNS", "100")
+    adapt = boxes(run("adapt", "--help")[1])
+    assert "text options" not in adapt and "--chat INT" in adapt["corpus options"]
+    assert {"--lr FLOAT", "--batch-size INT", "--seed INT"} <= adapt["training options"].keys()
+    train = boxes(run("train", "--help")[1])
+    assert train["pool options"]["--pool.rows INT"][0].startswith("rows decoded together")
+    assert "what `one_pass` decodes." in run("train", "--help")[1]
+    frontier = boxes(run("eval", "frontier", "--help")[1])
+    (variants,) = (lines for flag, lines in frontier["decoder options"].items() if flag.startswith("--list-variants"))
+    assert re.fullmatch(r"the same .*\(default: joint:block_length=16 and \d\d more\)", " ".join(variants))
+    known_flags = {
+        field.name
+        for command in COMMANDS.values()
+        for field in fields(getattr(importlib.import_module(command.module), command.config))
+    }
+    assert {flag for flags in FLAGS.values() for flag in flags} <= known_flags
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])

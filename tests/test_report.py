@@ -8,7 +8,7 @@ import io
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class Outline(HTMLParser):
 
 def test_the_papers_table_comes_out_as_it_went_in(tmp_path: Path) -> None:
     out = made(tmp_path / "out", paper_table(tmp_path / "t"))
-    assert out["folders"] == [{"folder": str(tmp_path / "t"), "rows": 6}]
+    assert out["folders"] == [{"folder": str(tmp_path / "t"), "scores": 18, "texts_shown": 0}]
     found = values(tmp_path / "out" / "text.csv")
     names = {"joint": "Joint", "parallel": "Parallel", "adjust": "ADJUST"}
     for (decoder, k), nll in NLL.items():
@@ -467,15 +467,61 @@ def test_rows_with_most_decoders_come_first_and_other_prompts_are_other_rows() -
 
 def test_order_maps_are_as_strong_as_positions_are_late() -> None:
     sample = Sample("f", "g", "0", "parallel:tokens_per_step=2", "x", order=(0, 3, 1, 2, -1, -2))
-    parts = dict.fromkeys(("results", "tables", "figures", "samples"), ())
-    page = PAGES.get_template("report.html.j2")
-    drawn = page.render(title="", summary={"rows": ()}, orders=[[sample]], **parts)
-    assert re.findall(r'style="opacity:([\d.]+)"', drawn) == ["0.10", "1.00", "0.40", "0.70"]
+    drawn = drawn_order(sample)
+    assert re.findall(r'style="--late:([\d.]+)"', drawn) == ["0.10", "1.00", "0.40", "0.70"]
+    assert 'class="order cells" role="img" aria-label="order of 6 positions"' in drawn
     assert re.findall(r'title="([^"]+)"', drawn) == [
         "position 1: revealed as number 1, pass 1", "position 2: revealed as number 4, pass 2",
         "position 3: revealed as number 2, pass 1", "position 4: revealed as number 3, pass 2",
         "position 5: given", "position 6: filler behind the end",
     ]  # fmt: skip
+    assert "spelled" not in drawn_order(replace(sample, pieces=("",) * 6))  # a base without a tokenizer
+
+
+def drawn_order(sample: Sample) -> str:
+    """The part of the page that shows a sample's order."""
+    parts = dict.fromkeys(("results", "counts", "tables", "figures", "samples"), ())
+    page = PAGES.get_template("report.html.j2").render(title="", summary={"rows": ()}, orders=[[sample]], **parts)
+    return page[page.index('<section id="order">') : page.index('<section id="provenance">')]
+
+
+def test_order_maps_have_the_words() -> None:
+    pieces = ("Once", " a", "<b>", "\n", "given", "<end>", "x")
+    drawn = drawn_order(Sample("f", "g", "0", "joint", "x", order=(0, 2, 1, 3, -1, 4, -2), pieces=pieces))
+    assert re.findall(r'(?:style="--late:([\d.]+)"|class="none")>([^<]*)</i>', drawn) == [
+        ("0.10", "Once"), ("0.55", " a"), ("0.33", "&lt;b&gt;"), ("0.78", "\u21b5\n"), ("", "given"),
+        ("1.00", "&lt;end&gt;"),
+    ]  # fmt: skip
+    assert re.sub(r"<[^>]*>", "", drawn[drawn.index('class="order spelled">') + 22 : drawn.index("</div>")]) == (
+        "Once a&lt;b&gt;\u21b5\ngiven&lt;end&gt;"  # nothing between the tokens: white space counts there
+    )
+
+
+def test_prompts_are_headings_with_scores_passes_and_seconds_of_each_text(tmp_path: Path) -> None:
+    cost = {"completion_tokens": 1, "base_calls": 2, "sampler_calls": 6, "partner_calls": 0, "seconds": 0.126}
+    a = generated(tmp_path / "a", "adjust", "Paris.", [0], prompt="Capital of <France>?", nll=0.25, **cost)
+    b = generated(
+        tmp_path / "b", "joint", "Paris!", [0], 1, prompt="Capital of <France>?", base_calls=1, partner_calls=1
+    )
+    c = task(tmp_path / "c", {"joint": 0.8})
+    sample = {"id": "p1", "text": "18", "scores": {"strict": 1.0}, "base_calls": 12, "seconds": 1.5}
+    (c / "samples-joint.jsonl").write_text(json.dumps(sample) + "\n")
+    out = made(tmp_path / "out", a, b, c)
+    page = (tmp_path / "out" / "report.html").read_text()
+    words = [word.strip() for word in Outline(page).words if word.strip()]
+    heading = words.index("Capital of <France>?")
+    assert words[heading : heading + 10] == [
+        "Capital of <France>?", "smol: answers, T = 1, seed 0, row 0", "Joint", "Paris!", "1 base pass, 1 partner pass",
+        "ADJUST, K=2", "NLL 0.25", "Paris.", "1 token, 2 base passes, 6 sampler passes, 0.13 s", "Without a prompt",
+    ]  # fmt: skip
+    assert words[heading + 10 : heading + 15] == [
+        "smol: gsm8k, T = 0, seed 0, row p1", "Joint", "strict 1", "18",
+        "12 base passes, 1.50 s",
+    ]  # fmt: skip
+    assert "<summary><h3>Capital of &lt;France&gt;?</h3><small>" in page
+    assert [(x["scores"], x["texts_shown"]) for x in out["folders"]] == [(1, 1), (0, 1), (3, 1)]
+    shown = " ".join(re.sub(r"<[^>]*>", "", page[page.index("From <code>") : page.index("<nav>")]).split())
+    assert shown == f"From {a} (1 score, 1 text), {b} (0 scores, 1 text), {c} (3 scores, 1 text)"
 
 
 def test_markdown_cells_cannot_break_out() -> None:
@@ -511,7 +557,8 @@ def test_generate_then_report_from_the_command_line(
     command = ["report", str(tmp_path / "g"), str(tmp_path / "b"), "--output", str(tmp_path / "out"), "--no-plot"]
     assert cli.main(command) == 0
     page = (tmp_path / "out" / "report.html").read_text()
-    assert f"<p>{text(written)}</p>" in page and 'class="order"' in page
+    assert f"<p>{text(written)}</p>" in page and 'class="order cells"' in page
+    assert '<p class="cost">4 tokens, 4 base passes, 0.' in page
     assert [m for m in caplog.messages if "nothing in it" in m] == [
         f"{tmp_path / 'b'}: nothing in it for a table or a figure; it is listed under provenance"
     ]

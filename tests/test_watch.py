@@ -104,11 +104,11 @@ def terminal() -> Iterator[tuple[int, int]]:
         os.close(ours)
 
 
-def test_watch_in_a_real_terminal() -> None:
-    command = [sys.executable, "-m", "adjust_dlm.cli", "generate", "--base", "exact", "--max-new-tokens", "4"]
+def terminal_text(*argv: str) -> tuple[str, str]:
+    """What a command writes to a terminal of 80 columns, control codes included, and to stderr, which is none."""
     with terminal() as (ours, theirs):
         running = subprocess.Popen(
-            [*command, "--decoder", "joint"], stdout=theirs, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "adjust_dlm.cli", *argv], stdout=theirs, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
         )  # fmt: skip
         os.close(theirs)
@@ -123,6 +123,11 @@ def test_watch_in_a_real_terminal() -> None:
             shown += block
         _, err = running.communicate(timeout=60)
     assert running.returncode == 0, err
-    counts = re.findall(r"(\d) tokens?, (\d) base pass(?:es)?", shown.decode())
+    return shown.decode(), err
+
+
+def test_watch_in_a_real_terminal() -> None:
+    shown, err = terminal_text("generate", "--base", "exact", "--max-new-tokens", "4", "--decoder", "joint")
+    counts = re.findall(r"(\d) tokens?, (\d) base pass(?:es)?", shown)
     assert [counts[0], counts[-1]] == [("1", "1"), ("4", "4")]
     assert err.endswith("4 base passes, 0 sampler passes\n")

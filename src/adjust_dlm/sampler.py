@@ -40,8 +40,8 @@ class SamplerConfig:
         norms: normalise e, u and z (the public release does; False is the form printed in the paper).
         residual: h' = h + z rather than h' = z.
         output_norm_init: initial weight of the output norm; small starts close to parallel decoding.
-        pairing: which state the embedding of x_i meets: "state", the base's own state at position i, or
-            "token", the state that scores position i. The two differ only for bases with a shifted frame.
+        pairing: the state that the embedding of x_i meets: the one at position i ("state") or the one that scores it
+            ("token").
         layers: decoder layers, one after another.
         mlp: width of their MLPs, as a multiple of the base's own.
         features: layers of the base, from 1, whose states f each step also sees: z = layers(Linear([e; u; RMSNorm(f)]))

@@ -10,7 +10,7 @@ import math
 import operator
 from dataclasses import dataclass, fields, replace
 from os import PathLike
-from types import UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ OrderRule = Literal["entropy", "confidence", "margin", "random", "left_to_right"
 CERTAINTY: tuple[OrderRule, ...] = ("entropy", "margin", "confidence")  # rules that look at logits
 OrderOn = Literal["processed", "raw"]
 Schedule = Literal["exact", "reference"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantize = Literal["int8", "fp8", "fp8-dynamic"]
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 
 DEFAULT_BASE = "smol-block"
 GIVEN = -1  # order of a token that was there before the first commit
@@ -76,9 +79,16 @@ def require_kinds(settings: object) -> None:
         several = items and isinstance(value, tuple | list)
         for one in value if several else [value]:
             own = get_args(kind)[0] if several else kind
-            words = f"one of {', '.join(map(str, get_args(own)))}"
-            wanted = words if get_origin(own) is Literal else getattr(own, "__name__", own)
-            require(_is_kind(one, own), f"{name} is {one!r}; it must be {wanted}")
+            require(_is_kind(one, own), f"{name} is {one!r}; it must be {in_words(own)}")
+
+
+def in_words(kind: Any) -> str:
+    """An annotation: int, one of a, b, or null."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(in_words, get_args(kind)))
+    return "null" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _is_kind(value: object, kind: Any) -> bool:

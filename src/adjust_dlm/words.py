@@ -49,6 +49,12 @@ def by_depth(values: Mapping[str, float]) -> str:
     return "; ".join(f"{name} {' / '.join(shown)}" for name, shown in found.items())
 
 
+def counted(number: float, noun: str) -> str:
+    """A number of things: 1 pass, 2 passes, 2.5 passes."""
+    shown = number if isinstance(number, int) else f"{number:.4g}"
+    return f"{shown} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
 def known(word: str, names: Iterable[str]) -> str:
     """The end of a message about a word that is none of the names: the nearest of them, and all."""
     names = list(names)

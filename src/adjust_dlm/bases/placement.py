@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, Quantize, Spread, require
 
-Quantize = Literal["int8", "fp8", "fp8-dynamic"]
 DeviceMap = str | Mapping[str, Any]
-_PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
@@ -24,8 +22,8 @@ def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
     require(quantize in (None, *known), f"quantize is {quantize!r}; it must be one of {', '.join(known)}")
     missing = quantize in ("int8", "fp8") and importlib.util.find_spec("torchao") is None
     require(not missing, f"quantize {quantize} needs torchao: pip install 'adjust-dlm[quant]'")
-    good = device_map is None or isinstance(device_map, Mapping) or device_map in _PLANS
-    require(good, f"device_map is {device_map!r}; it must be one of {', '.join(_PLANS)}, or a mapping")
+    good = device_map is None or isinstance(device_map, Mapping) or device_map in get_args(Spread)
+    require(good, f"device_map is {device_map!r}; it must be one of {', '.join(get_args(Spread))}, or a mapping")
 
 
 def quantize_body(base: TransformerBase, kind: Quantize | None) -> None:

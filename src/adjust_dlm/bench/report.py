@@ -20,13 +20,15 @@ from adjust_dlm.bench.tables import all_tables, show, summary, table_files
 from adjust_dlm.eval.plots import check_plot, draw, fit, to_png
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import require
+from adjust_dlm.words import counted
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
 PAGES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, undefined=StrictUndefined
 )
-PAGES.globals.update(show=show, label_of=label_of, json=functools.partial(json.dumps, ensure_ascii=False))
+PAGES.globals.update(show=show, label_of=label_of, counted=counted)
+PAGES.globals.update(json=functools.partial(json.dumps, ensure_ascii=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ def make_report(config: ReportConfig) -> dict[str, Any]:
     """Reads every folder, writes what they give.
 
     Returns:
-        The files, and how many rows each folder gave.
+        The files, and how many scores and texts of each folder are in them.
 
     Raises:
         InputError: a folder without a result, or with a damaged one.
@@ -77,8 +79,13 @@ def make_report(config: ReportConfig) -> dict[str, Any]:
     first, tables = summary(blocks), all_tables(blocks, results)
     drawn = [(figure, to_png(draw(figure.panels))) for figure in all_figures(blocks) if config.plot]
     samples = side_by_side([sample for found in texts for sample in found], config.samples)
+    counts = []
+    for result, measured in zip(results, rows, strict=True):
+        mine = [text for shown in samples for text in shown if text.source == str(result.source)]
+        scores = sum(len(row.values) for row in measured) + sum(len(text.scores) for text in mine)
+        counts.append({"folder": str(result.source), "scores": scores, "texts_shown": len(mine)})
     page = PAGES.get_template("report.html.j2").render(
-        title=config.title, results=results, summary=first, tables=tables, samples=samples,
+        title=config.title, results=results, counts=counts, summary=first, tables=tables, samples=samples,
         figures=[(figure, base64.b64encode(picture).decode()) for figure, picture in drawn],
         orders=[row for row in samples if any(sample.order for sample in row)],
     )  # fmt: skip
@@ -91,6 +98,6 @@ def make_report(config: ReportConfig) -> dict[str, Any]:
             log.warning("%s: nothing in it for a table or a figure; it is listed under provenance", result.source)
     return {
         "page": str(folder / PAGE), "files": list(files),
-        "folders": [{"folder": str(x.source), "rows": len(found)} for x, found in zip(results, rows, strict=True)],
+        "folders": counts,
         "blocks": [{"block": x.title, "decoders": len(x.rows), "settings": x.about} for x in blocks],
     }  # fmt: skip

@@ -23,7 +23,7 @@ from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, require, require_count
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, require, require_count
 
 log = logging.getLogger(__name__)
 
@@ -33,23 +33,20 @@ class RuntimeConfig:
     """Settings of `adjust bench runtime`: every combination of forms, L, B, K and decoders is a cell, in that order.
 
     Attributes:
-        base: name or folder of a base, or a shape with random weights: dream-7b-shape, llada-8b-shape, small-shape (the
-            default model's), tiny-shape.
-        sampler: folder or Hub id of g; the base's own by default, a random one where it has none. With a shape g is
-            random, too, in the form of the sampler in that folder.
+        base: a base, or a shape with random weights: dream-7b-shape, llada-8b-shape, small-shape, tiny-shape.
+        sampler: folder or Hub id of g; the base's own by default, else a random one, as with a shape (in that folder's
+            form).
         partner: autoregressive model for decoders that ask one; the base's own by default.
         output: folder of runtime.csv and runtime.md, which grow cell by cell.
         decoders: decoders with settings, such as "adjust:sparse=true", and "components".
         tokens_per_step: K.
         batch_sizes: B; by default 8, 32 and 1 on a card, 1 on a CPU.
         new_tokens: L; by default 128 on a card, 64 on a CPU.
-        forms: fast (fixed buffers and CUDA graphs), public (the released code's way of working), eager (reference
-            decoders) and compiled (fast, on compiled layers, after all others).
+        forms: buffers and CUDA graphs (fast), the released code's loop (public), reference (eager), compiled layers.
         prompt_tokens: length of every prompt.
         temperature: 0 is argmax.
         top_p: nucleus mass.
-        order: rule of the next position; the base's own by default. LLaDA's, confidence, draws a token for every row at
-            T > 0 and so has no kernels; the public loop always takes entropy.
+        order: rule of the next position; the base's own by default. confidence has no kernels at T > 0.
         suppress_eos: never end a text, so that every row is full; without it only tokens before the end count.
         seed: of every decode.
         runs: timed decodes of a cell at most, after a warm-up that does not count.
@@ -83,7 +80,7 @@ class RuntimeConfig:
     layers: int = 0
     block: int | None = None
     device: str = "auto"
-    quantize: str | None = None
+    quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
         """Checks what would otherwise be found out late."""
@@ -184,7 +181,7 @@ def open_bench(config: RuntimeConfig) -> Bench:
         base: Any = random_base(config.base, device=device, dtype=dtype, block=config.block, **layers)
         form = SamplerConfig(**read_config(Path(config.sampler))["config"]) if config.sampler else None
         sampler = random_sampler(base, form)
-        quantize_body(base, config.quantize)  # type: ignore[arg-type]
+        quantize_body(base, config.quantize)
     else:
         base = load_base(config.base, device=device, quantize=config.quantize)
         if config.sampler is None and default_sampler(config.base) is None:

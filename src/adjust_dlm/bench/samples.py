@@ -12,6 +12,8 @@ from adjust_dlm.bench.records import Facts, Result, Row, rank, split_variant, va
 from adjust_dlm.eval.downstream import slug
 from adjust_dlm.types import InputError
 
+COST = ("completion_tokens", "base_calls", "sampler_calls", "partner_calls", "seconds")
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -25,7 +27,9 @@ class Sample:
         text: what was written.
         prompt: what it was asked, where known.
         order: commit number of every new position (-1 given, -2 filler behind the end), where known.
-        scores: of a task's own metrics.
+        scores: of a task's own metrics, or NLL.
+        cost: tokens, passes and seconds, as far as known.
+        pieces: the token of every position of `order`, as text, where known.
     """
 
     source: str
@@ -36,6 +40,8 @@ class Sample:
     prompt: str = ""
     order: tuple[int, ...] = ()
     scores: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    pieces: tuple[str, ...] = ()
 
     @property
     def k(self) -> int:
@@ -72,7 +78,8 @@ def _task_samples(result: Result, task: Row, limit: int) -> Iterator[Sample]:
     for line in _lines(task.texts / f"samples-{slug(task.variant)}.jsonl", limit):
         again = seen[line["id"]] = seen.get(line["id"], -1) + 1
         row = f"{line['id']}, sample {again}" if again else str(line["id"])
-        yield Sample(task.source, group, row, task.variant, line["text"], line.get("prompt", ""), scores=line["scores"])
+        texts = line["text"], line.get("prompt", "")
+        yield Sample(task.source, group, row, task.variant, *texts, scores=line["scores"], cost=_cost(line))
 
 
 def _sample(result: Result, line: Facts) -> Sample:
@@ -80,8 +87,14 @@ def _sample(result: Result, line: Facts) -> Sample:
     temperature = line.get("temperature", result.config.get("temperature"))
     at = "" if temperature is None else f", T = {temperature:g}"
     group = f"{result.config['base']}: {'answers' if prompt else 'text'}{at}, seed {result.config.get('seed')}"
-    order = tuple(line.get("order", ()))
-    return Sample(str(result.source), group, str(line["row"]), variant_of(line), line["text"], prompt, order)
+    scores = {} if line.get("nll") is None else {"NLL": line["nll"]}
+    texts = line["text"], prompt, tuple(line.get("order", ()))
+    more = scores, _cost(line), tuple(line.get("pieces", ()))
+    return Sample(str(result.source), group, str(line["row"]), variant_of(line), *texts, *more)
+
+
+def _cost(line: Facts) -> dict[str, float]:
+    return {key: line[key] for key in COST if key in line}
 
 
 def side_by_side(samples: Sequence[Sample], most: int) -> list[list[Sample]]:

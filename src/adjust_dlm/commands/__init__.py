@@ -7,19 +7,11 @@ imported.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Command:
-    """Where a command lives.
-
-    Attributes:
-        help: one line for `adjust --help`.
-        module: what to import.
-        config: name of its settings dataclass.
-        function: settings -> `Outcome`, or -> dict, which then becomes `result.json` and the table on stdout.
-    """
+class Command(NamedTuple):
+    """Its line of help, module, settings and function, which returns an `Outcome`, or a dict to be shown and stored."""
 
     help: str
     module: str
@@ -34,45 +26,35 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "chat": ("Talk to a base; its replies fill in live.", "commands.chat", "ChatConfig"),
     "compare": ("Joint, parallel and ADJUST side by side on one prompt.", "commands.compare", "CompareConfig"),
     "decoders": ("List decoders: what they do, their settings, what they need.", "commands.decoders", "DecodersConfig"),
-    "serve": (
-        "Serve a base to OpenAI's clients; infilling and a stream of every commit.", "commands.serve", "ServeConfig",
-    ),
-    "trajectories": (
-        "Decode with K=1 and store the order: what training reads.",
-        "data.trajectories", "TrajectoriesConfig", "make_trajectories",
-    ),
+    "serve":
+        ("Serve a base to OpenAI's clients; infilling and a stream of every commit.", "commands.serve", "ServeConfig"),
+    "trajectories":
+        ("Decode with K=1 and store the order: what training reads.",
+         "data.trajectories", "TrajectoriesConfig", "make_trajectories"),
     "train": ("Train a sampler on trajectories.", "train.trainer", "TrainConfig", "train"),
     "adapt": ("Turn an autoregressive model into a masked diffusion base.", "train.adapt", "AdaptConfig", "adapt"),
-    "eval divergence": (
-        "How far every decoder's text is from the base's joint law: KL both ways.",
-        "eval.divergence", "DivergenceConfig",
-    ),
-    "eval paired": (
-        "Two decoders on the same problems: difference, interval, McNemar's test.", "eval.paired", "PairedConfig",
-    ),
+    "eval divergence":
+        ("How far every decoder's text is from the base's joint law: KL both ways.",
+         "eval.divergence", "DivergenceConfig"),
+    "eval paired":
+        ("Two decoders on the same problems: difference, interval, McNemar's test.", "eval.paired", "PairedConfig"),
     "eval nll": ("NLL of existing texts under any autoregressive judge.", "eval.scores", "NllConfig", "run_nll"),
     "eval mauve": ("MAUVE of existing texts against a reference.", "eval.scores", "MauveConfig", "run_mauve"),
-    "eval table": (
-        "NLL and MAUVE of every decoder and K: the paper's Table 1.", "eval.table", "TableConfig", "make_table",
-    ),
-    "eval frontier": (
-        "Quality of every decoder against passes and time: one plot, one CSV.",
-        "eval.frontier", "FrontierConfig", "make_frontier",
-    ),
+    "eval table":
+        ("NLL and MAUVE of every decoder and K: the paper's Table 1.", "eval.table", "TableConfig", "make_table"),
+    "eval frontier":
+        ("Quality of every decoder against passes and time: one plot, one CSV.",
+         "eval.frontier", "FrontierConfig", "make_frontier"),
     "eval gsm8k": ("GSM8K with any decoder: strict and flexible accuracy.", "eval.tasks.gsm8k", "Gsm8kConfig"),
     "eval math": ("MATH with any decoder: the boxed answer, by its value.", "eval.tasks.maths", "MathConfig"),
-    "eval humaneval": (
-        "HumanEval: functions, run against their tests.", "eval.tasks.code", "HumanEvalConfig",
-    ),
+    "eval humaneval": ("HumanEval: functions, run against their tests.", "eval.tasks.code", "HumanEvalConfig"),
     "eval mbpp": ("MBPP: programs, run against their tests.", "eval.tasks.code", "MbppConfig"),
-    "eval parallelbench": (
-        "Waiting lines, puzzles and sentences: what parallel decoding loses.",
-        "eval.tasks.parallelbench", "ParallelBenchConfig", "run_parallelbench",
-    ),
-    "bench runtime": (
-        "Tokens per second and components beside parallel decoding and the device's ceilings.",
-        "commands.bench", "RuntimeConfig",
-    ),
+    "eval parallelbench":
+        ("Waiting lines, puzzles and sentences: what parallel decoding loses.",
+         "eval.tasks.parallelbench", "ParallelBenchConfig", "run_parallelbench"),
+    "bench runtime":
+        ("Tokens per second and components beside parallel decoding and the device's ceilings.",
+         "commands.bench", "RuntimeConfig"),
     "export": ("Write a sampler as a repository for the Hub and transformers.", "commands.export", "ExportConfig"),
     "report": ("Tables, figures and one page from result folders.", "bench.report", "ReportConfig", "make_report"),
 }  # fmt: skip
@@ -83,3 +65,16 @@ GROUPS: dict[str, list[str]] = {
     "train": ["adapt", "trajectories", "train", "export"],
     "measure": [name for name in COMMANDS if name.split()[0] in ("eval", "bench", "report")],
 }
+# Boxes of a command's help: each is there where the command has the first of its flags. Other flags are its own.
+FLAGS: dict[str, list[str]] = {box: flags.split() for box, flags in {
+    "text": "max_new_tokens prompts temperature temperatures top_p top_k num_samples chat suppress_eos seed",
+    "decoder": "tokens_per_step decoder decoders variants list_variants set order order_on schedule block_length"
+    " candidates cache_period cache_window batch_size batch_sizes eager",
+    "model": "base sampler partner load_partner judge device dtype quantize device_map revision compile",
+    "corpus": "text chat lists questions text_files length corpus sample_batch sample_temperature sample_top_p"
+    " share_text share_chat share_lists share_files share_questions",
+    "training": "lr steps max_seconds optimizer warmup decay clip batch_size micro_batch slices slice_states accumulate"
+    " loss rollout reverse weights next_decay next_share seed resume checkpoint_every checkpoint_every_seconds"
+    " eval_every heldout heldout_trajectories heldout_texts",
+    "output": "output json watch plot title samples track dry_run log_every",
+}.items()}  # fmt: skip

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from adjust_dlm.commands.common import DrawFlags, load_for, sample_record, setup_facts
 from adjust_dlm.commands.generate import Watch, helpers_for
 from adjust_dlm.commands.output import Outcome, say
+from adjust_dlm.types import InputError, require
 
 if TYPE_CHECKING:
     from adjust_dlm.serve.text import Words
@@ -40,8 +41,6 @@ class ChatConfig(DrawFlags):
 
 def run(flags: ChatConfig) -> Outcome:
     """Asks and answers until stdin ends; the oldest turns are left out once the context is full."""
-    from adjust_dlm.types import require
-
     config = flags.decode_config()
     from adjust_dlm.decoders import build_options, decode, read_options  # they need torch, what stands above does not
     from adjust_dlm.serve.text import Words
@@ -85,7 +84,6 @@ def _next_line() -> str | None:
 def _encoded(words: Words, messages: list[Message], config: DecodeConfig) -> list[int]:
     """Ids of the conversation; forgets its oldest question and answer until the reply has room behind them."""
     from adjust_dlm.data.prompts import PromptSource
-    from adjust_dlm.types import InputError
 
     while True:
         ids = words.encode_messages(messages)

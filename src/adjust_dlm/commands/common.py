@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adjust_dlm.types import DEFAULT_BASE
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, Dtype, OrderOn, OrderRule, Quantize, Schedule, Spread, require
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
-    from adjust_dlm.types import DecodeConfig, DecodeResult
+    from adjust_dlm.types import DecodeResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class LoadFlags:
         partner: folder of an autoregressive model with the base's tokenizer, for decoders that ask one; by default the
             one that the base was made from.
         device: auto, cpu, cuda or cuda:N.
-        dtype: auto (float32 on the CPU, bfloat16 on a GPU), float32, bfloat16 or float16.
-        quantize: int8 or fp8 weights for the base's linear layers; fp8-dynamic multiplies in fp8, too.
-        device_map: spread a checkpoint's layers over devices (auto, balanced, sequential).
+        dtype: auto is float32 on the CPU and bfloat16 on a GPU.
+        quantize: weights of the base's linear layers in 8 bits; fp8-dynamic multiplies in fp8, too.
+        device_map: spread a checkpoint's layers over devices.
         revision: commit, tag or branch of a Hub id.
         compile: compile the layers, once for all lengths (10-30 s at the first pass).
     """
@@ -40,9 +40,9 @@ class LoadFlags:
     sampler: Path | None = None
     partner: str | None = None
     device: str = "auto"
-    dtype: str = "auto"
-    quantize: str | None = None
-    device_map: str | None = None
+    dtype: Dtype = "auto"
+    quantize: Quantize | None = None
+    device_map: Spread | None = None
     revision: str | None = None
     compile: bool = False
 
@@ -57,7 +57,7 @@ class DrawFlags(LoadFlags):
         temperature: 0 is argmax.
         top_p: nucleus mass in (0, 1].
         top_k: keep the k likeliest tokens; 0 keeps all.
-        order: entropy, confidence, margin, random or left_to_right; by default the base's own.
+        order: which position is next; by default the base's own rule.
         suppress_eos: never commit an end token.
         block_length: fill new tokens block by block of this length, from left to right; by default they are one block.
         eager: run the reference decoders where their fast form on CUDA would be taken.
@@ -68,15 +68,15 @@ class DrawFlags(LoadFlags):
     temperature: float = 0.6
     top_p: float = 1.0
     top_k: int = 0
-    order: str | None = None
+    order: OrderRule | None = None
     suppress_eos: bool = False
     block_length: int | None = None
     eager: bool = False
 
     def decode_config(self) -> DecodeConfig:
         """The part that decides which tokens come out; raises InputError for values that make no sense."""
-        from adjust_dlm.types import DecodeConfig
-
+        rows = getattr(self, "num_samples", 1)
+        require(rows >= 1, f"num_samples is {rows}; it must be at least 1")
         names = [field.name for field in fields(DecodeConfig) if hasattr(self, field.name)]
         return DecodeConfig(**{name: getattr(self, name) for name in names})
 
@@ -87,9 +87,9 @@ class DecodeFlags(DrawFlags):
 
     Attributes:
         order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
-        schedule: exact (K per pass) or reference (the model family's published step counts).
-        candidates: positions that a round may go on to behind its first commit, the best of the base's pass; by default
-            as many as the round has commits left, 0 is every position.
+        schedule: K per pass, or the model family's published step counts.
+        candidates: positions a round may go on to, the best of the base's pass; by default as many as it commits, 0 is
+            every one.
         cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
             pass reuses any, and all are exact.
         cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
@@ -100,8 +100,8 @@ class DecodeFlags(DrawFlags):
         output: folder for result.json, samples.jsonl and run.yaml.
     """
 
-    order_on: str | None = None
-    schedule: str = "exact"
+    order_on: OrderOn | None = None
+    schedule: Schedule = "exact"
     candidates: int | None = None
     cache_period: int | None = None
     cache_window: int | None = None
@@ -110,13 +110,6 @@ class DecodeFlags(DrawFlags):
     num_samples: int = 1
     json: bool = False
     output: Path | None = None
-
-    def decode_config(self) -> DecodeConfig:
-        """See `DrawFlags.decode_config`."""
-        from adjust_dlm.types import require
-
-        require(self.num_samples >= 1, f"num_samples is {self.num_samples}; it must be at least 1")
-        return super().decode_config()
 
 
 def set_malloc(*, map_from: int, keep: int) -> None:
@@ -132,13 +125,11 @@ def load_for(flags: LoadFlags) -> Base:
     import torch
 
     from adjust_dlm.bases import load_base
-    from adjust_dlm.types import require
 
-    known = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    require(flags.dtype in known, f"dtype is {flags.dtype!r}; it must be one of {', '.join(known)}")
+    dtype = None if flags.dtype == "auto" else getattr(torch, flags.dtype)
     options = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
     with status(f"loading {flags.base}"):
-        base = load_base(flags.base, device=flags.device, dtype=known[flags.dtype], **options)
+        base = load_base(flags.base, device=flags.device, dtype=dtype, **options)
     if flags.compile:
         base.compile()
     return base
@@ -155,8 +146,6 @@ def status(text: str) -> AbstractContextManager[Any]:
 
 def from_pipe(prompts: Sequence[str]) -> list[str]:
     """The prompts, `-` replaced by what stands on stdin; raises InputError if that is a terminal or asked for twice."""
-    from adjust_dlm.types import require
-
     if "-" not in prompts:
         return list(prompts)
     require(list(prompts).count("-") == 1, "the prompt - stands there twice, and stdin can be read once")
@@ -175,20 +164,13 @@ def sampler_for(flags: LoadFlags, base: Base) -> Any:
 
 
 def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, chat: bool) -> list[list[int]]:
-    """Ids of each prompt, without any the one without a prompt; a base without a tokenizer takes ids.
-
-    Args:
-        base: whose tokenizer, chat template and start token count.
-        texts: the prompts.
-        config: of the canvas behind them.
-        chat: use the chat template if the base has one.
+    """Ids of each prompt, in the chat template if asked for; without any, of none. Without a tokenizer texts are ids.
 
     Raises:
         InputError: a prompt is empty, no UTF-8, not a list of ids where ids are needed, or does not fit the base.
     """
     from adjust_dlm.data.prompts import PromptSource, unconditional
     from adjust_dlm.serve.text import Words
-    from adjust_dlm.types import require
 
     words, prompts = Words(base), []
     for text in texts:
@@ -205,22 +187,24 @@ def sample_record(base: Base, result: DecodeResult, b: int) -> dict[str, Any]:
     """Row b of a decode as `adjust generate --json` prints it.
 
     `tokens` and `order` cover all new positions (order -2: filler behind the end); `completion_tokens` counts
-    those before the first end token; `seconds` is the wall time of the batch the row was decoded in. `given` is what
-    the base was given to continue, chat template included; it is left out on stdout.
+    those before the first end token; `seconds` is the wall time of the batch the row was decoded in. Left out on stdout
+    are `given`, what the base was given to continue, chat template included, and `pieces`, every token as text.
     """
     from adjust_dlm.bases import cut_at_end
     from adjust_dlm.serve.text import Words
 
     new = result.config.max_new_tokens
     tokens, order = result.tokens_BL[b, -new:].tolist(), result.order_BL[b, -new:].tolist()
-    words, prompt = cut_at_end(tokens, base.spec.end_ids), result.tokens_BL[b, result.real_BL[b]][:-new].tolist()
+    kept, words = cut_at_end(tokens, base.spec.end_ids), Words(base)
+    prompt = result.tokens_BL[b, result.real_BL[b]][:-new].tolist()
     return {
-        "text": Words(base).decode(tokens), "tokens": tokens, "order": order,
-        "prompt_tokens": int(result.real_BL[b].sum()) - new, "completion_tokens": len(words),
-        "finish_reason": "stop" if len(words) < new else "length",
+        "text": words.decode(tokens), "tokens": tokens, "order": order,
+        "prompt_tokens": int(result.real_BL[b].sum()) - new, "completion_tokens": len(kept),
+        "finish_reason": "stop" if len(kept) < new else "length",
         **{name: int(getattr(result, f"{name}_B")[b]) for name in ("base_calls", "sampler_calls", "partner_calls")},
         "seconds": round(result.seconds, 6), "seed": result.config.seed, "decoder": result.decoder,
-        "tokens_per_step": result.config.tokens_per_step, "given": Words(base).spelled(prompt),
+        "tokens_per_step": result.config.tokens_per_step, "given": words.spelled(prompt),
+        "pieces": [words.spelled([token]) for token in tokens],
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import tyro
 
 from adjust_dlm.commands.output import Outcome, check_folder, say
 from adjust_dlm.commands.settings import read_yaml
-from adjust_dlm.types import DEFAULT_BASE
+from adjust_dlm.types import DEFAULT_BASE, require
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
@@ -77,7 +77,6 @@ def _check(flags: ExportConfig) -> None:
     """All that can be refused before a model is loaded."""
     from adjust_dlm.artifacts import check_hub_id
     from adjust_dlm.sampler import default_sampler
-    from adjust_dlm.types import require
 
     both = flags.sampler is not None and flags.from_released is not None
     require(not both, "--sampler and --from-released exclude each other: both name the sampler")

@@ -17,8 +17,10 @@ from rich.live import Live
 from rich.text import Text
 
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
-from adjust_dlm.commands.output import Outcome, counted, say, to_json
+from adjust_dlm.commands.output import Outcome, say, to_json
 from adjust_dlm.progress import Bar
+from adjust_dlm.types import require
+from adjust_dlm.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +38,10 @@ class GenerateConfig(DecodeFlags):
 
     Attributes:
         prompt: one or more prompts, - is read from a pipe; without any, text from the base's start token alone.
-        decoder: joint (one token per pass), parallel, adjust, ...; each is one file of the package.
+        decoder: joint (one token per pass), parallel, adjust, ... (see `adjust decoders`).
         set: settings that only this decoder has, as NAME=VALUE (threshold: tau=0.9).
         batch_size: rows decoded at once; does not change any sample.
-        watch: show the canvas filling in, live, in a terminal; auto: if a single text is written there. On a card it is
-            then decoded by the reference form, as with --eager.
+        watch: show the canvas filling in, in a terminal; auto: a single text. On a card as with --eager.
     """
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -77,8 +78,6 @@ def run(flags: GenerateConfig) -> Outcome:
 
 def _check(flags: GenerateConfig) -> DecodeConfig:
     """All that can be refused before a model is loaded."""
-    from adjust_dlm.types import require
-
     config = flags.decode_config()
     require(flags.batch_size >= 1, f"batch_size is {flags.batch_size}; it must be at least 1")
     live = flags.watch == "always"
@@ -133,7 +132,7 @@ def _decode_all(
 def _show(flags: GenerateConfig, record: dict[str, Any], *, several: bool) -> None:
     """One sample on stdout: text alone, or under its row number, or as JSON."""
     if flags.json:
-        hidden = {"prompt", "given"} if flags.num_samples > 1 else {"prompt", "given", "row"}
+        hidden = {"prompt", "given", "pieces", *(("row",) if flags.num_samples == 1 else ())}
         say(to_json({key: value for key, value in record.items() if key not in hidden}))
     elif flags.watch == "never":
         say(f"--- row {record['row']} ---\n{record['text']}" if several else record["text"])
@@ -144,15 +143,9 @@ MASKED_STYLE, FRESH_STYLE, HEAD_STYLE = "dim", "bold black on green", "dim itali
 
 
 class Watch(Live):
-    """A hook for `decode(watch=...)` and the context that owns the screen while a batch is decoded.
-
-    Args:
-        base: turns ids into text.
-        console: where to draw; the terminal behind stdout by default.
-    """
+    """A hook for `decode(watch=...)` and the context that owns the screen while a batch is decoded."""
 
     def __init__(self, base: Base, console: Console | None = None) -> None:
-        """Draws nothing yet."""
         super().__init__(console=console or Console(), auto_refresh=False, vertical_overflow="visible")
         self.base = base
         self.block = PLAIN_BLOCK if self.console.options.ascii_only else BLOCK

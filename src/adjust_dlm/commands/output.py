@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from adjust_dlm.files import write_whole
+from adjust_dlm.types import require
 from adjust_dlm.words import title_of
 
 RESULT, SAMPLES, RUN = "result.json", "samples.jsonl", "run.yaml"
@@ -59,8 +60,6 @@ def check_folder(folder: Path | None) -> None:
     """
     if folder is None:
         return
-    from adjust_dlm.types import require
-
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     require(nearest.is_dir(), f"cannot write to {folder}: {nearest} is not a folder")
     require(os.access(nearest, os.W_OK | os.X_OK), f"cannot write to {folder}: no permission in {nearest}")
@@ -116,11 +115,6 @@ def show_value(value: Any) -> str:
     if isinstance(value, float):
         return "" if value != value else f"{value:.4g}"
     return "" if value is None else str(value)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things: 1 pass, 2 passes."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 def show_results(results: Mapping[str, Any]) -> None:

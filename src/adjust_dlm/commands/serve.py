@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
+from adjust_dlm.types import require
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -85,7 +86,6 @@ def check(flags: ServeConfig) -> AppConfig:
     from importlib.util import find_spec
 
     from adjust_dlm.decoders import build_options, read_options
-    from adjust_dlm.types import require
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} is not installed; pip install 'adjust-dlm[serve]'")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -21,7 +23,8 @@ import tyro
 import yaml
 
 from adjust_dlm import words
-from adjust_dlm.types import InputError
+from adjust_dlm.commands import FLAGS
+from adjust_dlm.types import InputError, in_words
 
 C = TypeVar("C")
 _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")
@@ -41,13 +44,7 @@ class Common:
 
 
 def parse(settings: type[C], argv: list[str], *, prog: str, description: str) -> tuple[C, Common]:
-    """Settings of a command from its arguments and the YAML file they may name.
-
-    Args:
-        settings: the command's dataclass.
-        argv: arguments behind the command's name.
-        prog: what the help calls the program.
-        description: first lines of the help.
+    """Settings of a command from the arguments behind its name, and from the YAML file they may name.
 
     Raises:
         InputError: unreadable file, unknown key or a value of the wrong type in it.
@@ -60,20 +57,60 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
         raise InputError(f"--config is given {len(named)} times; give one file") from None
     file = named[0] if named else None
     start = filled(settings, read_yaml(file) if file else {}, where=str(file))
-    bare = tyro.conf.arg(name="")
-    parts = [("settings", Annotated[settings, bare]), ("common", Annotated[Common, bare])]
+    left, bare = _names(settings), tyro.conf.arg(name="")
+    parts: list[tuple[str, Any]] = [("common", Annotated[_part(Common, _names(Common), Common()), bare])]
+    for box, flags in FLAGS.items():
+        mine = [name for name in flags if name in left and flags[0] in left]
+        left = [name for name in left if name not in mine]
+        parts.append((box, Annotated[_part(settings, mine, start), tyro.conf.OmitArgPrefixes]))
+    parts.insert(1, ("own", Annotated[_part(settings, left, start), bare]))
     run_class = make_dataclass("Run", parts, frozen=True)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            run: Any = tyro.cli(
-                run_class, args=argv, default=run_class(start, Common()), prog=prog, description=description
-            )
+            run = vars(tyro.cli(run_class, args=argv, prog=prog, description=description))
     except SystemExit as stop:
         if stop.code:
             sys.stderr.write(f"adjust: error: {one_line(said.getvalue())} (see {prog} --help)\n")
         raise
-    return run.settings, run.common
+    common, *boxes = run.values()
+    return _made(settings, {name: value for box in boxes for name, value in vars(box).items()}), Common(**vars(common))
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.init]
+
+
+def _part(kind: Any, names: Sequence[str], start: Any) -> type:
+    """A dataclass of some fields of another, with the values of an instance: a box of the help."""
+    hints, parts, said = get_type_hints(kind, include_extras=True), list[Any](), dict[str, str]()
+    for one in reversed(kind.__mro__):
+        about = inspect.cleandoc(one.__doc__ or "").partition("Attributes:")[2]
+        for found, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8,}.*)*)", about, re.M):
+            said |= dict.fromkeys(found.split(", "), " ".join(text.split()))
+    for name in names:
+        value, hint = getattr(start, name), hints[name]
+        if is_dataclass(hint):
+            parts.append((name, _part(hint, _names(hint), value)))
+            parts[-1][1].__doc__ = said.get(name)
+        else:
+            shown = tyro.conf.arg(help=said.get(name), help_behavior_hint=_default_told)
+            parts.append((name, Annotated[hint, shown], dataclass_field(default=value)))
+    return make_dataclass("Part", parts, frozen=True, kw_only=True)
+
+
+def _default_told(default: str) -> str:
+    """What the help says of a default: nothing where there is none, and of a long list its first."""
+    first, *more = default.split() or [""]
+    shown = default if len(default) < 80 else f"{first} and {len(more)} more"
+    return "" if default in ("", "None") else f"(default: {shown})"
+
+
+def _made(kind: type[C], values: Mapping[str, Any]) -> C:
+    """An instance from the values of its parts; its own checks run here."""
+    hints = get_type_hints(kind)
+    nested = {name: _made(hints[name], vars(value)) for name, value in values.items() if is_dataclass(hints[name])}
+    return kind(**{**values, **nested})
 
 
 def one_line(box: str) -> str:
@@ -90,6 +127,9 @@ def one_line(box: str) -> str:
         r"\1 is \3; it takes \2",
         text,
     )
+    if choice := re.match(r"invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*)\)", text):
+        known = sorted(set(re.findall(r"'([^']*)'", choice[3])) - {"None"})
+        text = f"{choice[2]} is {choice[1]}; it must be one of {', '.join(known)}"
     meant = [line.split()[0] for line in lines if re.match(r"--\w", line)] if "Perhaps you meant:" in lines else []
     return text.rstrip(".") + (f"; did you mean {' or '.join(meant[:2])}?" if meant else "")
 
@@ -137,13 +177,7 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
     """An instance with the file's values over `base` or the defaults; nothing else is validated yet.
 
     Fields without a default stay `tyro.MISSING`, so that a flag must give them. `__post_init__` is not run here:
-    flags may still change what the file says.
-
-    Args:
-        settings: a dataclass.
-        values: what the file says.
-        where: the file, and the section in it, for messages.
-        base: an instance whose values stand in for the defaults.
+    flags may still change what the file says. `where` is the file, and the section in it, for messages.
 
     Raises:
         InputError: an unknown key or a value of the wrong type.
@@ -164,8 +198,7 @@ def filled(settings: type[C], values: Mapping[str, Any], *, where: str, base: An
             try:
                 value = _converted(kind, values[name])
             except (TypeError, ValueError):
-                wanted = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-                raise InputError(f"{where}: {name} is {values[name]!r}; it must be {wanted}") from None
+                raise InputError(f"{where}: {name} is {values[name]!r}; it must be {in_words(kind)}") from None
         object.__setattr__(made, name, value)
     return made
 

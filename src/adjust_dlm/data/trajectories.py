@@ -72,8 +72,7 @@ class TrajectoriesConfig(TextConfig):
         output: folder for the shards and the manifest; an interrupted run continues there.
         base: name of a base, or the folder of an adapted one.
         num: how many trajectories.
-        sampler: folder of a g that then decodes by ADJUST, so that it can go on training on canvases and positions of
-            its own; none decodes jointly, by the base alone.
+        sampler: folder of a g that then decodes by ADJUST, for a further stage of training; none decodes jointly.
         tokens_per_step: K of ADJUST, with a sampler.
         suppress_eos: never commit an end token.
         seed: with a row's number, the only source of randomness.

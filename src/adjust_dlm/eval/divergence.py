@@ -38,12 +38,10 @@ class DivergenceConfig(EvalConfig):
     law is that of the quantized base.
 
     Attributes:
-        decoders: names or variants ("adjust:candidates=0", "threshold:tau=0.3,score=likeliest"). Those that take K and
-            name none come once for each of `tokens_per_step`.
+        decoders: names or variants ("adjust:candidates=0"), at every K unless they set their own.
         n: texts of each row and source of tokens.
         temperatures: of the law. A decoder has the same unless its variant says another: "parallel:temperature=0.8".
-        sources: "own": KL(q || p) on the decoder's own tokens; "base": KL(p || q) on tokens drawn from the base at the
-            decoder's positions.
+        sources: of tokens: the decoder's "own" for KL(q || p), drawn from the "base" at its positions for KL(p || q).
         prompts: unconditional, lists, questions, corpus:DIR, or a .jsonl or .txt file.
         chat: put each prompt of a file into the chat template.
         order: which position is next; the base's own rule by default.

@@ -72,7 +72,7 @@ class DownstreamConfig(EvalConfig):
 
     Attributes:
         partner: autoregressive model for decoders that ask one; the base's own by default.
-        data: .jsonl or .json (also .xz, .gz) or .parquet file of the problems, or owner/name:path of one on the Hub.
+        data: file of the problems (.jsonl, .json, .parquet), or owner/name:path of one on the Hub.
         decoders: decoders, or variants of them (see `adjust eval table`); each runs at every K unless it sets its own.
         limit: problems at most, the first ones of the task's order; 0 is all.
         num_samples: completions of a problem.

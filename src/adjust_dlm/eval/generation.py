@@ -24,7 +24,7 @@ from adjust_dlm.progress import Bar
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, DecodeResult, require
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, DecodeResult, Quantize, require
 
 Batch = tuple[list[int], DecodeResult]
 
@@ -53,7 +53,7 @@ class EvalConfig:
     batch_size: int = 256
     seed: int = 1
     device: str = "auto"
-    quantize: str | None = None
+    quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
         """Checks what decoding would otherwise find out late."""

@@ -44,8 +44,7 @@ class TableConfig(EvalConfig):
         n: texts per cell.
         divergence: texts of a cell that KL is measured on, both ways (see `adjust eval divergence`); 0 is none.
         temperatures: one block of the table each.
-        variants: more rows, of decoders that decide themselves how many tokens a pass commits: a name in `DECODERS` and
-            its settings, such as "threshold:tau=0.9", "adaptive:gamma=2,most=8" or "edlm:tokens_per_step=4".
+        variants: more rows: decoders with settings, such as "threshold:tau=0.9" or "edlm:tokens_per_step=4".
         top_p: nucleus mass.
         judge: autoregressive model that scores and embeds the texts: "smol" or a folder.
         buckets: k-means clusters of MAUVE; 0 takes n / 10.

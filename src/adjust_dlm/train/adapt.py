@@ -58,16 +58,17 @@ class AdaptConfig(CorpusConfig):
         share_chat: weight of chat.
         share_lists: weight of list tasks.
         share_files: weight of your own files.
+        share_questions: weight of short questions.
         batch_size: canvases of a step, over all processes.
         micro_batch: canvases of one pass of one process; must divide its part of the batch.
         steps: optimizer steps.
-        max_seconds: stop training (corpus and evaluation at the end not counted) after so long, the learning rate
-            following whichever of steps and time is further on; such a run is not reproducible bit for bit.
+        max_seconds: end of training by the clock; the rate then follows elapsed time, which is not reproducible bit for
+            bit.
         lr: peak learning rate of AdamW; after the warm-up flat for 30 % of the run, then linear to 0.
         warmup: steps of linear warm-up.
         clip: largest norm of the gradient.
-        block_size: S of a block base (see `bases.blocks`), which reads finished blocks through an exact cache; none
-            makes a base that sees a whole canvas. Canvases must be multiples of it long (`length`).
+        block_size: S of a block base, with an exact cache (see docs/blocks.md); none sees a whole canvas. Divides
+            `length`.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
         lora_rank: rank of the adapters.

@@ -37,12 +37,12 @@ class TrainConfig(SamplerConfig):
         one_pass: decode the trajectories while training on them (see `pool`).
         pool: what `one_pass` decodes.
         output: folder for the sampler, checkpoints and metrics.
-        preset: "default", "printed" (g and loss as printed in the paper) or "released" (as in the authors' code). The
-            latter two share AdamW at 5e-5, constant after 250 warm-up steps, uniform rows, rollout 3 and batch 32.
+        preset: g, loss and optimizer: ours, "printed" (as in the paper) or "released" (as in the authors' code); see
+            docs/training.md.
         rollout: unrolled g steps (K - 1 of training).
         loss: "sum" over depths, "last" depth alone, or "released": one depth, drawn for each step.
-        reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the former spreads g over all that the base
-            finds possible, the latter keeps it from what the base finds impossible.
+        reverse: r of the loss (1 - r) KL(base || g) + r KL(g || base); the latter keeps g from what the base finds
+            impossible.
         weights: "next" or "uniform" row weights.
         next_decay: of "next": weights fall as exp(-rank / next_decay).
         next_share: of "next": weight on that part; the rest is spread over all masked rows.
@@ -70,7 +70,7 @@ class TrainConfig(SamplerConfig):
         resume: "auto" goes on from the output folder's checkpoint if there is one, "never" starts anew.
         untimed: first steps that `max_seconds` and the reported seconds leave out: those in which kernels are compiled.
         max_seconds: end by the clock; the rate then follows elapsed time, which is not reproducible bit for bit.
-        track: tensorboard, wandb, trackio: where the lines of metrics.jsonl go as well.
+        track: where the lines of metrics.jsonl go as well.
         dry_run: print memory, steps, hours and disk space of this run, from a few steps on this device; write nothing.
     """
 

@@ -50,8 +50,7 @@ class Gsm8kConfig(DownstreamConfig):
     `--data builtin` takes twelve problems of our own, and examples of our own with them: a first run, no measurement.
 
     Attributes:
-        shots_data: file of the examples, of which the prompt shows the first ones: rows of GSM8K's training set, or a
-            list of question and target, where target is the answer as it is to be written.
+        shots_data: file of the examples in the prompt: problems, or a list of question and target.
         form: cot for "The answer is 18.", hashes for "#### 18".
     """
 

@@ -33,8 +33,7 @@ class MathConfig(DownstreamConfig):
     """Settings of `adjust eval math`; the defaults are those of Minerva's evaluation of base models.
 
     Attributes:
-        shots_data: file of the examples, of which the prompt shows the first ones: rows with problem and solution;
-            needed where shots are asked for.
+        shots_data: file of the examples, of which the prompt shows the first; needed where shots are asked for.
         per_subject: problems of each subject at most, the first ones; 0 is all.
     """
 
