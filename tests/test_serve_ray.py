@@ -22,7 +22,7 @@ from serving import wait_for
 pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 psutil = pytest.importorskip("psutil")
 CHOICES, NEW = 8, 3
-ARGS = {"base": "exact", "decoder": "joint", "min_replicas": "2", "max_replicas": "2"}
+ARGS = {"base": "exact", "decoder": "joint", "min_replicas": "2", "max_replicas": "2", "temperature": "1"}
 
 
 @pytest.fixture(scope="module")
