@@ -100,13 +100,18 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
     table = Table(title=title, title_justify="left", show_lines=lines)
     for n, name in enumerate(columns):
         numbers = all(isinstance(row[n], int | float) or row[n] is None or " +- " in str(row[n]) for row in rows)
-        table.add_column(name, justify="right" if numbers and rows else "left", overflow="fold", no_wrap=numbers)
+        whole = [show_value(row[n]) for row in rows]
+        parts = [*name.split(), *(whole if numbers else " ".join(whole).split())]
+        table.add_column(
+            name, justify="right" if numbers and rows else "left", overflow="fold",
+            min_width=min(30, max(map(len, parts))),
+        )  # fmt: skip
     for row in rows:
         table.add_row(*(Text(show_value(cell)) for cell in row))
     console = Console(file=sys.stdout)
-    # A table that cannot be folded into the terminal is wider than it; no column ever vanishes.
-    needed = console.measure(table, options=console.options.update(width=1000)).minimum
-    console.width = max(console.width, needed)
+    # A table that cannot be folded into the terminal is as wide as it likes; no column ever vanishes.
+    least, most = console.measure(table, options=console.options.update(width=1000))
+    console.width = console.width if least <= console.width else most
     console.print(table)
 
 
