@@ -1046,7 +1046,7 @@ def test_the_command_line_loads_a_checkpoint(tmp_path: Path, capsys: pytest.Capt
 
     folder = str(write(tmp_path, "dream"))
     flags = ["generate", "2 3", "--base", folder, "--decoder", "parallel", "--max-new-tokens", "4", "--json"]
-    assert main([*flags, "--device", "cpu"]) == 0
+    assert main([*flags, "--temperature", "1", "--device", "cpu"]) == 0
     record = json.loads(capsys.readouterr().out)
     base = load_base(folder)
     config = DecodeConfig(max_new_tokens=4, tokens_per_step=4)

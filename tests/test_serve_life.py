@@ -145,7 +145,8 @@ def heard(line: socket.socket, more: bytes = b"", every: float = 0.05) -> bytes:
         try:
             piece = line.recv(65536)
         except TimeoutError:
-            line.sendall(more)
+            if more:  # a line that is shut for sending takes nothing, not even this
+                line.sendall(more)
             continue
         except ConnectionResetError:
             return answer
