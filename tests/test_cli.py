@@ -122,6 +122,7 @@ def test_a_wrong_value_is_told_before_torch_is_loaded() -> None:
         "sys.exit(codes != {2} or 'torch' in sys.modules)"
     )
     wrong = ["generate a --tokens-per-step 0", "chat --temperature -1", "generate --config no.yaml", "genrate", "eval"]
+    wrong += ["serve --port 99999"]
     done = subprocess.run([sys.executable, "-c", program, *wrong], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (0, len(wrong)), done.stderr
 

@@ -85,22 +85,22 @@ def check(flags: ServeConfig) -> AppConfig:
     """
     from importlib.util import find_spec
 
-    from adjust_dlm.decoders import build_options, read_options
-
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} is not installed; pip install 'adjust-dlm[serve]'")
-    from adjust_dlm.serve.asks import AppConfig
-
-    options = read_options(flags.set)
-    build_options(flags.decoder, options)
     for name, least, most in (
         ("port", 0, 65535), ("max_body", 1, math.inf), ("rate_limit", 0, math.inf), ("drain_seconds", 0, math.inf),
     ):  # fmt: skip
         value = getattr(flags, name)
         require(least <= value <= most, f"{name} is {value}; it must lie in [{least}, {most}]")
+    config = flags.decode_config()
+    from adjust_dlm.decoders import build_options, read_options  # they need torch, what stands above does not
+    from adjust_dlm.serve.asks import AppConfig
+
+    options = read_options(flags.set)
+    build_options(flags.decoder, options)
     return AppConfig(
         model=flags.model_name or flags.base, decoder=flags.decoder, options=options,
-        config=flags.decode_config(), max_body=flags.max_body,
+        config=config, max_body=flags.max_body,
         rate_limit=flags.rate_limit, api_key=flags.api_key or os.environ.get(KEY) or None,
     )  # fmt: skip
 
