@@ -183,6 +183,36 @@ def test_the_next_position_of_every_block() -> None:
     assert (blocks_at.float().mean(0) - 1 / SIZE).abs().max() < 0.02
 
 
+def test_next_is_what_the_base_says_from_left_to_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all cuts `next` is the mean of -log p(x_i | all before it), the base's own, with the block from i on hidden.
+
+    It has every position behind a prompt up to the edge of the block in which the text ends.
+    """
+    adapter, (tokens_BL, prompt_B) = live_adapter(), canvases(5)  # five: a pass of four has to be filled
+    for parameter in adapter.trainables().values():
+        parameter.data = parameter.data.bfloat16().float()  # as the folder has them
+    part = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(5, dtype=torch.int8))
+    batches = CanvasBatches(part, ONE, batch_size=8, seed=1, block=SIZE, end_ids=(IM_END, BOS))
+    run = config(tmp_path, length=LENGTH, share_text=1.0)
+    trainer = AdaptTrainer(run, adapter, batches, {"ce": part})
+    place_NL, found = (torch.arange(LENGTH) % SIZE).expand(5, -1), torch.zeros(SIZE, 2, dtype=torch.float64)
+    for cut in range(SIZE):
+        drawn = (place_NL == cut, place_NL >= cut)
+        monkeypatch.setattr("adjust_dlm.train.adapt.next_positions", lambda *_, drawn=drawn: drawn)
+        found[cut] = trainer._masked_ce(part, -1.0, 0)
+    facts = {"ar": str(run.ar), "mask_id": MASK, "end_ids": [IM_END, BOS], "pad_id": IM_END, "bos_id": BOS}
+    facts |= {"token_limit": 100, "context": 64, "order": "left_to_right", "order_on": "raw", "block": SIZE}
+    adapter.save(run.output, facts)
+    base, asked = load_base(str(run.output)), torch.zeros(SIZE, 2, dtype=torch.float64)
+    for row, prompt in zip(tokens_BL.tolist(), prompt_B.tolist(), strict=True):
+        ends = [i for i in range(prompt, LENGTH) if row[i] in (IM_END, BOS)]
+        for i in range(prompt, (ends[0] // SIZE + 1) * SIZE if ends else LENGTH):
+            state = left_pad([row[:i] + [MASK] * (SIZE - i % SIZE)])
+            h_RD = base.at(base.hidden(state), state, torch.tensor([0]), torch.tensor([i]))
+            asked[i % SIZE] += torch.tensor([-float(base.logits(h_RD).log_softmax(-1)[0, row[i]]), 1])
+    torch.testing.assert_close(found, asked, rtol=5e-3, atol=0)  # its merged weights are bf16, too
+
+
 def test_the_mask_of_the_views() -> None:
     mask = block_views_mask(4, 2)[0, 0].int()
     clean, a, b = mask.split(4)
