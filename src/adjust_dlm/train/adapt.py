@@ -317,7 +317,8 @@ class AdaptTrainer:
         """Masked cross-entropy, held out and trained on: kind -> t -> nats a masked token, the masks fixed by the seed.
 
         Of a block base `first` are the first positions of blocks, which are scored before the block is looked at, and
-        `next` are the positions that an order from left to right takes, with all of the block behind them hidden.
+        `next` are the positions that an order from left to right takes, with all of the block behind them hidden. All
+        count the filler behind an end up to its block's edge, which that order never draws and is all but sure.
         None, and it stays due, if a signal comes first. Gradients stay enabled, so that the compiled training graph
         serves here too.
         """

@@ -256,7 +256,7 @@ class CanvasBatches:
     def _views(
         self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
     ) -> list[MaskedBatch]:
-        """Every position that is scored weighs the same; they are as many as open positions, on average."""
+        """Every score weighs the same; they are as many as open positions, some more where blocks hide suffixes."""
         count, length = tokens_BL.shape
         hidden_B2L = hidden_in_views(count, length, size, self.suffix, generator)
         open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
