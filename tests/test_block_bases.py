@@ -514,16 +514,20 @@ def test_verified_books_what_a_row_would_cost_alone_and_leaves_the_keys_that_adj
         torch.testing.assert_close(kept[..., :final, :], whole[..., :final, :], rtol=0, atol=2e-5)
 
 
-def test_a_row_that_begins_anew_has_no_cache_of_the_old_one() -> None:
-    base = tiny_base("dream", block=4, end_ids=NO_END)
-    config = DecodeConfig(max_new_tokens=9, seed=2)
-    plan = make_plan(base, config, decoder="joint")
+@pytest.mark.parametrize("decoder", ["joint", "verified"])
+def test_a_row_that_begins_anew_has_nothing_of_the_old_one(decoder: str) -> None:
+    base = tiny_base("dream", block=4, end_ids=NO_END)  # the old row ends in the block in which the new one begins
+    config, g = DecodeConfig(max_new_tokens=3, seed=2), tiny_sampler(base) if decoder == "verified" else None
+    plan = make_plan(base, config, decoder=decoder, sampler=g)
     canvas = Canvas(base, [[BOS, 5, 6, 7, 8]], config, rows=[0])
     plan.run(canvas)
-    canvas.restart(0, [BOS, 9], 7)
+    before = canvas.base_calls_B + canvas.sampler_calls_B
+    canvas.restart(0, [BOS, 9, 9, 9], 7)
     plan.run(canvas)
-    fresh = decode(base, [[BOS, 9]], config, decoder="joint", rows=[7])
-    assert canvas.tokens_BL[0, 3:].tolist() == fresh.tokens_BL[0].tolist()
+    fresh = decode(base, [[BOS, 9, 9, 9]], config, decoder=decoder, sampler=g, rows=[7])
+    assert canvas.tokens_BL[0, 1:].tolist() == fresh.tokens_BL[0].tolist()
+    calls = canvas.base_calls_B + canvas.sampler_calls_B - before
+    assert calls.tolist() == (fresh.base_calls_B + fresh.sampler_calls_B).tolist()
     with pytest.raises(InputError, match="in a later block"):
         canvas.restart(0, [BOS, MASK, 5, 6, 7], 8)
 

@@ -35,7 +35,7 @@ class CorpusConfig:
     """What a corpus holds; a folder is resumed only with the same settings.
 
     Attributes:
-        ar: the autoregressive model: `smol`, or the path of a Llama or Qwen2 folder with tied embeddings.
+        ar: the autoregressive model: `smol`, or a folder of Llama, Qwen2 or Qwen3 with tied embeddings.
         text: canvases of plain text to sample.
         chat: canvases of chat to sample.
         lists: canvases of list tasks to make.

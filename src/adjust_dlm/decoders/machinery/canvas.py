@@ -332,7 +332,7 @@ class Canvas(State):
         self.real_BL[b] = self._column_L >= pads
         self.masked_BL[b] = (self.tokens_BL[b] == spec.mask_id) & self.real_BL[b]
         self.order_BL[b] = torch.where(self.masked_BL[b], MASKED, GIVEN)
-        self.rows_B[b], self.commits_B[b], self.quota_B[b] = row, 0, 0
+        self.rows_B[b], self.commits_B[b], self.quota_B[b], self.looked_B[b] = row, 0, 0, -1
         self.padded |= pads > 0
 
 
