@@ -3,7 +3,7 @@
 #
 #   recipes/smol-block.sh OUTPUT [GPUS]
 #
-# Every stage resumes. Times below are seconds of training on four H200: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS.
+# Every stage resumes. Times below are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS.
 # STAGES picks some of: adapt trajectories train eval.
 set -euo pipefail
 out=$1
