@@ -471,8 +471,8 @@ def test_order_maps_are_as_strong_as_positions_are_late() -> None:
     assert re.findall(r'style="--late:([\d.]+)"', drawn) == ["0.10", "1.00", "0.40", "0.70"]
     assert 'class="order cells" role="img" aria-label="order of 6 positions"' in drawn
     assert re.findall(r'title="([^"]+)"', drawn) == [
-        "position 1: revealed as number 1, pass 1", "position 2: revealed as number 4, pass 2",
-        "position 3: revealed as number 2, pass 1", "position 4: revealed as number 3, pass 2",
+        "position 1: revealed as number 1", "position 2: revealed as number 4",
+        "position 3: revealed as number 2", "position 4: revealed as number 3",
         "position 5: given", "position 6: filler behind the end",
     ]  # fmt: skip
     assert "spelled" not in drawn_order(replace(sample, pieces=("",) * 6))  # a base without a tokenizer

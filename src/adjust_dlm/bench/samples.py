@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adjust_dlm.bench.records import Facts, Result, Row, rank, split_variant, variant_of
+from adjust_dlm.bench.records import Facts, Result, Row, rank, variant_of
 from adjust_dlm.eval.downstream import slug
 from adjust_dlm.types import InputError
 
@@ -42,11 +42,6 @@ class Sample:
     scores: dict[str, float] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     pieces: tuple[str, ...] = ()
-
-    @property
-    def k(self) -> int:
-        """Tokens a pass, as far as a fixed number is known."""
-        return int(split_variant(self.variant)[1].get("tokens_per_step", 1))
 
 
 def samples_of(result: Result, rows: Sequence[Row], limit: int) -> list[Sample]:
