@@ -539,7 +539,8 @@ def test_the_keyboard_is_enough(visit: Visit) -> None:
     visit.page.fill("#length", "4")
     visit.page.focus("#text")
     visit.page.keyboard.press("Control+Enter")
-    expect(visit.page.locator("#said")).to_contain_text("adjust: ", timeout=20_000)
+    expect(visit.page.locator("#closing")).to_contain_text("adjust wrote", timeout=20_000)
+    expect(visit.page.locator("#said")).to_have_text(re.compile("^(joint|parallel|adjust): 4 tokens"))  # the last one
     nameless = visit.page.evaluate(
         "[...document.querySelectorAll('input, select, textarea, button')]"
         ".filter(one => !one.labels?.length && !one.textContent.trim()).map(one => one.id)"
