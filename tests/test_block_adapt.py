@@ -186,7 +186,7 @@ def test_the_next_position_of_every_block() -> None:
 def test_next_is_what_the_base_says_from_left_to_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all cuts `next` is the mean of -log p(x_i | all before it), the base's own, with the block from i on hidden.
 
-    It has every position behind a prompt up to the edge of the block in which the text ends.
+    It has every position behind a prompt up to the token that ends the text.
     """
     adapter, (tokens_BL, prompt_B) = live_adapter(), canvases(5)  # five: a pass of four has to be filled
     for parameter in adapter.trainables().values():
@@ -206,7 +206,7 @@ def test_next_is_what_the_base_says_from_left_to_right(tmp_path: Path, monkeypat
     base, asked = load_base(str(run.output)), torch.zeros(SIZE, 2, dtype=torch.float64)
     for row, prompt in zip(tokens_BL.tolist(), prompt_B.tolist(), strict=True):
         ends = [i for i in range(prompt, LENGTH) if row[i] in (IM_END, BOS)]
-        for i in range(prompt, (ends[0] // SIZE + 1) * SIZE if ends else LENGTH):
+        for i in range(prompt, ends[0] + 1 if ends else LENGTH):
             state = left_pad([row[:i] + [MASK] * (SIZE - i % SIZE)])
             h_RD = base.at(base.hidden(state), state, torch.tensor([0]), torch.tensor([i]))
             asked[i % SIZE] += torch.tensor([-float(base.logits(h_RD).log_softmax(-1)[0, row[i]]), 1])

@@ -317,8 +317,8 @@ class AdaptTrainer:
         """Masked cross-entropy, held out and trained on: kind -> t -> nats a masked token, the masks fixed by the seed.
 
         Of a block base `first` are the first positions of blocks, which are scored before the block is looked at, and
-        `next` are the positions that an order from left to right takes, with all of the block behind them hidden. All
-        count the filler behind an end up to its block's edge, which that order never draws and is all but sure.
+        `next` are the positions that an order from left to right takes, with all of the block behind them hidden,
+        up to a text's end. All others count the filler behind an end, up to its block's edge, which is all but sure.
         None, and it stays due, if a signal comes first. Gradients stay enabled, so that the compiled training graph
         serves here too.
         """
@@ -364,10 +364,13 @@ class AdaptTrainer:
             if size is None:
                 batch = masked_batch(tokens_BL, masked_BL, weights_B)
             else:
-                open_BL = open_positions(tokens_BL, part.prompt_len_N[index], self.batches.end_ids, size)
+                given_B, ends = part.prompt_len_N[index], self.batches.end_ids
+                open_BL = open_positions(tokens_BL, given_B, ends, size)
                 hidden_B2L = torch.stack([masked_BL, ~masked_BL], 1)
                 counted_B3L = counted_NL[index, None] & torch.tensor([t < 0, t != 0, False])[:, None]
                 counted_B3L[:, 0] |= t == 0
+                if t < 0:  # no decoder draws what fills a block behind an end token
+                    counted_B3L &= open_positions(tokens_BL, given_B, ends, 1)[:, None]
                 batch = block_batch(tokens_BL, open_BL, hidden_B2L, weights_B[:, None, None] * counted_B3L, size)
             loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
