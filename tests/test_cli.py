@@ -321,13 +321,16 @@ def test_a_wide_table_keeps_every_column(capsys: pytest.CaptureFixture[str], mon
     assert "sentence" not in out and "more" not in out
 
 
-def test_no_word_of_a_wide_table_is_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the words of columns that could be folded: decoders with their settings, beside many numbers."""
+def test_no_column_of_a_wide_table_is_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that can be folded: decoders with their settings, beside many numbers."""
     monkeypatch.setenv("COLUMNS", "80")
     columns = ("T", "decoder", *(f"KL{n}(q||p) (nats/token)" for n in range(5)))
     output.show_table(columns, [(1.0, "parallel:tokens_per_step=4", *["0.9524 +- 0.042"] * 5)])
-    out = capsys.readouterr().out
-    assert all(word in out for word in (*columns, "parallel:tokens_per_step=4")) and out.count("0.9524 +- 0.042") == 5
+    lines = capsys.readouterr().out.splitlines()
+    assert {len(line) for line in lines} == {len(lines[0])} and lines[0][-1] == "\u2513"
+    cells = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in lines if line.startswith("\u2502")]
+    folded = ["".join(cell) for cell in zip(*cells, strict=True)]
+    assert folded == ["1", "parallel:tokens_per_step=4", *["0.9524 +- 0.042"] * 5]
 
 
 def test_a_result_is_shown_in_words_with_units_and_intervals(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -104,15 +105,22 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
         parts = [*name.split(), *(whole if numbers else " ".join(whole).split())]
         table.add_column(
             name, justify="right" if numbers and rows else "left", overflow="fold",
-            min_width=min(30, max(map(len, parts))),
+            min_width=min(16, max(map(len, parts))),
         )  # fmt: skip
     for row in rows:
         table.add_row(*(Text(show_value(cell)) for cell in row))
     console = Console(file=sys.stdout)
-    # A table that cannot be folded into the terminal is as wide as it likes; no column ever vanishes.
-    least, most = console.measure(table, options=console.options.update(width=1000))
-    console.width = console.width if least <= console.width else most
+    # A table that cannot be folded into the terminal is wider than it; no column ever vanishes.
+    console.width = next(width for width in itertools.count(console.width) if _width(console, table, width) <= width)
     console.print(table)
+
+
+def _width(console: Any, table: Any, width: int) -> int:
+    """Of a table that should not be wider than that; rich crops what is."""
+    from rich.segment import Segment
+
+    lines = Segment.split_lines(console.render(table, console.options.update(width=width)))
+    return max(sum(segment.cell_length for segment in line) for line in lines)
 
 
 def show_value(value: Any) -> str:
