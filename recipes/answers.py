@@ -4,13 +4,14 @@
 
 The questions are those of `adjust_dlm.data.questions` that are held out by fact, the kinds in turn; asked are the first
 200 of them that the autoregressive model itself answers right at T = 0. An answer is right if the wanted word stands in
-its first 24 tokens. Seed 3, one draw of each; the half-width is of the share over questions, 95 %.
+its first 24 tokens. Seed 3, rows for evaluation, one draw of each; the half-width is of the share over questions, 95 %.
 """
 
 import argparse
 import json
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from adjust_dlm.data.ar import ar_replies
 from adjust_dlm.data.questions import Fact, held_out_questions
 from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval.generation import half_width
+from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.types import GIVEN
 
 NEW_TOKENS = 24
@@ -50,7 +52,9 @@ def answered(
     """1 where a question is answered right, else 0; and tokens a base pass."""
     prompts = [base.encode_messages([{"role": "user", "content": text}]) for text, _ in entries]
     right, tokens, calls = [0.0] * len(entries), 0, 0
-    for numbers, result in decode_many(base, prompts, config, decoder=decoder, sampler=sampler, batch_size=256):
+    how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "batch_size": 256}
+    how["rows"] = range(EVALUATION_ROWS, EVALUATION_ROWS + len(prompts))
+    for numbers, result in decode_many(base, prompts, config, **how):
         for n, row in zip(numbers, result.tokens_BL.tolist(), strict=True):
             right[n] = float(entries[n][1].right(base.decode(row[-config.max_new_tokens :])))
         tokens, calls = tokens + int((result.order_BL > GIVEN).sum()), calls + int(result.base_calls_B.sum())

@@ -3,12 +3,13 @@
     python recipes/verified.py [--base smol-block] [--sampler G] [--prompts lists] [--rows 24] [--temperatures 1 0.6 0]
         [--drafts g stale] [--depths 2 4 8]
 
-Texts are those of joint decoding. From every canvas on the way drafts are made as `verified` makes them, along the
-text's own tokens, since a later draft counts only where the earlier ones stood. Given the text, a draft stands with a
-known chance: so the rounds of a text are an expectation, and one text serves every depth and every match. `token` and
-`law` are the decoder's; `gumbel` shares Gumbel noise between draft and check; `place` lets every token of the right
-position stand, which bounds them all. `stale` drafts from the base's last states, without g. Printed are tokens a wait,
-and shares of the drafts looked at that stand; half-widths are 95 % over texts.
+Texts are those of joint decoding, of rows for evaluation, which no g was trained on. From every canvas on the way
+drafts are made as `verified` makes them, along the text's own tokens, since a later draft counts only where the
+earlier ones stood. Given the text, a draft stands with a known chance: so the rounds of a text are an expectation,
+and one text serves every depth and every match. `token` and `law` are the decoder's; `gumbel` shares Gumbel noise
+between draft and check; `place` lets every token of the right position stand, which bounds them all. `stale` drafts
+from the base's last states, without g. Printed are tokens a wait, and shares of the drafts looked at that stand;
+half-widths are 95 % over texts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from adjust_dlm.data.prompts import open_prompts
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import pick
+from adjust_dlm.sampling import EVALUATION_ROWS
 
 MATCHES = ("token", "law", "gumbel", "place")
 Found = dict[tuple[Any, ...], Tensor]
@@ -116,14 +118,14 @@ def rounds(chance_TKB: Tensor, drafts_TB: Tensor, depth: int) -> tuple[Tensor, T
 @torch.no_grad()
 def measure(
     base: Base, drafters: dict[str, Any], config: DecodeConfig, prompts: list[list[int]], depths: Sequence[int], *,
-    batch: int = 8,
+    batch: int = 8, first_row: int = EVALUATION_ROWS,
 ) -> Found:  # fmt: skip
     """(drafts, match, depth) -> rounds [B]; (drafts, match, depth, "seen") -> [2, depth - 1, B]."""
     found = defaultdict[tuple[Any, ...], list[Tensor]](list)
     own = with_cache(base, config)
     for at in range(0, len(prompts), batch):
-        here = list(range(at, min(at + batch, len(prompts))))
-        mine = [prompts[n] for n in here]
+        mine = prompts[at : at + batch]
+        here = [first_row + at + n for n in range(len(mine))]
         texts = walk(own, config, mine, here)
         for who, g in drafters.items():
             canvas = Canvas(own, mine, config, rows=here)
@@ -133,7 +135,7 @@ def measure(
                     count_B, seen = rounds(chance[match], texts.drafts_TB, depth)
                     found[who, match, depth].append(count_B)
                     found[who, match, depth, "seen"].append(seen)
-        sys.stderr.write(f"T = {config.temperature}: {here[-1] + 1} texts\n")
+        sys.stderr.write(f"T = {config.temperature}: {at + len(mine)} texts\n")
     return {key: torch.cat(parts, -1) for key, parts in found.items()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjust_dlm import DecodeConfig
 from adjust_dlm.decoders import decode
-from adjust_dlm.sampling import gumbel
+from adjust_dlm.sampling import EVALUATION_ROWS, gumbel
 from adjust_dlm.types import State
 from helpers import BOS, exact_base, load_recipe, oracle, tiny_base
 
@@ -37,7 +37,8 @@ def test_token_for_token_it_counts_the_rounds_of_every_text(
     fewer = 0
     for depth in (2, 4, 8):
         for who, drafts in (("g", g), ("stale", lambda h_BLD, _state: h_BLD)):
-            rounds_B = decode(base, prompts, config, decoder="verified", sampler=drafts, depth=depth).rounds_B
+            how: dict[str, Any] = {"decoder": "verified", "sampler": drafts, "depth": depth}
+            rounds_B = decode(base, prompts, config, rows=[EVALUATION_ROWS + n for n in range(6)], **how).rounds_B
             assert found[who, "token", depth].tolist() == rounds_B.tolist()
             fewer += int((11 - rounds_B).sum())
     assert fewer > 0  # some drafts stood

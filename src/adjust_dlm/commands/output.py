@@ -111,7 +111,8 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
         table.add_row(*(Text(show_value(cell)) for cell in row))
     console = Console(file=sys.stdout)
     # A table that cannot be folded into the terminal is wider than it; no column ever vanishes.
-    console.width = next(width for width in itertools.count(console.width) if _width(console, table, width) <= width)
+    least = max(console.width, console.measure(table, options=console.options.update(width=1000)).minimum)
+    console.width = next(width for width in itertools.count(least) if _width(console, table, width) <= width)
     console.print(table)
 
 

@@ -291,7 +291,8 @@ def decode_many(
 
     In the fast form prompts of similar length go together, up to eight batches of them, longest first, and a row's
     place is given to the next as soon as it is done: answers of different lengths waste nothing but the end of a group.
-    The reference takes one batch after another. `batch_size` are rows of a pass; for the rest see `decode`.
+    The reference takes one batch after another. `batch_size` are rows of a pass, `rows` their global ids (0, 1, ...
+    unless given); for the rest see `decode`.
 
     Yields:
         Which prompts, and their rows in that order, group by group.
