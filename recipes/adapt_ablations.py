@@ -1,10 +1,10 @@
-"""Adapts one block base after another on an equal budget of seconds, and looks at each: which knob buys what.
+"""Adapts one block base after another on an equal budget of seconds or steps, and looks at each.
 
     python recipes/adapt_ablations.py OUTPUT --corpus DIR --seconds 60 [--only S-8 suffix-1] [--share 0/4]
 
 Several processes, each with a `--share` of its own, first make the corpus together. A line of JSON for each variant:
-masked cross-entropy by rate, held out and on as many training canvases; in two orders of positions NLL and distinct-2
-of joint text at T = 1, KL(q||p) of parallel decoding at K = 4, held-out questions answered right at T = 0; NLL and
+masked cross-entropy by rate, held out and on as many training canvases; from left to right, and for some by entropy,
+NLL and distinct-2 of joint text at T = 1, KL(q||p) of parallel decoding at K = 4, held-out questions answered right at T = 0; NLL and
 distinct-2 of the text that was trained on.
 """
 
@@ -62,7 +62,7 @@ VARIANTS: dict[str, Line] = {
     "whole-canvas-repeated": {"block_size": None, "suffix": 0.0, "some": 1 / 50},
     "repeated": {"some": 1 / 50},
 }
-ORDERS = ("left_to_right", "entropy")
+BY_ENTROPY = ("shipped", "any", "whole-canvas", "whole-canvas-repeated")  # looked at in this order as well
 
 
 def make_corpus(args: argparse.Namespace, part: int, parts: int) -> None:
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace, name: str) -> Line:
     config = AdaptConfig(
         output=output, corpus=None if own else args.corpus, ar=args.ar, **sizes, heldout=args.heldout,
         length=args.length,
-        micro_batch=args.micro_batch, steps=args.steps, max_seconds=args.seconds,
+        micro_batch=args.micro_batch, steps=args.steps, max_seconds=args.seconds or None,
         lora_alpha=settings["lora_rank"], log_every=20, share_lists=0.05, **settings,
     )  # fmt: skip
     kept = masked_ce.CanvasBatches.__init__
@@ -113,7 +113,7 @@ def look(args: argparse.Namespace, name: str, questions: list[Any]) -> Line:
     )  # fmt: skip
     judge, start = open_judge(table, base)
     out: Line = {}
-    for order in ORDERS:
+    for order in ("left_to_right", *(("entropy",) if name in BY_ENTROPY else ())):
         rows = [line.tokens for line in generate_cell(base, {}, table, (1.0, f"joint:order={order}", 1))]
         joint = score_line(1.0, "joint", 1, rows, score_nll(judge, rows, condition_id=start, batch_size=64))
         law = divergence.DivergenceConfig(
@@ -126,9 +126,10 @@ def look(args: argparse.Namespace, name: str, questions: list[Any]) -> Line:
         out[order] = {"nll": joint["nll"], "ci95": joint["nll_ci95"], "distinct_2": joint["distinct_2"]}
         out[order] |= {"parallel_kl": found["kl_qp"], "kl_ci95": found["kl_qp_ci95"], "right": int(right)}
     own = args.output / name / "corpus"
-    text = load_corpus(own if own.is_dir() else args.corpus, "train").of_kind("text").tokens_NL[: args.n, 1:].tolist()
+    corpus = load_corpus(own if own.is_dir() else args.corpus, "train").of_kind("text")
+    text = corpus.tokens_NL[: 4 * args.n, 1:].tolist()
     target = score_nll(judge, text, condition_id=start, batch_size=64)
-    out |= {"text_nll": target.nll, "text_ci95": target.ci95, "text_distinct_2": distinct_n(text, 2)}
+    out |= {"text_nll": target.nll, "text_ci95": target.ci95, "text_distinct_2": distinct_n(text[: args.n], 2)}
     return out | {"asked": len(questions)}
 
 
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--ar", default="smol")
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=60, help="of training each; 0: --steps alone end it")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--share", default="0/1", help="this process of so many")
     parser.add_argument("--stop-after", type=float, default=1e9, help="seconds after which no variant is begun")
