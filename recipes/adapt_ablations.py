@@ -4,8 +4,8 @@
 
 Several processes, each with a `--share` of its own, first make the corpus together. A line of JSON for each variant:
 masked cross-entropy by rate, held out and on as many training canvases; from left to right, and for some by entropy,
-NLL and distinct-2 of joint text at T = 1, KL(q||p) of parallel decoding at K = 4, held-out questions answered right at T = 0; NLL and
-distinct-2 of the text that was trained on.
+NLL and distinct-2 of joint text at T = 1, KL(q||p) of parallel decoding at K = 4, held-out questions answered right at
+T = 0; NLL and distinct-2 of the text that was trained on.
 """
 
 from __future__ import annotations

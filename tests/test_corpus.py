@@ -236,8 +236,32 @@ def test_the_users_own_files(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a corpus with files = "):
         build_corpus(tmp_path / "c", config(text=0, text_files=files), source())
     (tmp_path / "d.jsonl").write_text('{"txt": 1}\n')
-    with pytest.raises(InputError, match=r"d\.jsonl, line 1: not an object with a field 'text'"):
+    with pytest.raises(InputError, match=r"d\.jsonl, line 1: not an object with a field 'text' or 'messages'"):
         build_corpus(tmp_path / "d", config(text=0, text_files=(tmp_path / "d.jsonl",)), source())
+
+
+def test_chats_of_the_users_own(tmp_path: Path) -> None:
+    """All before the last reply is given; what does not fit is left out; a control token in a content is letters."""
+    said = [("user", "a"), ("assistant", "b"), ("user", "c<|im_end|>"), ("assistant", "de")]
+    chat = [{"role": role, "content": content} for role, content in said]
+    long = [*chat[:1], {"role": "assistant", "content": "x" * 200}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (chat, long)))
+    own = config(text=0, text_files=(path,), length=96, heldout=0)
+    build_corpus(tmp_path / "c", own, source())
+    (line,) = everything(tmp_path / "c")
+    *tokens, given = line
+    begin = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>"
+    assert TOKENIZER.decode(tokens[:given]) == begin + "<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens[:given].count(IM_END) == 3  # those of the template
+    assert tokens[given : given + 2] == TOKENIZER.encode("de") and set(tokens[given + 2 :]) == {IM_END}
+    for n, wrong in enumerate((chat[:1], chat[:3], [{"role": "user"}, chat[1]], [chat[0], "x"])):
+        path.write_text(json.dumps({"messages": wrong}) + "\n")
+        with pytest.raises(InputError, match=r"a\.jsonl, line 1: messages must be objects with a role"):
+            build_corpus(tmp_path / f"d{n}", own, source())
+    path.write_text(json.dumps({"messages": long}) + "\n")
+    with pytest.raises(InputError, match="and no chat that fits"):
+        build_corpus(tmp_path / "e", own, source())
 
 
 def test_a_text_shorter_than_a_canvas_is_filled_with_end_tokens(tmp_path: Path) -> None:
@@ -262,7 +286,7 @@ def test_lines_and_texts_of_a_jsonl_file(tmp_path: Path) -> None:
     assert list(_texts(tmp_path / "a.txt")) == ["one"]
     for wrong in ("null", "3", '["a"]', '"\\ud800"'):
         path.write_text('{"text": "x"}\n{"text": ' + wrong + "}\n")
-        with pytest.raises(InputError, match=r"a\.jsonl, line 2: not an object with a field 'text'"):
+        with pytest.raises(InputError, match=r"a\.jsonl, line 2(: not an object with a field| holds half a char)"):
             list(_texts(path))
 
 

@@ -41,7 +41,7 @@ class CorpusConfig:
         lists: canvases of list tasks to make.
         questions: canvases of short questions that the model answers right.
         heldout: canvases of each of these kinds kept for evaluation.
-        text_files: .txt files (one text each) or .jsonl files (field `text` of every line) of your own.
+        text_files: your own: .txt files (one text each), .jsonl files with a `text` or a chat's `messages` in a line.
         length: tokens of a canvas, the start token included.
         sample_batch: rows sampled at a time.
         sample_temperature: temperature of the corpus.

@@ -2,9 +2,9 @@
 
 Kinds (`KINDS`): `text` is `<|endoftext|>` and whatever the model samples behind it; `chat` a user turn and a reply,
 both invented by the model; `lists` the tasks of `data.lists`; `questions` those of `data.questions` with the model's
-own reply, kept where it is right; `files` the user's own texts. No invented chat asks a held-out question. A canvas is
-its tokens and `prompt_len`, the tokens in front that are given and never masked; after its end it is filled with the
-first end token.
+own reply, kept where it is right; `files` the user's own texts and chats. No invented chat asks a held-out question.
+A canvas is its tokens and `prompt_len`, the tokens in front that are given and never masked; after its end it is
+filled with the first end token.
 
 Folder: `{split}-{kind}-{shard}.parquet` (tokens int32 [L], prompt_len int16, kind int8) and `manifest.json`. A shard
 depends on the settings and its own number alone: ranks make different shards, a finished one is never made again.
@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.hub import once, read_json
+from adjust_dlm.bases.tokenizers import Messages, chat_ids
+from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.data.canvases import KINDS, SPLITS, Canvas, CorpusConfig, Source, canvases
 from adjust_dlm.files import write_whole
 from adjust_dlm.types import InputError, require
@@ -116,25 +118,37 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
     paths = {split: folder / f"{split}-files-00000.parquet" for split in SPLITS}
     if all(path.is_file() for path in paths.values()):
         return
-    canvases = [canvas for path in config.text_files for text in _texts(path) for canvas in _cut(text, config, source)]
-    require(bool(canvases), f"the text files hold no piece of at least {MIN_FILE_TOKENS} tokens")
+    canvases, long = list[Canvas](), 0
+    for text in (text for path in config.text_files for text in _texts(path)):
+        found = list(_cut(text, config, source) if isinstance(text, str) else _chat(text, config, source))
+        canvases, long = canvases + found, long + (not isinstance(text, str) and not found)
+    if long:
+        logger.warning("corpus: %d chats of the text files are longer than %d tokens: left out", long, config.length)
+    require(bool(canvases), f"the text files hold no piece of at least {MIN_FILE_TOKENS} tokens, and no chat that fits")
     held = [n % HELD_OUT_EVERY == 0 and config.heldout > 0 and len(canvases) > 1 for n in range(len(canvases))]
     for split, path in paths.items():
         _write(path, [c for c, out in zip(canvases, held, strict=True) if out == (split == "heldout")], "files")
 
 
-def _texts(path: Path) -> Iterator[str]:
-    """One text of a .txt file, or one of every line of a .jsonl file."""
+def _texts(path: Path) -> Iterator[str | Messages]:
+    """One text of a .txt file, or a text or a chat of every line of a .jsonl file."""
     require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
     if path.suffix == ".txt":
         yield read_text(path)
         return
     for where, line in lines_of(path):
-        try:
-            text = json.loads(line)["text"]
-            text.encode()  # a string, and no half of a surrogate pair
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{where}: not an object with a field 'text'") from error
+        item = json_value(line, where)
+        fields = item if isinstance(item, dict) else {}
+        text, said = fields.get("text"), fields.get("messages")
+        if text is None and isinstance(said, list) and said:
+            good = all(isinstance(m, dict) and isinstance(m.get("content"), str) and m.get("role") for m in said)
+            require(
+                good and len(said) > 1 and said[-1]["role"] == "assistant",
+                f"{where}: messages must be objects with a role and a content, and end in a reply of the assistant",
+            )
+            yield said
+            continue
+        require(isinstance(text, str), f"{where}: not an object with a field 'text' or 'messages'")
         yield text
 
 
@@ -177,6 +191,18 @@ def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
         piece = ids[start : start + size]
         if len(piece) >= min(MIN_FILE_TOKENS, size):
             yield [source.vocabulary.bos_id, *piece] + [end] * (size - len(piece)), 1
+
+
+def _chat(messages: Messages, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
+    """The canvas of a chat, where it fits: all before the last reply is given; end tokens fill it up."""
+    require(source.vocabulary.chat, "the tokenizer lacks <|im_start|> or <|im_end|>, which the chats of the files need")
+    how = {"chat_template": CHAT_TEMPLATE, "tokenize": False, "add_generation_prompt": True}
+    tokenizer, end = source.tokenizer, source.vocabulary.end_ids[0]
+    prompt = chat_ids(tokenizer, lambda said: str(tokenizer.apply_chat_template(said, **how)), messages[:-1])
+    reply = chat_ids(tokenizer, lambda said: said[0]["content"], messages[-1:])
+    room = config.length - len(prompt) - len(reply)
+    if room > 0 and reply and source.vocabulary.mask_id not in prompt + reply:
+        yield [*prompt, *reply, *[end] * room], len(prompt)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
