@@ -16,7 +16,7 @@ from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bench.clock import Ceilings, Clock, forget_peak, peak_gib, spread
 from adjust_dlm.bench.public_loop import public_loop
 from adjust_dlm.bench.work import Work, base_work, decode_work, head_work, public_work, sampler_work
-from adjust_dlm.decoders import DECODERS, Canvas, decode, read_variant
+from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.decoders.fast.blocks import load, pass_over, step
 from adjust_dlm.decoders.fast.engine import COVERED, captures
 from adjust_dlm.decoders.fast.graphs import Graphs
@@ -27,6 +27,7 @@ from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.pick import pick as pick_open
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import GIVEN, DecodeConfig
+from adjust_dlm.variants import DECODERS, read_variant
 
 Form = Literal["eager", "fast", "compiled", "public"]
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -17,13 +17,13 @@ from adjust_dlm.bench.clock import ceilings, limit
 from adjust_dlm.bench.measure import COMPONENTS, FORMS, Bench, Form, Row, component_cell, decode_cell, grid
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
-from adjust_dlm.decoders import read_variant
 from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, require, require_count
+from adjust_dlm.variants import read_variant
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.fp8 import Fp8Linear
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
-from adjust_dlm.decoders import Variant
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
+from adjust_dlm.variants import Variant
 
 
 @dataclass(frozen=True)

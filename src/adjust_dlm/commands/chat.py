@@ -42,8 +42,9 @@ class ChatConfig(DrawFlags):
 def run(flags: ChatConfig) -> Outcome:
     """Asks and answers until stdin ends; the oldest turns are left out once the context is full."""
     config = flags.decode_config()
-    from adjust_dlm.decoders import build_options, decode, read_options  # they need torch, what stands above does not
+    from adjust_dlm.decoders import decode
     from adjust_dlm.serve.text import Words
+    from adjust_dlm.variants import build_options, read_options
 
     options = read_options(flags.set)
     build_options(flags.decoder, options)

@@ -93,8 +93,8 @@ def check(flags: ServeConfig) -> AppConfig:
         value = getattr(flags, name)
         require(least <= value <= most, f"{name} is {value}; it must lie in [{least}, {most}]")
     config = flags.decode_config()
-    from adjust_dlm.decoders import build_options, read_options  # they need torch, what stands above does not
     from adjust_dlm.serve.asks import AppConfig
+    from adjust_dlm.variants import build_options, read_options
 
     options = read_options(flags.set)
     build_options(flags.decoder, options)

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders import DECODERS, make_plan
+from adjust_dlm.decoders import make_plan
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
-from adjust_dlm.decoders.threshold import ThresholdOptions
+from adjust_dlm.options import ThresholdOptions
 from adjust_dlm.sampling import draw, process
 from adjust_dlm.types import DecodeConfig, State, require
+from adjust_dlm.variants import DECODERS
 
 Source = Literal["own", "base"]
 MEASURES = ("kl_qp", "kl_pq", "entropy_q", "entropy_p", "nll_p")

@@ -14,7 +14,7 @@ import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
-from adjust_dlm.decoders import DECODERS, build_options, make_plan, read_variant
+from adjust_dlm.decoders import make_plan
 from adjust_dlm.decoders.divergence import Observation, Source, observe, why_not
 from adjust_dlm.eval.generation import EvalConfig, digest, open_helpers, over_ranks, place
 from adjust_dlm.files import write_whole
@@ -22,6 +22,7 @@ from adjust_dlm.progress import Bar
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
+from adjust_dlm.variants import DECODERS, build_options, read_variant
 from adjust_dlm.words import title_of
 
 log = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from typing import Any
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import PromptSource
-from adjust_dlm.decoders import read_variant
 from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, half_width, open_helpers, to_line
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import require
+from adjust_dlm.variants import read_variant
 
 log = logging.getLogger(__name__)
 Scores = dict[str, float]  # metric -> value of one completion, 0..1

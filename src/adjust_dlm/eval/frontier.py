@@ -15,7 +15,6 @@ from typing import Any
 
 from adjust_dlm.bases import Base
 from adjust_dlm.data.lists import ListTask, list_tasks
-from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import costs, generate_rows, half_width, open_helpers
 from adjust_dlm.eval.plots import Curve, Panel, Point, check_plot, draw, to_png
 from adjust_dlm.eval.table import TableConfig, make_table, open_base
@@ -24,6 +23,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.variants import DECODERS, read_variant
 from adjust_dlm.words import title_of
 
 log = logging.getLogger(__name__)

@@ -18,13 +18,14 @@ import adjust_dlm
 from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, Partner, cut_at_end
 from adjust_dlm.bases.partner import load_partner
-from adjust_dlm.decoders import DECODERS, decode_many, read_variant, takes_fast
+from adjust_dlm.decoders import decode_many, takes_fast
 from adjust_dlm.files import write_whole
 from adjust_dlm.progress import Bar
 from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, DecodeResult, Quantize, require
+from adjust_dlm.variants import DECODERS, read_variant
 
 Batch = tuple[list[int], DecodeResult]
 

@@ -14,7 +14,6 @@ from typing import Any
 from adjust_dlm.bases import Base, Partner, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.prompts import unconditional
-from adjust_dlm.decoders import read_variant
 from adjust_dlm.decoders.divergence import MEASURES, Source
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, reason_against
 from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, open_helpers, over_ranks, to_line
@@ -26,6 +25,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
 from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.variants import read_variant
 
 log = logging.getLogger(__name__)
 Texts = list[list[int]]

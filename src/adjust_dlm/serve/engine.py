@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders import DECODERS, Plan, make_plan
+from adjust_dlm.decoders import Plan, make_plan
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast.rounds import Held, Rounds
 from adjust_dlm.sampler import Sampler
@@ -28,6 +28,7 @@ from adjust_dlm.serve.lane import Lane
 from adjust_dlm.serve.text import Words, Writer, ordinary
 from adjust_dlm.serve.work import Cost, Event, Row, Ticket, Work
 from adjust_dlm.types import DecodeConfig, InputError, require
+from adjust_dlm.variants import DECODERS
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
