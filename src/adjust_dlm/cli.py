@@ -7,7 +7,6 @@ everything else to stderr.
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -115,15 +114,15 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     from adjust_dlm.commands.output import Outcome, check_folder, show_results, write_outcome
     from adjust_dlm.commands.settings import parse
 
-    module = importlib.import_module(command.module)
-    settings_class = getattr(module, command.config)
-    settings, _ = parse(settings_class, argv, prog=f"adjust {name}", description=command.help)
+    settings, _ = parse(command.settings, argv, prog=f"adjust {name}", description=command.help)
     output = getattr(settings, "output", None)
     folder = None if output is None else Path(output)
     check_folder(folder)
+    if hasattr(settings, "check_files"):
+        settings.check_files()
     if getattr(settings, "dry_run", False):
         folder = None
-    outcome: Any = getattr(module, command.function)(settings)
+    outcome: Any = command.function(settings)
     if os.environ.get("RANK", "0") != "0":
         return GOOD
     shown = isinstance(outcome, Outcome)

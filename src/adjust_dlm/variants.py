@@ -138,3 +138,8 @@ def split_settings(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     shared = {field.name for field in fields(DecodeConfig)}
     own = {key: value for key, value in given.items() if key not in shared}
     return {key: value for key, value in given.items() if key in shared}, own
+
+
+def slug(variant: str) -> str:
+    """A variant as part of a file name."""
+    return "".join(c if c.isalnum() or c in "._=-" else "-" for c in variant)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.bases.hub import read_json
+from adjust_dlm.hub import read_json
 from adjust_dlm.types import InputError, require
 from adjust_dlm.variants import read_options
 

@@ -92,7 +92,7 @@ def _check(flags: ExportConfig) -> None:
 def _sampler(flags: ExportConfig, base: Base) -> tuple[Sampler, dict[str, Any], dict[str, Any] | None]:
     """(sampler, its provenance, its run.yaml) from what the flags name."""
     from adjust_dlm.artifacts import RUN, read_provenance
-    from adjust_dlm.bases.hub import local
+    from adjust_dlm.hub import local
     from adjust_dlm.released import import_released
     from adjust_dlm.sampler import CONFIG, WEIGHTS, default_sampler, load_sampler
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.corpus import json_value, lines_of, load_corpus
+from adjust_dlm.data.corpus import load_corpus
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.questions import questions
+from adjust_dlm.data.texts import json_value, lines_of
 from adjust_dlm.types import InputError, require
 
 FIELDS = ("prompt", "text", "question", "instruction")  # of a JSONL line; the first one present wins, then `messages`

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from adjust_dlm.bases.partner import last_hidden, require_causal
 from adjust_dlm.eval.nll import Floats, Ints, Tokens, require_ids, right_padded
+from adjust_dlm.eval.settings import Pooling
 from adjust_dlm.types import InputError, require
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ EXPLAINED_VARIANCE = 0.9
 KMEANS_RUNS = 5
 KMEANS_STEPS = 500
 RESAMPLES = 200
-
-Pooling = Literal["mean", "last"]
 
 
 def mauve(

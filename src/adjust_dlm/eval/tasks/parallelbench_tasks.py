@@ -21,10 +21,9 @@ from typing import Any
 
 import yaml
 
-from adjust_dlm.data.corpus import read_text
 from adjust_dlm.data.lists import ANSWERS, FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
-from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.tasks.task_files import read_rows
+from adjust_dlm.data.texts import read_text
+from adjust_dlm.eval.tasks.task_files import Problem, read_rows
 from adjust_dlm.types import InputError, require
 
 LISTS = (
