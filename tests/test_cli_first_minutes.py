@@ -123,7 +123,6 @@ def test_help_is_short_and_says_no_empty_default(
 ) -> None:
     """Two lines a flag in a terminal of 100 columns, beside a blank one where a text just fills its line."""
     monkeypatch.setenv("COLUMNS", "100")
-    pytest.importorskip(COMMANDS[name].module)
     out = run(name, "--help")[1]
     assert "(default: )" not in out and "default: None" not in out
     told = {flag: lines for flags in boxes(out).values() for flag, lines in flags.items()}

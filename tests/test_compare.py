@@ -1,6 +1,5 @@
 """`adjust compare` and `make demo`: columns that fill in, fair times, one sentence, and what to try next."""
 
-import importlib
 import io
 import re
 import shlex
@@ -219,7 +218,7 @@ def test_what_to_try_next_can_be_run() -> None:
     commands = [line[1:] for line in [shlex.split(first), *words] if line[0] == "bin/adjust"]
     assert [command[0] for command in commands] == ["compare", "compare", "chat", "serve"]
     for name, *flags in commands:
-        config = getattr(importlib.import_module(COMMANDS[name].module), COMMANDS[name].config)
+        config = COMMANDS[name].settings
         assert isinstance(parse(config, flags, prog=name, description="")[0], config)
     assert ["bin/pip", "install", "-e", ".[serve]"] in words
 

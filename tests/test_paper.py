@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -124,8 +123,7 @@ def load(file: Path) -> object:
     """The settings, as the command line would read them; as it reads them."""
     name = command_of(file)
     assert name in COMMANDS, f"no command {name!r}"
-    module = importlib.import_module(COMMANDS[name].module)
-    kind = getattr(module, COMMANDS[name].config)
+    kind = COMMANDS[name].settings
     parsed, common = settings.parse(kind, ["--config", str(file)], prog=f"adjust {name}", description="")
     assert isinstance(parsed, kind) and common.config == file
     return parsed

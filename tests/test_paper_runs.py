@@ -83,8 +83,7 @@ def test_every_evaluation_runs(
         for name, made in (("load_base", base), ("from_pretrained", sampler)):
             if hasattr(loaded, name):
                 monkeypatch.setattr(loaded, name, lambda *_, made=made, **__: made)
-    function = getattr(importlib.import_module(COMMANDS[command].module), COMMANDS[command].function)
-    out = function(replace(config, **small))  # type: ignore[type-var]
+    out = COMMANDS[command].function(replace(config, **small))  # type: ignore[type-var]
     rows = out["cells" if command == "eval table" else "macro_averages" if "macro_averages" in out else "rows"]
     assert rows and all(row["base_calls"] > 0 for row in rows)
     names = {row.get("variant", row.get("decoder")) for row in rows}

@@ -15,6 +15,7 @@ from typing import Any
 from adjust_dlm.types import InputError, require
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
+SAMPLER = "sampler.json"  # the config of a g
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -56,6 +57,24 @@ def local(name: Path | str, files: Sequence[str], *, revision: str | None = None
         require(revision is None, f"revision is {revision!r}, but {path} is no Hub id; folders have no revisions")
         return path
     return snapshot(path.as_posix(), files, revision=revision)
+
+
+def require_sampler(folder: Path) -> Path:
+    """The config file of a sampler's folder; raises InputError where there is none."""
+    require((folder / SAMPLER).is_file(), f"{folder} holds no sampler ({SAMPLER} is missing)")
+    return folder / SAMPLER
+
+
+def check_sampler(name: Path | str | None) -> None:
+    """`require_sampler` for what is no Hub id, and no default."""
+    if name is not None and (Path(name).exists() or not is_hub_id(Path(name).as_posix())):
+        require_sampler(Path(name))
+
+
+def require_init(init: str) -> None:
+    """Raises InputError unless training can start there."""
+    good = init == "fresh" or Path(init).is_dir()
+    require(good, f"init is {init!r}; it must be fresh or the folder of a sampler")
 
 
 def snapshot(name: str, files: Sequence[str], *, revision: str | None = None, kind: str = "model") -> Path:

@@ -25,10 +25,11 @@ from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import check_finite, read_header
 from adjust_dlm.files import write_whole
-from adjust_dlm.hub import once
+from adjust_dlm.hub import SAMPLER as CONFIG
+from adjust_dlm.hub import once, require_init, require_sampler
 from adjust_dlm.types import InputError, SamplerConfig, State, require
 
-CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
+WEIGHTS = "sampler.safetensors"
 
 
 class Sampler(nn.Module):
@@ -242,7 +243,7 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
     """
     sampler = Sampler(base, config)
     if init != "fresh":
-        require(Path(init).is_dir(), f"init is {init!r}; it must be fresh or the folder of a sampler")
+        require_init(init)
         other = load_sampler(init, base)
         require(other.config == config, f"the sampler in {init} has {other.config}; this run has {config}")
         sampler.load_state_dict({k: v.float() for k, v in other.state_dict().items()})
@@ -251,8 +252,7 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What a sampler's config file says: its form, its base and how it was trained; checked."""
-    path = folder / CONFIG
-    require(path.is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
+    path = require_sampler(folder)
     try:
         facts: dict[str, Any] = json.loads(path.read_text(), object_pairs_hook=once)
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from adjust_dlm.types import EVALUATION_ROWS as EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, OrderRule
 
 # Streams of the counter-based generator: a draw, an order, Gumbel noise and a second draw never share a number.

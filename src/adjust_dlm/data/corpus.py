@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.data.canvases import Canvas, Source, canvases
-from adjust_dlm.data.settings import KINDS, SPLITS, CorpusConfig
+from adjust_dlm.data.settings import KINDS, MANIFEST, SPLITS, CorpusConfig, require_corpus
 from adjust_dlm.data.texts import lines_of, read_text
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import read_json
 from adjust_dlm.types import InputError, require
 
-MANIFEST = "manifest.json"
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
 HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ def load_corpus(folder: Path, split: str) -> Corpus:
     Raises:
         InputError: no corpus there, or shards are missing or damaged.
     """
-    require((folder / MANIFEST).is_file(), f"no corpus at {folder} ({MANIFEST} is missing)")
+    require_corpus(folder)
     manifest = _manifest(folder)
     names = [name for name in manifest["shards"] if name.startswith(f"{split}-")]
     lost = [name for name in names if not (folder / name).is_file()]
@@ -124,7 +123,6 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
 
 def _texts(path: Path) -> Iterator[str]:
     """One text of a .txt file, or one of every line of a .jsonl file."""
-    require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
     if path.suffix == ".txt":
         yield read_text(path)
         return
@@ -158,8 +156,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _claim(folder: Path, config: CorpusConfig) -> None:
     """Writes the manifest, or checks that the one there says the same."""
-    lost = [str(path) for path in config.text_files if not path.is_file()]
-    require(not lost, f"there is no file {', '.join(lost)}")
+    config.check_files()
     settings = config.identity()
     names = [*config.shards(), *(f"{split}-files-00000.parquet" for split in SPLITS if config.text_files)]
     path = folder / MANIFEST

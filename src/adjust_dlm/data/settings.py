@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from adjust_dlm.hub import require_sampler
 from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, OrderOn, OrderRule, require, require_kinds
 
 if TYPE_CHECKING:
@@ -17,6 +18,27 @@ KINDS = ("text", "chat", "lists", "files", "questions")
 SAMPLED = ("text", "chat", "lists", "questions")  # those that are made here
 SPLITS = ("train", "heldout")
 SHARD_ROWS = 4096  # canvases of a shard
+MANIFEST = "manifest.json"  # of a corpus
+
+
+def require_corpus(folder: Path) -> None:
+    """Raises InputError unless a folder holds a corpus."""
+    require((folder / MANIFEST).is_file(), f"no corpus at {folder} ({MANIFEST} is missing)")
+
+
+def check_prompts(spec: str, *, chat: bool) -> None:
+    """Raises InputError unless the source is one of those of `open_prompts`, and is there."""
+    kind, _, folder = spec.partition(":")
+    if spec == "unconditional":
+        require(not chat, "unconditional prompts have no text for a chat template")
+    elif kind == "corpus" and folder:
+        require_corpus(Path(folder))
+    elif spec not in ("lists", "questions"):
+        require(
+            Path(spec).suffix in (".jsonl", ".txt"),
+            f"prompts {spec!r}: give unconditional, lists, questions, corpus:DIR, or a .jsonl or .txt file",
+        )
+        require(Path(spec).is_file(), f"prompt file {Path(spec)} does not exist")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +67,10 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         require_kinds(self)
+
+    def check_files(self) -> None:
+        """Raises InputError unless all that is to be read is there."""
+        check_prompts(self.prompts, chat=self.chat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +138,12 @@ class TrajectoriesConfig(TextConfig):
             f"device is {self.device!r}; Ray hands out the GPUs, so give auto, cpu or cuda",
         )
 
+    def check_files(self) -> None:
+        """Prompts, and the sampler."""
+        super().check_files()
+        if self.sampler is not None:
+            require_sampler(Path(self.sampler))
+
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
         """One configuration per temperature, with the base's own order filled in."""
         names = ("tokens_per_step", "max_new_tokens", "top_p", "top_k", "suppress_eos", "seed")
@@ -162,6 +194,13 @@ class CorpusConfig:
         require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
         asked = sum(getattr(self, kind) for kind in SAMPLED) + len(self.text_files)
         require(asked > 0, "the corpus is empty; ask for some canvases")
+
+    def check_files(self) -> None:
+        """Raises InputError unless the files are there, and of a known kind."""
+        lost = [str(path) for path in self.text_files if not path.is_file()]
+        require(not lost, f"there is no file {', '.join(lost)}")
+        for path in self.text_files:
+            require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
 
     def identity(self) -> dict[str, Any]:
         """The settings that a folder belongs to, files by their content."""

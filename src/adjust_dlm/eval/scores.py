@@ -25,7 +25,7 @@ from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, score_nll
-from adjust_dlm.eval.settings import MauveConfig, NllConfig, Split
+from adjust_dlm.eval.settings import MauveConfig, NllConfig, Split, is_lines
 from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.hub import local
 from adjust_dlm.types import require
@@ -47,7 +47,7 @@ def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
         InputError: no such file, nothing in it, a line without text and tokens, or whose `given` is no text.
     """
     path = Path(file)
-    if ".jsonl" in path.suffixes[-2:]:
+    if is_lines(file):
         groups: dict[str, list[Line]] = {}
         for number, row in enumerate(read_rows(file), start=1):
             item: Any = row.get("tokens") if row.get("text") is None else row["text"]

@@ -7,11 +7,16 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from adjust_dlm.data.settings import check_prompts
+from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.plots import check_plot
+from adjust_dlm.eval.tasks.task_files import local_file
+from adjust_dlm.hub import check_sampler
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, TokenSource, require, require_kinds
 from adjust_dlm.variants import DECODERS, read_variant
 
@@ -51,6 +56,10 @@ class EvalConfig:
         self.require_at_least(batch_size=1)
         good = all(k >= 1 for k in self.tokens_per_step)
         require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
+
+    def check_files(self) -> None:
+        """Raises InputError unless all that is to be read is there, as far as that is known without the Hub."""
+        check_sampler(self.sampler)
 
     def require_at_least(self, **least: int) -> None:
         """Raises InputError unless each of these settings has at least its value."""
@@ -131,6 +140,11 @@ class DivergenceConfig(EvalConfig):
                     f"decoder {variant!r} has a {name} of its own, which is the law's too: set it for all",
                 )
         require(bool(self.cells()), "decoders is empty, or tokens_per_step is empty and all take K; give at least one")
+
+    def check_files(self) -> None:
+        """The prompts, too."""
+        super().check_files()
+        check_prompts(self.prompts, chat=self.chat)
 
     def cells(self) -> list[tuple[float, str]]:
         """Temperature and full variant of each line."""
@@ -261,6 +275,19 @@ class FrontierConfig(TableConfig):
         check_plot(self.plot)
 
 
+def check_texts(file: str) -> None:
+    """Raises InputError unless `read_texts` finds the file."""
+    if is_lines(file):
+        local_file(file)
+    else:
+        read_text(Path(file))
+
+
+def is_lines(file: str) -> bool:
+    """Whether a file holds objects, one a line."""
+    return ".jsonl" in Path(file).suffixes[-2:]
+
+
 @dataclass(frozen=True, kw_only=True)
 class NllConfig:
     """Settings of `adjust eval nll`, which `adjust eval mauve` has, too.
@@ -296,6 +323,11 @@ class NllConfig:
         require(self.max_tokens >= 0, f"max_tokens is {self.max_tokens}; it must be at least 0 (0 is all)")
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
 
+    def check_files(self) -> None:
+        """Raises InputError unless the texts are there."""
+        for file in self.files:
+            check_texts(file)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MauveConfig(NllConfig):
@@ -320,3 +352,8 @@ class MauveConfig(NllConfig):
         super().__post_init__()
         require(bool(self.reference), "name the texts to compare with: --reference FILE")
         require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")
+
+    def check_files(self) -> None:
+        """The reference, too."""
+        super().check_files()
+        check_texts(self.reference)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adjust_dlm.data.settings import KINDS, SAMPLED, CorpusConfig, TextConfig, TrajectoriesConfig
+from adjust_dlm.hub import require_init
 from adjust_dlm.train.trackers import TrackerName, check_trackers
 from adjust_dlm.types import (
     DEFAULT_BASE,
@@ -22,6 +23,7 @@ from adjust_dlm.types import (
     require_kinds,
 )
 
+CHECKPOINT = "checkpoint.pt"  # in the output folder
 # Settings that a resumed run may change.
 FREE = (
     "output", "compile", "kernel", "trajectories", "heldout_trajectories", "heldout_texts", "resume", "track",
@@ -177,6 +179,24 @@ class TrainConfig(SamplerConfig):
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
         check_trackers(self.track)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the output folder has a run to go on with."""
+        return self.resume == "auto" and (Path(self.output) / CHECKPOINT).is_file()
+
+    def check_files(self) -> None:
+        """Raises InputError unless there are trajectories, or prompts to decode them from, and what g starts from."""
+        from adjust_dlm.data.store import read_manifest  # needs NumPy
+
+        if self.one_pass:
+            self.pool.check_files()
+        found = bool(self.one_pass or self.trajectories)
+        require(found, "no trajectories: give folders written by `adjust trajectories`")
+        for folder in (*self.trajectories, *self.heldout_trajectories):
+            read_manifest(Path(folder))
+        if not self.resumes:
+            require_init(self.init)
 
     def sampler_config(self) -> SamplerConfig:
         """What g is built from."""

@@ -82,8 +82,6 @@ def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
     """The problems of a file of HumanEval's form, with `shots` solved ones before each."""
     fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
     rows = read_rows(config.data, fields, texts=fields[1:])
-    said = "HumanEval has no examples of its own; name a file of them with --examples"
-    require(not config.shots or bool(config.examples), said)
     ask = _ask_to_complete if config.chat else str
     shots = [
         (ask(row["prompt"]), _fence(row["prompt"] + row["canonical_solution"]) if config.chat

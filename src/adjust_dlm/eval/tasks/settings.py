@@ -7,9 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.settings import EvalConfig
-from adjust_dlm.eval.tasks.parallelbench_tasks import select
+from adjust_dlm.eval.tasks.parallelbench_tasks import CONFIG, select
 from adjust_dlm.eval.tasks.sandbox import Limits
+from adjust_dlm.eval.tasks.task_files import local_file
 from adjust_dlm.types import require
 from adjust_dlm.variants import read_variant
 
@@ -58,6 +60,13 @@ class DownstreamConfig(EvalConfig):
         for variant in self.variants():
             read_variant(variant)
         self.decode_config()
+
+    def check_files(self) -> None:
+        """Problems and examples, too."""
+        super().check_files()
+        named = (self.data, *(getattr(self, name, "") for name in ("shots_data", "examples") if self.shots))
+        for spec in filter(None, named):
+            local_file(spec)
 
     def variants(self) -> list[str]:
         """Every decoder at every K."""
@@ -155,6 +164,12 @@ class HumanEvalConfig(CodeConfig):
     top_p: float = 0.9
     examples: str = ""
 
+    def __post_init__(self) -> None:
+        """As for programs, and the examples."""
+        super().__post_init__()
+        said = "HumanEval has no examples of its own; name a file of them with --examples"
+        require(not self.shots or bool(self.examples), said)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MbppConfig(CodeConfig):
@@ -207,6 +222,12 @@ class ParallelBenchConfig(DownstreamConfig):
         else:
             for group in groups:
                 self.for_group(self.group_name(group))
+
+    def check_files(self) -> None:
+        """The benchmark's own folder, if it is named."""
+        EvalConfig.check_files(self)
+        for group in select(self.tasks) if self.data else ():
+            read_text(Path(self.data) / self.group_name(group) / CONFIG)
 
     def for_group(self, name: str) -> ParallelBenchConfig:
         """Settings of one group's run, in its own folder."""

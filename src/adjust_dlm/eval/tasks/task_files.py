@@ -73,15 +73,23 @@ def find_files(spec: str) -> list[Path]:
     Raises:
         InputError: nothing there.
     """
-    own = {BUILTIN: _OWN / "problems.jsonl", EXAMPLES: _OWN / "examples.jsonl"}
-    path = own.get(spec, Path(spec))
-    if path.is_file():
+    if path := local_file(spec):
         return [path]
     name, _, inside = spec.partition(":")
-    require(bool(inside) and is_hub_id(name), f"no file {spec!r}; give a path, or owner/name:path of a Hub data set")
     found = sorted(snapshot(name, [inside], kind="dataset").glob(inside))
     require(bool(found), f"the Hub's data set {name!r} has no file {inside!r}")
     return found
+
+
+def local_file(spec: str) -> Path | None:
+    """The path that is given, None for files on the Hub; raises InputError for neither."""
+    own = {BUILTIN: _OWN / "problems.jsonl", EXAMPLES: _OWN / "examples.jsonl"}
+    path = own.get(spec, Path(spec))
+    if path.is_file():
+        return path
+    name, _, inside = spec.partition(":")
+    require(bool(inside) and is_hub_id(name), f"no file {spec!r}; give a path, or owner/name:path of a Hub data set")
+    return None
 
 
 def _read(path: Path, spec: str) -> list[Any]:
