@@ -23,7 +23,7 @@ from adjust_dlm import cli
 from adjust_dlm.bases import base as registry
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bench.records import COSTS
-from adjust_dlm.commands import COMMANDS, common, output, settings
+from adjust_dlm.commands import COMMANDS, common, named, output, settings
 from adjust_dlm.decoders.divergence import MEASURES
 from adjust_dlm.eval.table import score_line
 from adjust_dlm.sampler import WEIGHTS, default_sampler
@@ -129,16 +129,16 @@ def test_a_wrong_value_is_told_before_torch_is_loaded() -> None:
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_names_every_flag(name: str, run: Cli) -> None:
     code, out, _ = run(name, "--help")
-    flags = {field.name.replace("_", "-") for field in fields(COMMANDS[name].settings)}
+    flags = {field.name.replace("_", "-") for field in fields(named(COMMANDS[name].settings))}
     assert code == 0
     missing = {flag for flag in flags | {"config", "verbose"} if f"--{flag}" not in out}
     assert missing <= {"prompt", "name", "files", "results"}  # these stand without a flag
-    assert callable(COMMANDS[name].function)
+    assert callable(named(COMMANDS[name].function))
 
 
 @pytest.mark.parametrize("task", ["table", "frontier", "gsm8k", "math", "humaneval", "mbpp", "parallelbench"])
 def test_whatever_decodes_texts_can_refuse_the_fast_form(task: str) -> None:
-    assert {field.name: field.default for field in fields(COMMANDS[f"eval {task}"].settings)}["eager"] is False
+    assert {field.name: field.default for field in fields(named(COMMANDS[f"eval {task}"].settings))}["eager"] is False
 
 
 def test_version_and_unknown_commands(run: Cli) -> None:

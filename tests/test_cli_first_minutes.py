@@ -1,6 +1,5 @@
 """What a newcomer types first: no command, a wrong word, a pipe, a conversation, the list of decoders."""
 
-import importlib
 import io
 import json
 import os
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from adjust_dlm.commands import COMMANDS, FLAGS, GROUPS
+from adjust_dlm.commands import COMMANDS, FLAGS, GROUPS, named
 from adjust_dlm.commands import generate as generate_module
 from adjust_dlm.commands.settings import one_line
 from adjust_dlm.decoders import DECODERS
@@ -141,11 +140,7 @@ def test_a_box_is_there_where_its_first_flag_is(run: Cli, monkeypatch: pytest.Mo
     frontier = boxes(run("eval", "frontier", "--help")[1])
     (variants,) = (lines for flag, lines in frontier["decoder options"].items() if flag.startswith("--list-variants"))
     assert re.fullmatch(r"the same .*\(default: joint:block_length=16 and \d\d more\)", " ".join(variants))
-    known_flags = {
-        field.name
-        for command in COMMANDS.values()
-        for field in fields(getattr(importlib.import_module(command.module), command.config))
-    }
+    known_flags = {field.name for command in COMMANDS.values() for field in fields(named(command.settings))}
     assert {flag for flags in FLAGS.values() for flag in flags} <= known_flags
 
 

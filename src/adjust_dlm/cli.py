@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import adjust_dlm
-from adjust_dlm.commands import COMMANDS, GROUPS, Command
+from adjust_dlm.commands import COMMANDS, GROUPS, Command, named
 from adjust_dlm.commands.common import set_malloc
 from adjust_dlm.words import known
 
@@ -113,16 +113,18 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     """Flags and file to settings, settings to outcome, outcome to files (one process of several writes them)."""
     from adjust_dlm.commands.output import Outcome, check_folder, show_results, write_outcome
     from adjust_dlm.commands.settings import parse
+    from adjust_dlm.hub import check_sampler
 
-    settings, _ = parse(command.settings, argv, prog=f"adjust {name}", description=command.help)
+    settings, _ = parse(named(command.settings), argv, prog=f"adjust {name}", description=command.help)
     output = getattr(settings, "output", None)
     folder = None if output is None else Path(output)
     check_folder(folder)
+    check_sampler(getattr(settings, "sampler", None))
     if hasattr(settings, "check_files"):
         settings.check_files()
     if getattr(settings, "dry_run", False):
         folder = None
-    outcome: Any = command.function(settings)
+    outcome: Any = named(command.function)(settings)
     if os.environ.get("RANK", "0") != "0":
         return GOOD
     shown = isinstance(outcome, Outcome)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from adjust_dlm.bench.shapes import SHAPES
-from adjust_dlm.hub import check_sampler
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, check_placement, require, require_count
 from adjust_dlm.variants import read_variant
 
@@ -89,7 +88,3 @@ class RuntimeConfig:
         )
         check_placement(self.quantize, None)
         DecodeConfig(temperature=self.temperature, top_p=self.top_p, order=self.order)
-
-    def check_files(self) -> None:
-        """Raises InputError unless a folder of g that is named is there."""
-        check_sampler(self.sampler)

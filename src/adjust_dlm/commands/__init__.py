@@ -7,36 +7,25 @@ needs is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """Its line of help, and where its settings and its function stand: module and name.
+    """Its line of help, and where its settings and its function stand (see `named`).
 
-    The function returns an `Outcome`, or a dict to be shown and stored. Its module may need torch, that of the settings
-    does not: it is imported once they are checked.
+    The function returns an `Outcome`, or a dict to be shown and stored. Its module may need torch: it is imported once
+    the settings, whose module does not, have been checked.
     """
 
     help: str
-    settings_at: str
-    function_at: str
-
-    @property
-    def settings(self) -> Any:
-        """The frozen dataclass."""
-        return _named(self.settings_at)
-
-    @property
-    def function(self) -> Callable[[Any], Any]:
-        """What takes an object of the settings."""
-        found: Callable[[Any], Any] = _named(self.function_at)
-        return found
+    settings: str
+    function: str
 
 
-def _named(at: str) -> Any:
-    module, _, name = at.partition(":")
+def named(where: str) -> Any:
+    """What `module:name` stands for in this package."""
+    module, _, name = where.partition(":")
     return getattr(import_module(f"adjust_dlm.{module}"), name)
 
 
@@ -92,8 +81,8 @@ _TABLE: dict[str, tuple[str, ...]] = {
         ("Tables, figures and one page from result folders.", "bench.report:ReportConfig", "bench.report:make_report"),
 }  # fmt: skip
 COMMANDS = {
-    name: Command(text, at, *(function or [at.partition(":")[0] + ":run"]))
-    for name, (text, at, *function) in _TABLE.items()
+    name: Command(text, settings, *(function or [f"{settings.split(':')[0]}:run"]))
+    for name, (text, settings, *function) in _TABLE.items()
 }
 GROUPS: dict[str, list[str]] = {
     "write text": ["generate", "chat", "compare", "serve"],

@@ -11,13 +11,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adjust_dlm.hub import check_sampler
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, Dtype, OrderOn, OrderRule, Quantize, Schedule, Spread, require
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
-    from adjust_dlm.hub import check_sampler
-from adjust_dlm.types import DecodeResult
+    from adjust_dlm.types import DecodeResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +45,6 @@ class LoadFlags:
     device_map: Spread | None = None
     revision: str | None = None
     compile: bool = False
-
-    def check_files(self) -> None:
-        """Raises InputError unless a folder of g that is named is there."""
-        check_sampler(self.sampler)
 
 
 @dataclass(frozen=True, kw_only=True)

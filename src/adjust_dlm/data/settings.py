@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adjust_dlm.hub import require_sampler
 from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, OrderOn, OrderRule, require, require_kinds
 
 if TYPE_CHECKING:
@@ -137,12 +136,6 @@ class TrajectoriesConfig(TextConfig):
             self.engine == "local" or self.device in ("auto", "cpu", "cuda"),
             f"device is {self.device!r}; Ray hands out the GPUs, so give auto, cpu or cuda",
         )
-
-    def check_files(self) -> None:
-        """Prompts, and the sampler."""
-        super().check_files()
-        if self.sampler is not None:
-            require_sampler(Path(self.sampler))
 
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
         """One configuration per temperature, with the base's own order filled in."""

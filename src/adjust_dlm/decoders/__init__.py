@@ -1,36 +1,19 @@
-"""Every decoder behind one call. A new decoder is one file here and one line in `variants.DECODERS`."""
+"""Every decoder behind one call. A new one is a line of `variants.DECODERS`, and a function in a file of its name."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.adaptive import adaptive
-from adjust_dlm.decoders.adjust import adjust
-from adjust_dlm.decoders.apd import apd
-from adjust_dlm.decoders.cascade import cascade
-from adjust_dlm.decoders.dcd import dcd
-from adjust_dlm.decoders.edlm import edlm
-from adjust_dlm.decoders.entropy_bound import entropy_bound
-from adjust_dlm.decoders.factor import factor
 from adjust_dlm.decoders.fast import engine as fast
-from adjust_dlm.decoders.fast_dllm import fast_dllm
-from adjust_dlm.decoders.guided import guided
-from adjust_dlm.decoders.joint import joint
-from adjust_dlm.decoders.klass import klass
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
-from adjust_dlm.decoders.origin import origin
-from adjust_dlm.decoders.parallel import parallel
-from adjust_dlm.decoders.sdar import sdar
-from adjust_dlm.decoders.soft_order import soft_order
-from adjust_dlm.decoders.threshold import threshold
-from adjust_dlm.decoders.verified import verified
 from adjust_dlm.sampler import Sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_count
 from adjust_dlm.variants import DECODERS as DECODERS
@@ -40,11 +23,8 @@ from adjust_dlm.variants import read_variant as read_variant
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
 _NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
-for _run in (
-    joint, parallel, adjust, adaptive, verified, cascade, threshold, factor, entropy_bound, klass, edlm, origin,
-    soft_order, guided, fast_dllm, sdar, apd, dcd,
-):  # fmt: skip
-    DECODERS[_run.__name__] = replace(DECODERS[_run.__name__], run=_run)
+for _name, _entry in DECODERS.items():
+    DECODERS[_name] = replace(_entry, run=getattr(import_module(f"adjust_dlm.decoders.{_name}"), _name))
 
 
 class Plan(NamedTuple):

@@ -16,7 +16,6 @@ from adjust_dlm.data.settings import check_prompts
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.plots import check_plot
 from adjust_dlm.eval.tasks.task_files import local_file
-from adjust_dlm.hub import check_sampler
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, TokenSource, require, require_kinds
 from adjust_dlm.variants import DECODERS, read_variant
 
@@ -56,10 +55,6 @@ class EvalConfig:
         self.require_at_least(batch_size=1)
         good = all(k >= 1 for k in self.tokens_per_step)
         require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
-
-    def check_files(self) -> None:
-        """Raises InputError unless all that is to be read is there, as far as that is known without the Hub."""
-        check_sampler(self.sampler)
 
     def require_at_least(self, **least: int) -> None:
         """Raises InputError unless each of these settings has at least its value."""
@@ -142,8 +137,7 @@ class DivergenceConfig(EvalConfig):
         require(bool(self.cells()), "decoders is empty, or tokens_per_step is empty and all take K; give at least one")
 
     def check_files(self) -> None:
-        """The prompts, too."""
-        super().check_files()
+        """Raises InputError unless the prompts are there."""
         check_prompts(self.prompts, chat=self.chat)
 
     def cells(self) -> list[tuple[float, str]]:

@@ -62,8 +62,7 @@ class DownstreamConfig(EvalConfig):
         self.decode_config()
 
     def check_files(self) -> None:
-        """Problems and examples, too."""
-        super().check_files()
+        """Raises InputError unless problems and examples are there, or may be on the Hub."""
         named = (self.data, *(getattr(self, name, "") for name in ("shots_data", "examples") if self.shots))
         for spec in filter(None, named):
             local_file(spec)
@@ -224,8 +223,7 @@ class ParallelBenchConfig(DownstreamConfig):
                 self.for_group(self.group_name(group))
 
     def check_files(self) -> None:
-        """The benchmark's own folder, if it is named."""
-        EvalConfig.check_files(self)
+        """Raises InputError unless the benchmark's folder, if it is named, is one."""
         for group in select(self.tasks) if self.data else ():
             read_text(Path(self.data) / self.group_name(group) / CONFIG)
 
