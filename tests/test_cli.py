@@ -105,8 +105,8 @@ def one_line(err: str) -> str:
 
 def test_help_loads_neither_torch_nor_transformers() -> None:
     program = (
-        "import sys; from adjust_dlm.cli import main\n"
-        "codes = [main(['--help']), *(main([name, '--help']) for name in ('bases', 'fetch', 'generate', 'compare'))]\n"
+        "import sys; from adjust_dlm.cli import COMMANDS, main\n"
+        "codes = [main(['--help']), *(main([*name.split(), '--help']) for name in COMMANDS)]\n"
         "sys.exit(any(codes) or 'torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -114,16 +114,62 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
     assert all(name in done.stdout for name in COMMANDS)
 
 
-def test_a_wrong_value_is_told_before_torch_is_loaded() -> None:
+SAYS = "unknown decoder 'paralel'; did you mean parallel?"
+NOWHERE = "no file 'nowhere'"
+WRONG = {  # arguments behind a command -> what is said; "nowhere" does not exist
+    "generate": {"a --tokens-per-step 0": "tokens_per_step is 0", "a --sampler nowhere": "nowhere holds no sampler",
+                 "a --decoder paralel": SAYS, "--config no.yaml": "cannot read no.yaml"},
+    "chat": {"--temperature -1": "temperature is -1.0", "--decoder paralel": SAYS},
+    "compare": {"--num-samples 0": "num_samples is 0", "--partner nowhere": "no autoregressive model at 'nowhere'"},
+    "serve": {"--port 99999": "port is 99999", "--decoder paralel": SAYS},
+    "trajectories": {"--output x --num 0": "num is 0", "--output x --prompts nowhere.txt": "nowhere.txt does not exist",
+                     "--output x --prompts corpus:nowhere": "no corpus at nowhere", "--output x --top-p 2": "top_p is",
+                     "--output x --tokens-per-step 2 --sampler nowhere": "nowhere holds no sampler"},
+    "train": {"--steps 0": "steps is 0", "--trajectories nowhere": "nowhere is no trajectory store",
+              "": "no trajectories", "--preset prnted": "--preset is 'prnted'; it must be one of default",
+              "--one-pass --pool.prompts nowhere.txt": "nowhere.txt does not exist",
+              "--one-pass --pool.rows 0": "pool.rows is 0", "--one-pass --init nowhere": "init is 'nowhere'"},
+    "adapt": {"--output x --steps 0": "steps is 0", "--output x --text-files nowhere": "there is no file nowhere",
+              f"--output x --text-files {__file__}": "text files end in .txt or .jsonl",
+              "--output x --ar nowhere": "no autoregressive model at 'nowhere'"},
+    "eval divergence": {"--n 1": "n is 1", "--prompts nowhere.txt": "nowhere.txt does not exist",
+                        "--decoders paralel": SAYS, "--sampler nowhere": "nowhere holds no sampler"},
+    "eval table": {"--batch-size 0": "batch_size is 0", "--judge nowhere": "no autoregressive model at 'nowhere'",
+                   "--variants threshold:tau=x": "tau is x"},
+    "eval frontier": {"--list-n -1": "list_n is -1", "--sampler nowhere": "nowhere holds no sampler",
+                      "--list-variants paralel": SAYS},
+    "eval nll": {"a --batch-size 0": "batch_size is 0", "nowhere": "cannot read nowhere: No such file"},
+    "eval mauve": {"a --buckets -1 --reference b": "buckets is -1",
+                   f"{__file__} --reference nowhere": "cannot read nowhere: No such file"},
+    "eval paired": {"a": "1 files", "nowhere b": NOWHERE},
+    "eval gsm8k": {"--limit -1": "limit is -1", "--data nowhere": NOWHERE, "--decoders paralel": SAYS},
+    "eval math": {"--shots-data a --shots -1": "shots is -1", "--shots 0 --data nowhere": NOWHERE},
+    "eval humaneval": {"--workers -1": "workers is -1", "--allow-code-execution --data nowhere": NOWHERE,
+                       "": "humaneval runs programs that the base writes on this machine"},
+    "eval mbpp": {"--ks 2": "ks is (2,)", "--allow-code-execution --data nowhere": NOWHERE},
+    "eval parallelbench": {"--n -1": "n is -1", "--data nowhere": "cannot read nowhere/waiting_line",
+                           "--tasks copi": "unknown task 'copi'"},
+    "bench runtime": {"--runs 0": "runs is 0", "--sampler nowhere": "nowhere holds no sampler",
+                      "--decoders paralel": SAYS},
+    "report": {"nowhere --samples -1": "samples is -1", "nowhere": "no result in nowhere"},
+    "genrate": {"": "did you mean generate?"}, "eval": {"tabel": "did you mean table?"},
+}  # fmt: skip
+
+
+def test_a_wrong_value_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """A count, a path or a name; in one process, since none of them loads anything."""
     program = (
         "import sys; from adjust_dlm.cli import main\n"
-        "codes = {main(words.split()) for words in sys.argv[1:]}\n"
-        "sys.exit(codes != {2} or 'torch' in sys.modules)"
+        "codes = [main(words.split()) for words in sys.argv[1:]]\n"
+        "sys.exit(set(codes) != {2} or 'torch' in sys.modules)"
     )
-    wrong = ["generate a --tokens-per-step 0", "chat --temperature -1", "generate --config no.yaml", "genrate", "eval"]
-    wrong += ["serve --port 99999"]
-    done = subprocess.run([sys.executable, "-c", program, *wrong], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (0, len(wrong)), done.stderr
+    wrong = {f"{name} {words}": said for name, cases in WRONG.items() for words, said in cases.items()}
+    command = [sys.executable, "-c", program, *wrong]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    told = dict(zip(wrong, done.stderr.splitlines(), strict=True))
+    assert {words: line for words, line in told.items() if wrong[words] not in line} == {}
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, "", [])
+    assert set(COMMANDS) - set(WRONG) == {"bases", "decoders", "fetch", "export"}  # no count, and no work before a path
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

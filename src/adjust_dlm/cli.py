@@ -113,13 +113,13 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     """Flags and file to settings, settings to outcome, outcome to files (one process of several writes them)."""
     from adjust_dlm.commands.output import Outcome, check_folder, show_results, write_outcome
     from adjust_dlm.commands.settings import parse
-    from adjust_dlm.hub import check_sampler
+    from adjust_dlm.hub import check_named
 
     settings, _ = parse(named(command.settings), argv, prog=f"adjust {name}", description=command.help)
     output = getattr(settings, "output", None)
     folder = None if output is None else Path(output)
     check_folder(folder)
-    check_sampler(getattr(settings, "sampler", None))
+    check_named(settings)
     if hasattr(settings, "check_files"):
         settings.check_files()
     if getattr(settings, "dry_run", False):

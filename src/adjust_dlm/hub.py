@@ -65,10 +65,21 @@ def require_sampler(folder: Path) -> Path:
     return folder / SAMPLER
 
 
-def check_sampler(name: Path | str | None) -> None:
-    """`require_sampler` for what is no Hub id, and no default."""
-    if name is not None and (Path(name).exists() or not is_hub_id(Path(name).as_posix())):
-        require_sampler(Path(name))
+def require_ar(folder: Path, source: str) -> None:
+    """Raises InputError unless a folder, named by its source, holds an autoregressive model."""
+    require((folder / "config.json").is_file(), f"no autoregressive model at {source!r} (config.json is missing)")
+
+
+def check_named(settings: object) -> None:
+    """Raises InputError for settings that name a sampler or an AR model which is neither there nor a Hub id."""
+    for name in ("sampler", "judge", "partner", "ar"):
+        source = str(getattr(settings, name, None) or "smol")
+        if source == "smol" or (is_hub_id(source) and not Path(source).exists()):
+            continue
+        if name == "sampler":
+            require_sampler(Path(source))
+        else:
+            require_ar(Path(source), source)
 
 
 def require_init(init: str) -> None:

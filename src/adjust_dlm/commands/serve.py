@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 from adjust_dlm.types import require
+from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -93,11 +94,10 @@ def check(flags: ServeConfig) -> AppConfig:
         value = getattr(flags, name)
         require(least <= value <= most, f"{name} is {value}; it must lie in [{least}, {most}]")
     config = flags.decode_config()
-    from adjust_dlm.serve.asks import AppConfig
-    from adjust_dlm.variants import build_options, read_options
-
     options = read_options(flags.set)
     build_options(flags.decoder, options)
+    from adjust_dlm.serve.asks import AppConfig  # needs torch, what stands above does not
+
     return AppConfig(
         model=flags.model_name or flags.base, decoder=flags.decoder, options=options,
         config=config, max_body=flags.max_body,

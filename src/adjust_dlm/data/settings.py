@@ -66,6 +66,8 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         require_kinds(self)
+        for heat in self.temperature:
+            DecodeConfig(temperature=heat, top_p=self.top_p, top_k=self.top_k)  # checks them
 
     def check_files(self) -> None:
         """Raises InputError unless all that is to be read is there."""

@@ -53,6 +53,14 @@ class PoolConfig(TextConfig):
 
     rows: int = 64
 
+    def check_rows(self, slices: int) -> None:
+        """Raises InputError unless micro-batches and temperatures divide the pool."""
+        kinds = len(self.temperature)
+        require(
+            self.rows >= 1 and self.rows % slices == 0 and self.rows % kinds == 0,
+            f"pool.rows is {self.rows}; it must be a multiple of {slices} (slices) and {kinds} (temperatures)",
+        )
+
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
         texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
@@ -176,6 +184,8 @@ class TrainConfig(SamplerConfig):
             value = getattr(self, name)
             require(0 < value < math.inf, f"{name} is {value}; it must be a positive number")
         super().__post_init__()
+        if self.one_pass:
+            self.pool.check_rows(self.slices)
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
         check_trackers(self.track)

@@ -114,10 +114,7 @@ class Pool:
         weights: RowWeights = "next", decay: float = NEXT_DECAY,
     ) -> None:  # fmt: skip
         kinds = config.trajectories(seed=seed, suppress_eos=suppress_eos).decode_configs(base)
-        require(
-            config.rows >= 1 and config.rows % slices == 0 and config.rows % len(kinds) == 0,
-            f"pool.rows is {config.rows}; it must be a multiple of {slices} (slices) and {len(kinds)} (temperatures)",
-        )
+        config.check_rows(slices)
         source.check_fits(base, config.max_new_tokens)
         self.base, self.source, self.first = base, source, first
         self.length, self.rollout, self.groups = length, rollout, config.rows // slices

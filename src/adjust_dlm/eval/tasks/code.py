@@ -41,11 +41,7 @@ def run(
 ) -> dict[str, Any]:
     """`adjust eval humaneval` and `mbpp`: see `evaluate`; `sandbox` says what the programs were kept from."""
     task = MBPP if isinstance(config, MbppConfig) else HUMANEVAL
-    require(
-        config.allow_code_execution,
-        f"{task.name} runs programs that the base writes on this machine; read docs/code-execution.md, then say "
-        "--allow-code-execution",
-    )
+    config.check_files()
     [tried] = run_programs([["assert 1"]], Limits(seconds=30, memory_mb=config.memory_mb))
     if tried.status != "passed":
         raise RuntimeError(f"the sandbox cannot run a program of one line: {tried.message}")

@@ -145,6 +145,16 @@ class CodeConfig(DownstreamConfig):
         self.require_at_least(workers=0)
         self.limits()
 
+    def check_files(self) -> None:
+        """As for every task, and that programs may run: this machine is theirs to read, too."""
+        name = type(self).__name__.removesuffix("Config").lower()
+        require(
+            self.allow_code_execution,
+            f"{name} runs programs that the base writes on this machine; read docs/code-execution.md, then say "
+            "--allow-code-execution",
+        )
+        super().check_files()
+
     def limits(self) -> Limits:
         """Of one program."""
         return Limits(seconds=self.timeout, memory_mb=self.memory_mb)
