@@ -23,8 +23,8 @@ from adjust_dlm.variants import read_variant as read_variant
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
 _NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
-for _name, _entry in DECODERS.items():
-    DECODERS[_name] = replace(_entry, run=getattr(import_module(f"adjust_dlm.decoders.{_name}"), _name))
+for _name in [name for name, entry in DECODERS.items() if entry.run is None]:
+    DECODERS[_name] = replace(DECODERS[_name], run=getattr(import_module(f"adjust_dlm.decoders.{_name}"), _name))
 
 
 class Plan(NamedTuple):
