@@ -694,8 +694,8 @@ def test_compare_and_eval_nll_score_texts_given_their_prompt(
 
 
 def test_texts_without_a_tokenizer_have_no_nll(run: Cli) -> None:
-    code, out, err = run("compare", "--base", "exact", "--max-new-tokens", "4", "--partner", "ar")
-    assert (code, out) == (2, "") and "base 'exact' has no tokenizer: ar cannot read its texts" in err
+    code, out, err = run("compare", "--base", "exact", "--max-new-tokens", "4", "--partner", "org/ar")
+    assert (code, out) == (2, "") and "base 'exact' has no tokenizer: org/ar cannot read its texts" in err
 
 
 def test_compare_counts_in_whole_numbers_where_it_can(run: Cli) -> None:

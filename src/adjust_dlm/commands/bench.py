@@ -7,8 +7,6 @@ from adjust_dlm.bench.settings import RuntimeConfig
 from adjust_dlm.bench.speed_tables import markdown
 from adjust_dlm.commands.output import Outcome, say
 
-__all__ = ["RuntimeConfig", "run"]
-
 
 def run(config: RuntimeConfig) -> Outcome:
     """All cells that fit into the time."""

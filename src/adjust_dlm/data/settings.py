@@ -7,12 +7,20 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, OrderOn, OrderRule, require, require_kinds
+from adjust_dlm.types import (
+    DEFAULT_BASE,
+    EVALUATION_ROWS,
+    DecodeConfig,
+    Dtype,
+    OrderOn,
+    OrderRule,
+    require,
+    require_kinds,
+)
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 KINDS = ("text", "chat", "lists", "files", "questions")
 SAMPLED = ("text", "chat", "lists", "questions")  # those that are made here
 SPLITS = ("train", "heldout")
@@ -107,7 +115,7 @@ class TrajectoriesConfig(TextConfig):
     batch_size: int = 64
     shard_rows: int = 512
     device: str = "auto"
-    dtype: DType = "auto"
+    dtype: Dtype = "auto"
     compile: bool = False
     engine: Literal["local", "ray"] = "local"
     actors: int | None = None
