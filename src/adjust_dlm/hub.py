@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, require, require_device
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
 SAMPLER = "sampler.json"  # the config of a g
@@ -71,7 +71,8 @@ def require_ar(folder: Path, source: str) -> None:
 
 
 def check_named(settings: object) -> None:
-    """Raises InputError for settings that name a sampler or an AR model which is neither there nor a Hub id."""
+    """Raises InputError for no device, and for a sampler or an AR model that is neither there nor a Hub id."""
+    require_device(getattr(settings, "device", "auto"))
     for name in ("sampler", "judge", "partner", "ar"):
         source = str(getattr(settings, name, None) or "smol")
         if source == "smol" or (is_hub_id(source) and not Path(source).exists()):

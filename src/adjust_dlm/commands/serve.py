@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from adjust_dlm.serve.asks import AppConfig
     from adjust_dlm.serve.engine import Engine
+    from adjust_dlm.serve.guard import Limits
 
 logger = logging.getLogger(__name__)
 KEY = "ADJUST_API_KEY"
@@ -93,6 +94,7 @@ def check(flags: ServeConfig) -> AppConfig:
     ):  # fmt: skip
         value = getattr(flags, name)
         require(least <= value <= most, f"{name} is {value}; it must lie in [{least}, {most}]")
+    limits_of(flags)
     config = flags.decode_config()
     options = read_options(flags.set)
     build_options(flags.decoder, options)
@@ -105,6 +107,13 @@ def check(flags: ServeConfig) -> AppConfig:
     )  # fmt: skip
 
 
+def limits_of(flags: ServeConfig) -> Limits:
+    """What the engine takes on."""
+    from adjust_dlm.serve.guard import Limits  # needs the extra
+
+    return Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
+
+
 def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
     """Loads the model; the application starts and ends the engine.
 
@@ -112,7 +121,7 @@ def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
         InputError: the default decoder lacks something.
     """
     from adjust_dlm.bases.partner import load_partner
-    from adjust_dlm.serve.engine import Engine, Limits
+    from adjust_dlm.serve.engine import Engine
     from adjust_dlm.serve.http import create_app
     from adjust_dlm.serve.work import RowSpec, Work
 
@@ -121,10 +130,9 @@ def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
     # minutes of mixed traffic with the default model on two CPU cores).
     set_malloc(map_from=1 << 20, keep=1 << 20)
     base = load_for(flags)
-    limits = Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
     partner = load_partner(base, flags.partner) if flags.load_partner or flags.partner else None
     sampler, eager = sampler_for(flags, base), flags.eager or None
-    engine = Engine(base, sampler=sampler, partner=partner, limits=limits, eager=eager)
+    engine = Engine(base, sampler=sampler, partner=partner, limits=limits_of(flags), eager=eager)
     row = RowSpec(ids=[], new=1, seed=0, row=0)
     engine.plan(Work(rows=(row,), decoder=config.decoder, config=config.config, options=config.options))
     return create_app(engine, config), engine

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +21,9 @@ import torch
 from adjust_dlm.bases.adapted import ar_folder, load_ar
 from adjust_dlm.bases.base import cut_at_end, pick_device
 from adjust_dlm.bases.tokenizers import read_tokenizer
-from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, score_nll
-from adjust_dlm.eval.settings import MauveConfig, NllConfig, Split, is_lines
+from adjust_dlm.eval.settings import MauveConfig, NllConfig, Split, is_lines, plain_text
 from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.hub import local
 from adjust_dlm.types import require
@@ -46,7 +44,6 @@ def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
     Raises:
         InputError: no such file, nothing in it, a line without text and tokens, or whose `given` is no text.
     """
-    path = Path(file)
     if is_lines(file):
         groups: dict[str, list[Line]] = {}
         for number, row in enumerate(read_rows(file), start=1):
@@ -57,8 +54,7 @@ def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
             require(isinstance(given, str), f"{file}, row {number}: given is {given!r}; it must be a text")
             groups.setdefault(_group(row), []).append(Line(item, given))
         return groups
-    content = read_text(path)
-    require(bool(content.strip()), f"there is no text in {file}")
+    content = plain_text(file)
     if split == "line":
         return {"": [Line(line.rstrip()) for line in content.removesuffix("\n").split("\n")]}
     parts = "\n".join(line.rstrip() for line in content.split("\n")).split("\n\n")

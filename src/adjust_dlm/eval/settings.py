@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -55,6 +55,7 @@ class EvalConfig:
         self.require_at_least(batch_size=1)
         good = all(k >= 1 for k in self.tokens_per_step)
         require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
+        self.decode_config()
 
     def require_at_least(self, **least: int) -> None:
         """Raises InputError unless each of these settings has at least its value."""
@@ -265,8 +266,15 @@ class FrontierConfig(TableConfig):
         for variant in (*self.variants, *self.list_variants):
             read_variant(variant)
         require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
-        self.require_at_least(list_n=0)
+        self.require_at_least(list_n=0, list_max_new_tokens=1)
         check_plot(self.plot)
+
+
+def check_clusters(seeds: Sequence[int], scale: float) -> None:
+    """Raises InputError for what MAUVE cannot take."""
+    require(scale > 0, f"scale is {scale}; it must be above 0")
+    require(len(seeds) > 0, "seeds is empty; give at least one")
+    require(all(0 <= seed < 2**32 for seed in seeds), f"seeds are {list(seeds)}; all must lie in 0..2**32-1")
 
 
 def check_texts(file: str) -> None:
@@ -274,7 +282,14 @@ def check_texts(file: str) -> None:
     if is_lines(file):
         local_file(file)
     else:
-        read_text(Path(file))
+        plain_text(file)
+
+
+def plain_text(file: str) -> str:
+    """What is in a file; raises InputError for nothing."""
+    content = read_text(Path(file))
+    require(bool(content.strip()), f"there is no text in {file}")
+    return content
 
 
 def is_lines(file: str) -> bool:
@@ -346,6 +361,7 @@ class MauveConfig(NllConfig):
         super().__post_init__()
         require(bool(self.reference), "name the texts to compare with: --reference FILE")
         require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")
+        check_clusters(self.seeds, self.scale)
 
     def check_files(self) -> None:
         """The reference, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -300,6 +301,13 @@ class AdaptConfig(CorpusConfig):
         weighed = any(asked[kind] and share for kind, share in self.shares.items())
         require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+
+    def check_files(self) -> None:
+        """The folder of the corpus, too, and whether the processes can share a batch."""
+        super().check_files()
+        self.canvases_of_a_pass(int(os.environ.get("WORLD_SIZE", "1")))
+        good = self.corpus is None or not self.corpus.exists() or self.corpus.is_dir()
+        require(good, f"corpus is {self.corpus}, which is not a folder")
 
     @property
     def shares(self) -> dict[str, float]:

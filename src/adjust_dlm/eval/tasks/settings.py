@@ -59,7 +59,6 @@ class DownstreamConfig(EvalConfig):
         require(bool(self.decoders and self.tokens_per_step), "name at least one decoder and one tokens_per_step")
         for variant in self.variants():
             read_variant(variant)
-        self.decode_config()
 
     def check_files(self) -> None:
         """Raises InputError unless problems and examples are there, or may be on the Hub."""
