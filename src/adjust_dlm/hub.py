@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.types import InputError, require, require_device
+from adjust_dlm.types import InputError, require
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
 SAMPLER = "sampler.json"  # the config of a g
@@ -57,6 +57,12 @@ def local(name: Path | str, files: Sequence[str], *, revision: str | None = None
         require(revision is None, f"revision is {revision!r}, but {path} is no Hub id; folders have no revisions")
         return path
     return snapshot(path.as_posix(), files, revision=revision)
+
+
+def require_device(name: str) -> None:
+    """Raises InputError for what is no name of a device."""
+    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
+    require(known is not None, f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
 
 
 def require_sampler(folder: Path) -> Path:

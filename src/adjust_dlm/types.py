@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -111,12 +110,6 @@ def _is_kind(value: object, kind: Any) -> bool:
         return any(_is_kind(value, one) for one in args)
     wider = {float: int | float, str: str | PathLike}
     return isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
-
-
-def require_device(name: str) -> None:
-    """Raises InputError for what is no name of a device."""
-    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
-    require(known is not None, f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
 
 
 def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:

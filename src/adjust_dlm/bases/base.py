@@ -17,16 +17,8 @@ from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.bases.tokenizers import chat_ids
-from adjust_dlm.types import (
-    InputError,
-    OrderOn,
-    OrderRule,
-    State,
-    require,
-    require_count,
-    require_device,
-    require_kinds,
-)
+from adjust_dlm.hub import require_device
+from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require, require_count, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)

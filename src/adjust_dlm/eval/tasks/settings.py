@@ -13,7 +13,6 @@ from adjust_dlm.eval.tasks.parallelbench_tasks import CONFIG, select
 from adjust_dlm.eval.tasks.sandbox import Limits
 from adjust_dlm.eval.tasks.task_files import local_file
 from adjust_dlm.types import require
-from adjust_dlm.variants import read_variant
 
 NEW_TOKENS = {"waiting_line": 32, "waiting_line_n15": 128, "puzzle": 64, "words_to_sentence": 64}
 Grammar = Literal["auto", "off", "languagetool"]
@@ -57,8 +56,7 @@ class DownstreamConfig(EvalConfig):
         super().__post_init__()
         self.require_at_least(limit=0, shots=0, num_samples=1)
         require(bool(self.decoders and self.tokens_per_step), "name at least one decoder and one tokens_per_step")
-        for variant in self.variants():
-            read_variant(variant)
+        self.variants()  # read, and so checked
 
     def check_files(self) -> None:
         """Raises InputError unless problems and examples are there, or may be on the Hub."""
