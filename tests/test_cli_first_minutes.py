@@ -185,7 +185,8 @@ def test_one_text_is_watched_in_a_terminal(run: Cli, monkeypatch: pytest.MonkeyP
 
 def test_every_decoder_is_listed_with_its_settings(run: Cli) -> None:  # noqa: F811
     out = run("decoders")[1]
-    listed = json.loads(run("decoders", "--json")[1])["decoders"]
+    fresh = [sys.executable, "-m", "adjust_dlm.cli", "decoders", "--json"]  # nothing else has brought the functions
+    listed = json.loads(subprocess.run(fresh, capture_output=True, text=True, check=True).stdout)["decoders"]
     assert [line["decoder"] for line in listed] == list(DECODERS)
     assert all(line["what it does"] and line["decoder"] in out for line in listed)
     by_name = {line["decoder"]: line for line in listed}
