@@ -23,8 +23,9 @@ from answers import NEW_TOKENS, answered, asked
 from adjust_dlm import DecodeConfig, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import read_vocabulary
-from adjust_dlm.data.canvases import SAMPLED, CorpusConfig, Source
+from adjust_dlm.data.canvases import Source
 from adjust_dlm.data.corpus import build_corpus, load_corpus
+from adjust_dlm.data.settings import SAMPLED, CorpusConfig
 from adjust_dlm.eval import divergence
 from adjust_dlm.eval.nll import score_nll
 from adjust_dlm.eval.table import TableConfig, distinct_n, generate_cell, open_judge, score_line

@@ -1,7 +1,6 @@
 """The command line: flags, files, exit codes, and what is left behind when something goes wrong."""
 
 import errno
-import importlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from adjust_dlm import cli
 from adjust_dlm.bases import base as registry
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.bench.records import COSTS
-from adjust_dlm.commands import COMMANDS, common, output, settings
+from adjust_dlm.commands import COMMANDS, common, named, output, settings
 from adjust_dlm.decoders.divergence import MEASURES
 from adjust_dlm.eval.table import score_line
 from adjust_dlm.sampler import WEIGHTS, default_sampler
@@ -106,8 +105,8 @@ def one_line(err: str) -> str:
 
 def test_help_loads_neither_torch_nor_transformers() -> None:
     program = (
-        "import sys; from adjust_dlm.cli import main\n"
-        "codes = [main(['--help']), *(main([name, '--help']) for name in ('bases', 'fetch', 'generate', 'compare'))]\n"
+        "import sys; from adjust_dlm.cli import COMMANDS, main\n"
+        "codes = [main(['--help']), *(main([*name.split(), '--help']) for name in COMMANDS)]\n"
         "sys.exit(any(codes) or 'torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -115,34 +114,79 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
     assert all(name in done.stdout for name in COMMANDS)
 
 
-def test_a_wrong_value_is_told_before_torch_is_loaded() -> None:
+SAYS = "unknown decoder 'paralel'; did you mean parallel?"
+NOWHERE = "no file 'nowhere'"
+WRONG = {  # arguments behind a command -> what is said; "nowhere" does not exist
+    "generate": {"a --tokens-per-step 0": "tokens_per_step is 0", "a --sampler nowhere": "nowhere holds no sampler",
+                 "a --decoder paralel": SAYS, "--config no.yaml": "cannot read no.yaml"},
+    "chat": {"--temperature -1": "temperature is -1.0", "--decoder paralel": SAYS},
+    "compare": {"--num-samples 0": "num_samples is 0", "--partner nowhere": "no autoregressive model at 'nowhere'"},
+    "serve": {"--port 99999": "port is 99999", "--max-rows 0": "rows is 0", "--device gpu": "device is 'gpu'"},
+    "trajectories": {"--output x --num 0": "num is 0", "--output x --prompts nowhere.txt": "nowhere.txt does not exist",
+                     "--output x --prompts corpus:nowhere": "no corpus at nowhere", "--output x --top-p 2": "top_p is",
+                     "--output x --tokens-per-step 2 --sampler nowhere": "nowhere holds no sampler"},
+    "train": {"--steps 0": "steps is 0", "--trajectories nowhere": "nowhere is no trajectory store",
+              "": "no trajectories", "--preset prnted": "--preset is 'prnted'; it must be one of default",
+              "--one-pass --pool.prompts nowhere.txt": "nowhere.txt does not exist",
+              "--one-pass --pool.rows 0": "pool.rows is 0", "--one-pass --init nowhere": "init is 'nowhere'"},
+    "adapt": {"--output x --steps 0": "steps is 0", "--output x --text-files nowhere": "there is no file nowhere",
+              f"--output x --text-files {__file__}": "text files end in .txt or .jsonl",
+              f"--output x --corpus {__file__}": "which is not a folder",
+              "--output x --ar nowhere": "no autoregressive model at 'nowhere'"},
+    "eval divergence": {"--n 1": "n is 1", "--prompts nowhere.txt": "nowhere.txt does not exist",
+                        "--decoders paralel": SAYS, "--sampler nowhere": "nowhere holds no sampler"},
+    "eval table": {"--batch-size 0": "batch_size is 0", "--judge nowhere": "no autoregressive model at 'nowhere'",
+                   "--variants threshold:tau=x": "tau is x", "--max-new-tokens 0": "max_new_tokens is 0"},
+    "eval frontier": {"--list-n -1": "list_n is -1", "--sampler nowhere": "nowhere holds no sampler",
+                      "--list-variants paralel": SAYS},
+    "eval nll": {"a --batch-size 0": "batch_size is 0", "nowhere": "cannot read nowhere: No such file"},
+    "eval mauve": {"a --buckets -1 --reference b": "buckets is -1",
+                   "a --reference b --seeds": "seeds is empty",
+                   f"{__file__} --reference nowhere": "cannot read nowhere: No such file"},
+    "eval paired": {"a": "1 files", "nowhere b": NOWHERE},
+    "eval gsm8k": {"--limit -1": "limit is -1", "--data nowhere": NOWHERE, "--decoders paralel": SAYS},
+    "eval math": {"--shots-data a --shots -1": "shots is -1", "--shots 0 --data nowhere": NOWHERE},
+    "eval humaneval": {"--workers -1": "workers is -1", "--allow-code-execution --data nowhere": NOWHERE,
+                       "": "humaneval runs programs that the base writes on this machine"},
+    "eval mbpp": {"--ks 2": "ks is (2,)", "--allow-code-execution --data nowhere": NOWHERE},
+    "eval parallelbench": {"--n -1": "n is -1", "--data nowhere": "cannot read nowhere/waiting_line",
+                           "--tasks copi": "unknown task 'copi'"},
+    "bench runtime": {"--runs 0": "runs is 0", "--sampler nowhere": "nowhere holds no sampler",
+                      "--decoders paralel": SAYS},
+    "report": {"nowhere --samples -1": "samples is -1", "nowhere": "no result in nowhere"},
+    "genrate": {"": "did you mean generate?"}, "eval": {"tabel": "did you mean table?"},
+}  # fmt: skip
+
+
+def test_a_wrong_value_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """A count, a path or a name; in one process, since none of them loads anything."""
     program = (
         "import sys; from adjust_dlm.cli import main\n"
-        "codes = {main(words.split()) for words in sys.argv[1:]}\n"
-        "sys.exit(codes != {2} or 'torch' in sys.modules)"
+        "codes = [main(words.split()) for words in sys.argv[1:]]\n"
+        "sys.exit(set(codes) != {2} or 'torch' in sys.modules)"
     )
-    wrong = ["generate a --tokens-per-step 0", "chat --temperature -1", "generate --config no.yaml", "genrate", "eval"]
-    wrong += ["serve --port 99999"]
-    done = subprocess.run([sys.executable, "-c", program, *wrong], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (0, len(wrong)), done.stderr
+    wrong = {f"{name} {words}": said for name, cases in WRONG.items() for words, said in cases.items()}
+    command = [sys.executable, "-c", program, *wrong]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    told = dict(zip(wrong, done.stderr.splitlines(), strict=True))
+    assert {words: line for words, line in told.items() if wrong[words] not in line} == {}
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, "", [])
+    assert set(COMMANDS) - set(WRONG) == {"bases", "decoders", "fetch", "export"}  # no count, and no work before a path
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help_names_every_flag(name: str, run: Cli) -> None:
-    module = pytest.importorskip(COMMANDS[name].module)
     code, out, _ = run(name, "--help")
-    flags = {field.name.replace("_", "-") for field in fields(getattr(module, COMMANDS[name].config))}
+    flags = {field.name.replace("_", "-") for field in fields(named(COMMANDS[name].settings))}
     assert code == 0
     missing = {flag for flag in flags | {"config", "verbose"} if f"--{flag}" not in out}
     assert missing <= {"prompt", "name", "files", "results"}  # these stand without a flag
-    assert callable(getattr(module, COMMANDS[name].function))
+    assert callable(named(COMMANDS[name].function))
 
 
 @pytest.mark.parametrize("task", ["table", "frontier", "gsm8k", "math", "humaneval", "mbpp", "parallelbench"])
 def test_whatever_decodes_texts_can_refuse_the_fast_form(task: str) -> None:
-    command = COMMANDS[f"eval {task}"]
-    config = getattr(importlib.import_module(command.module), command.config)
-    assert {field.name: field.default for field in fields(config)}["eager"] is False
+    assert {field.name: field.default for field in fields(named(COMMANDS[f"eval {task}"].settings))}["eager"] is False
 
 
 def test_version_and_unknown_commands(run: Cli) -> None:
@@ -293,7 +337,7 @@ def test_a_run_that_was_told_to_stop_says_how_to_go_on(
 ) -> None:
     result = {"finished": False, "ce": {"text": {"0.5": 1.25}}}
     monkeypatch.setattr("adjust_dlm.train.trainer.train", lambda _: result)
-    code, out, err = run("train", "--output", tmp_path)
+    code, out, err = run("train", "--one-pass", "--output", tmp_path)
     assert code == 130 and "False" in out and "1.25" in out and "goes on from here" in err
 
 
@@ -652,8 +696,8 @@ def test_compare_and_eval_nll_score_texts_given_their_prompt(
 
 
 def test_texts_without_a_tokenizer_have_no_nll(run: Cli) -> None:
-    code, out, err = run("compare", "--base", "exact", "--max-new-tokens", "4", "--partner", "ar")
-    assert (code, out) == (2, "") and "base 'exact' has no tokenizer: ar cannot read its texts" in err
+    code, out, err = run("compare", "--base", "exact", "--max-new-tokens", "4", "--partner", "org/ar")
+    assert (code, out) == (2, "") and "base 'exact' has no tokenizer: org/ar cannot read its texts" in err
 
 
 def test_compare_counts_in_whole_numbers_where_it_can(run: Cli) -> None:

@@ -1,6 +1,5 @@
 """`adjust compare` and `make demo`: columns that fill in, fair times, one sentence, and what to try next."""
 
-import importlib
 import io
 import re
 import shlex
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from adjust_dlm import decoders
-from adjust_dlm.commands import COMMANDS, compare
+from adjust_dlm.commands import COMMANDS, compare, named
 from adjust_dlm.commands.compare import Columns, CompareConfig, closing
 from adjust_dlm.commands.generate import BLOCK, FRESH_STYLE, MASKED_STYLE
 from adjust_dlm.commands.settings import parse
@@ -219,7 +218,7 @@ def test_what_to_try_next_can_be_run() -> None:
     commands = [line[1:] for line in [shlex.split(first), *words] if line[0] == "bin/adjust"]
     assert [command[0] for command in commands] == ["compare", "compare", "chat", "serve"]
     for name, *flags in commands:
-        config = getattr(importlib.import_module(COMMANDS[name].module), COMMANDS[name].config)
+        config = named(COMMANDS[name].settings)
         assert isinstance(parse(config, flags, prog=name, description="")[0], config)
     assert ["bin/pip", "install", "-e", ".[serve]"] in words
 

@@ -124,7 +124,7 @@ def source() -> Source:
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canvases_module, "SHARD_ROWS", 8)
+    monkeypatch.setattr("adjust_dlm.data.settings.SHARD_ROWS", 8)
 
 
 def config(**changes: Any) -> CorpusConfig:

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import uvicorn
 import printed
 from adjust_dlm import cli
 from adjust_dlm.cli import _name as command_name
-from adjust_dlm.commands import COMMANDS, settings
+from adjust_dlm.commands import COMMANDS, named, settings
 from adjust_dlm.serve.http import Server
 from helpers import load_recipe
 
@@ -81,8 +80,7 @@ def test_every_command_line_parses(line: str) -> None:
     assert name in COMMANDS, f"no command {name!r}"
     if "--config" in argv:
         argv = [word for n, word in enumerate(argv) if "--config" not in argv[max(0, n - 1) : n + 1]]
-    command = COMMANDS[name]
-    kind = getattr(importlib.import_module(command.module), command.config)
+    kind = named(COMMANDS[name].settings)
     parsed, _ = settings.parse(kind, argv, prog=f"adjust {name}", description="")
     assert isinstance(parsed, kind)
 

@@ -159,7 +159,7 @@ def test_other_processes_verify_the_same() -> None:
 def test_what_is_installed_is_said(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
     said = make_task().about["math_verify"]
     assert f"math-verify {version('math-verify')}" in said and f"sympy {version('sympy')}" in said
-    monkeypatch.setattr(maths, "find_spec", lambda _: None)
+    monkeypatch.setattr("adjust_dlm.eval.tasks.settings.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"MATH needs math-verify: pip install 'adjust-dlm\[maths\]'"):
         MathConfig(**files)
 

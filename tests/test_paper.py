@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adjust_dlm.commands import COMMANDS, settings
+from adjust_dlm.commands import COMMANDS, named, settings
 from adjust_dlm.decoders import read_variant
 from adjust_dlm.decoders.edlm import EdlmOptions
 from adjust_dlm.eval.downstream import DownstreamConfig
@@ -124,8 +123,7 @@ def load(file: Path) -> object:
     """The settings, as the command line would read them; as it reads them."""
     name = command_of(file)
     assert name in COMMANDS, f"no command {name!r}"
-    module = importlib.import_module(COMMANDS[name].module)
-    kind = getattr(module, COMMANDS[name].config)
+    kind = named(COMMANDS[name].settings)
     parsed, common = settings.parse(kind, ["--config", str(file)], prog=f"adjust {name}", description="")
     assert isinstance(parsed, kind) and common.config == file
     return parsed

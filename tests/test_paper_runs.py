@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.commands import COMMANDS
+from adjust_dlm.commands import COMMANDS, named
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train.trainer import TrainConfig, train
@@ -83,8 +83,7 @@ def test_every_evaluation_runs(
         for name, made in (("load_base", base), ("from_pretrained", sampler)):
             if hasattr(loaded, name):
                 monkeypatch.setattr(loaded, name, lambda *_, made=made, **__: made)
-    function = getattr(importlib.import_module(COMMANDS[command].module), COMMANDS[command].function)
-    out = function(replace(config, **small))  # type: ignore[type-var]
+    out = named(COMMANDS[command].function)(replace(config, **small))  # type: ignore[type-var]
     rows = out["cells" if command == "eval table" else "macro_averages" if "macro_averages" in out else "rows"]
     assert rows and all(row["base_calls"] > 0 for row in rows)
     names = {row.get("variant", row.get("decoder")) for row in rows}

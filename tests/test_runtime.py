@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from adjust_dlm.bases import family
 from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
@@ -538,7 +539,7 @@ def test_shapes_are_the_models() -> None:
     """On no memory: what Dream-7B and LLaDA-8B count (base and head, without the embedding)."""
     meta = torch.device("meta")
     for name, layers, width, vocab in (("dream-7b-shape", 28, 3584, 152064), ("llada-8b-shape", 32, 4096, 126464)):
-        shape = Shape.of(SHAPES[name][0]())
+        shape = Shape.of(getattr(family, f"{SHAPES[name][0]}_config")())
         with meta:
             body = Body(shape)
         assert (len(body.layers), shape.hidden_size, shape.vocab_size) == (layers, width, vocab)

@@ -17,9 +17,10 @@ from typing import Any
 import yaml
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.hub import is_hub_id, local
 from adjust_dlm.files import write_whole
-from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler
+from adjust_dlm.hub import SAMPLER as CONFIG
+from adjust_dlm.hub import is_hub_id, local
+from adjust_dlm.sampler import WEIGHTS, Sampler, load_sampler
 from adjust_dlm.types import require
 from adjust_dlm.words import title_of
 

@@ -7,7 +7,6 @@ everything else to stderr.
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import adjust_dlm
-from adjust_dlm.commands import COMMANDS, GROUPS, Command
+from adjust_dlm.commands import COMMANDS, GROUPS, Command, named
 from adjust_dlm.commands.common import set_malloc
 from adjust_dlm.words import known
 
@@ -114,16 +113,18 @@ def _run(name: str, command: Command, argv: list[str]) -> int:
     """Flags and file to settings, settings to outcome, outcome to files (one process of several writes them)."""
     from adjust_dlm.commands.output import Outcome, check_folder, show_results, write_outcome
     from adjust_dlm.commands.settings import parse
+    from adjust_dlm.hub import check_named
 
-    module = importlib.import_module(command.module)
-    settings_class = getattr(module, command.config)
-    settings, _ = parse(settings_class, argv, prog=f"adjust {name}", description=command.help)
+    settings, _ = parse(named(command.settings), argv, prog=f"adjust {name}", description=command.help)
     output = getattr(settings, "output", None)
     folder = None if output is None else Path(output)
     check_folder(folder)
+    check_named(settings)
+    if hasattr(settings, "check_files"):
+        settings.check_files()
     if getattr(settings, "dry_run", False):
         folder = None
-    outcome: Any = getattr(module, command.function)(settings)
+    outcome: Any = named(command.function)(settings)
     if os.environ.get("RANK", "0") != "0":
         return GOOD
     shown = isinstance(outcome, Outcome)

@@ -19,13 +19,14 @@ from torch import Tensor
 from adjust_dlm.artifacts import plain, public_name, save_pretrained
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.family import DreamBase, LladaBase
-from adjust_dlm.bases.hub import local, read_json
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
 from adjust_dlm.files import write_whole
-from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, load_sampler, require_same_base
+from adjust_dlm.hub import SAMPLER as CONFIG
+from adjust_dlm.hub import local, read_json
+from adjust_dlm.sampler import WEIGHTS, Sampler, load_sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, InputError, require
 
 FACTS = "base_facts.json"

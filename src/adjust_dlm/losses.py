@@ -11,19 +11,15 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.kernels import HAS_TRITON
-from adjust_dlm.types import require
+from adjust_dlm.types import NEXT_DECAY, NEXT_SHARE, KernelName, RowWeights, require
 
 log = logging.getLogger(__name__)
-RowWeights = Literal["next", "uniform"]
-KernelName = Literal["auto", "triton", "torch"]
-NEXT_DECAY = 3.0  # exp(-rank/3): measured best of the forms tried
-NEXT_SHARE = 0.9  # weight on the rows revealed next; the rest is spread over all masked rows
 
 Head = Callable[[Tensor], Tensor]
 Delta = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

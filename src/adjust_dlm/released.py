@@ -15,8 +15,8 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.tensor_files import check_shapes, read_index, some
-from adjust_dlm.sampler import Sampler, SamplerConfig
-from adjust_dlm.types import InputError, require
+from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import InputError, SamplerConfig, require
 
 log = logging.getLogger(__name__)
 

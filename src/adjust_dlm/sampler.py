@@ -10,72 +10,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, adapted
 from adjust_dlm.bases.blocks import open_block
-from adjust_dlm.bases.hub import once
 from adjust_dlm.bases.layers import BidirectionalLayer, Linear
 from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import check_finite, read_header
 from adjust_dlm.files import write_whole
-from adjust_dlm.types import InputError, State, require, require_count, require_kinds
+from adjust_dlm.hub import SAMPLER as CONFIG
+from adjust_dlm.hub import once, require_init, require_sampler
+from adjust_dlm.types import InputError, SamplerConfig, State, require
 
-CONFIG, WEIGHTS = "sampler.json", "sampler.safetensors"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerConfig:
-    """Every choice in g (docs/design.md, decisions 2 and 3).
-
-    Attributes:
-        norms: normalise e, u and z (the public release does; False is the form printed in the paper).
-        residual: h' = h + z rather than h' = z.
-        output_norm_init: initial weight of the output norm; small starts close to parallel decoding.
-        pairing: the state that the embedding of x_i meets: the one at position i ("state") or the one that scores it
-            ("token").
-        layers: decoder layers, one after another.
-        mlp: width of their MLPs, as a multiple of the base's own.
-        features: layers of the base, from 1, whose states f each step also sees: z = layers(Linear([e; u; RMSNorm(f)]))
-    """
-
-    norms: bool = True
-    residual: bool = True
-    output_norm_init: float = 0.1
-    pairing: Literal["state", "token"] = "state"
-    layers: int = 1
-    mlp: float = 1.0
-    features: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("layers", self.layers, 1)
-        mlp, start = self.mlp, self.output_norm_init
-        require(0 < mlp < math.inf, f"mlp is {mlp}; it is a multiple of the base's, above 0")
-        require(abs(start) < math.inf, f"output_norm_init is {start}; it must be a finite number")
-        object.__setattr__(self, "features", tuple(self.features))  # a list in a file
-
-    def shape(self, base: Shape) -> Shape:
-        """One layer of g, from the shape of one layer of the base."""
-        return replace(base, intermediate_size=max(1, round(self.mlp * base.intermediate_size)))
-
-    @classmethod
-    def printed(cls) -> SamplerConfig:
-        """The form printed in the paper: no norms, no residual."""
-        return cls(norms=False, residual=False, output_norm_init=1.0, pairing="token")
-
-    @classmethod
-    def released(cls) -> SamplerConfig:
-        """The form of the authors' code: all norms start at 1, h' = h + z."""
-        return cls(output_norm_init=1.0, pairing="token")
+WEIGHTS = "sampler.safetensors"
 
 
 class Sampler(nn.Module):
@@ -109,7 +63,7 @@ class Sampler(nn.Module):
         self.states = 1 + len(self.config.features)
         self.mix = Linear((1 + self.states) * width, width)
         nn.Linear.reset_parameters(self.mix)
-        shape = self.config.shape(Shape.of(base.layer_config))
+        shape = layer_shape(self.config, Shape.of(base.layer_config))
         self.layer = BidirectionalLayer(shape)
         self.more = nn.ModuleList(BidirectionalLayer(shape) for _ in range(self.config.layers - 1))
         norm = nn.RMSNorm if self.config.norms else nn.Identity
@@ -229,6 +183,11 @@ class Sampler(nn.Module):
         write_whole({folder / WEIGHTS: save(weights), folder / CONFIG: text})
 
 
+def layer_shape(config: SamplerConfig, base: Shape) -> Shape:
+    """One layer of g, from the shape of one layer of the base."""
+    return replace(base, intermediate_size=max(1, round(config.mlp * base.intermediate_size)))
+
+
 def default_sampler(base_name: str) -> Path | None:
     """Folder of the sampler that ships with the package for a base, if there is one."""
     folder = adapted.MODELS / f"{base_name}-sampler"
@@ -284,7 +243,7 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
     """
     sampler = Sampler(base, config)
     if init != "fresh":
-        require(Path(init).is_dir(), f"init is {init!r}; it must be fresh or the folder of a sampler")
+        require_init(init)
         other = load_sampler(init, base)
         require(other.config == config, f"the sampler in {init} has {other.config}; this run has {config}")
         sampler.load_state_dict({k: v.float() for k, v in other.state_dict().items()})
@@ -293,8 +252,7 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What a sampler's config file says: its form, its base and how it was trained; checked."""
-    path = folder / CONFIG
-    require(path.is_file(), f"{folder} holds no sampler ({CONFIG} is missing)")
+    path = require_sampler(folder)
     try:
         facts: dict[str, Any] = json.loads(path.read_text(), object_pairs_hook=once)
         unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from adjust_dlm.types import EVALUATION_ROWS as EVALUATION_ROWS
 from adjust_dlm.types import DecodeConfig, OrderRule
 
 # Streams of the counter-based generator: a draw, an order, Gumbel noise and a second draw never share a number.
 NOISE, DRAW, ORDER, REDRAW = 0, 1, 2, 3
 STREAM = 0x632BE59BD9B4E019  # what the seed of one stream is from that of the next
-EVALUATION_ROWS = 2**32  # row ids from here on are for evaluation: no trajectory has one, so none is trained on
 
 
 def uniform(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from os import PathLike
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
@@ -24,9 +26,18 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantize = Literal["int8", "fp8", "fp8-dynamic"]
 Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 
+RowWeights = Literal["next", "uniform"]
+KernelName = Literal["auto", "triton", "torch"]
+TokenSource = Literal["own", "base"]  # of a measured text: see `decoders.divergence`
+
+DeviceMap = str | Mapping[str, Any]
+
 DEFAULT_BASE = "smol-block"
 GIVEN = -1  # order of a token that was there before the first commit
 MASKED = -2  # order of a position that still holds the mask
+EVALUATION_ROWS = 2**32  # row ids from here on are for evaluation: no trajectory has one, so none is trained on
+NEXT_DECAY = 3.0  # exp(-rank/3): measured best of the forms tried
+NEXT_SHARE = 0.9  # weight on the rows revealed next; the rest is spread over all masked rows
 MOST = 2**31 - 1  # of any count: arithmetic with it stays within int64
 
 
@@ -101,6 +112,16 @@ def _is_kind(value: object, kind: Any) -> bool:
     return isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
 
 
+def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
+    """Refuses what `quantize_body` and `place` cannot do, before any weight is read."""
+    known = get_args(Quantize)
+    require(quantize in (None, *known), f"quantize is {quantize!r}; it must be one of {', '.join(known)}")
+    missing = quantize in ("int8", "fp8") and find_spec("torchao") is None
+    require(not missing, f"quantize {quantize} needs torchao: pip install 'adjust-dlm[quant]'")
+    good = device_map is None or isinstance(device_map, Mapping) or device_map in get_args(Spread)
+    require(good, f"device_map is {device_map!r}; it must be one of {', '.join(get_args(Spread))}, or a mapping")
+
+
 _LEAST = {
     "tokens_per_step": 1, "max_new_tokens": 1, "top_k": 0, "candidates": 0, "block_length": 1, "cache_period": 1,
     "cache_window": 1,
@@ -169,6 +190,48 @@ class DecodeConfig:
         unknown = set(changes) - {f.name for f in fields(self)}
         require(not unknown, f"unknown decode setting {', '.join(sorted(unknown))}")
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """Every choice in g (docs/design.md, decisions 2 and 3).
+
+    Attributes:
+        norms: normalise e, u and z (the public release does; False is the form printed in the paper).
+        residual: h' = h + z rather than h' = z.
+        output_norm_init: initial weight of the output norm; small starts close to parallel decoding.
+        pairing: the state that the embedding of x_i meets: the one at position i ("state") or the one that scores it
+            ("token").
+        layers: decoder layers, one after another.
+        mlp: width of their MLPs, as a multiple of the base's own.
+        features: layers of the base, from 1, whose states f each step also sees: z = layers(Linear([e; u; RMSNorm(f)]))
+    """
+
+    norms: bool = True
+    residual: bool = True
+    output_norm_init: float = 0.1
+    pairing: Literal["state", "token"] = "state"
+    layers: int = 1
+    mlp: float = 1.0
+    features: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+        require_count("layers", self.layers, 1)
+        mlp, start = self.mlp, self.output_norm_init
+        require(0 < mlp < math.inf, f"mlp is {mlp}; it is a multiple of the base's, above 0")
+        require(abs(start) < math.inf, f"output_norm_init is {start}; it must be a finite number")
+        object.__setattr__(self, "features", tuple(self.features))  # a list in a file
+
+    @classmethod
+    def printed(cls) -> SamplerConfig:
+        """The form printed in the paper: no norms, no residual."""
+        return cls(norms=False, residual=False, output_norm_init=1.0, pairing="token")
+
+    @classmethod
+    def released(cls) -> SamplerConfig:
+        """The form of the authors' code: all norms start at 1, h' = h + z."""
+        return cls(output_norm_init=1.0, pairing="token")
 
 
 @dataclass

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import Base, BaseSpec, register_base
-from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body, read_model
-from adjust_dlm.bases.placement import check_placement, quantize_body
+from adjust_dlm.bases.placement import quantize_body
 from adjust_dlm.bases.smol_files import cache_dir, flaw, make_once, seal, smol_ar_dir
 from adjust_dlm.bases.tensor_files import read_header
 from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.files import write_whole
-from adjust_dlm.types import InputError, Quantize, require
+from adjust_dlm.hub import PATTERNS, local, read_json, require_ar
+from adjust_dlm.types import InputError, Quantize, check_placement, require
 
 MODELS = Path(__file__).parents[1] / "models"  # what ships with the package
 FACTS, LORA = "base.json", "adapter_config.json"
@@ -45,7 +45,7 @@ def ar_folder(source: str, *, weights: bool = False) -> Path:
     if source == "smol":
         return smol_ar_dir(weights=weights)
     folder = local(source, PATTERNS)
-    require((folder / "config.json").is_file(), f"no autoregressive model at {source!r} (config.json is missing)")
+    require_ar(folder, source)
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.bases.tokenizers import chat_ids
+from adjust_dlm.hub import require_device
 from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require, require_count, require_kinds
 
 
@@ -320,8 +320,7 @@ def pick_device(name: str) -> torch.device:
     """The device of a `--device` flag; auto: this process's GPU (LOCAL_RANK) or the CPU. InputError for no such one."""
     if name == "auto":
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-    known = re.fullmatch(r"cpu|cuda(:\d+)?", name)
-    require(known is not None, f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
+    require_device(name)
     count, number = torch.cuda.device_count(), int(name.partition(":")[2] or 0)
     require(name == "cpu" or number < count, f"device is {name!r}; {count} CUDA devices are visible")
     return torch.device(name)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.family import FAMILIES, Family
-from adjust_dlm.bases.hub import PATTERNS, local, read_json
 from adjust_dlm.bases.layers import Body
-from adjust_dlm.bases.placement import DeviceMap, check_placement, place, quantize_body
+from adjust_dlm.bases.placement import place, quantize_body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import (
     HEAD,
@@ -35,7 +34,8 @@ from adjust_dlm.bases.tensor_files import (
 )
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.bases.transformer import EMBEDDING, TransformerBase, fingerprint_of, sampled_rows
-from adjust_dlm.types import InputError, Quantize, require
+from adjust_dlm.hub import PATTERNS, local, read_json
+from adjust_dlm.types import DeviceMap, InputError, Quantize, check_placement, require
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 

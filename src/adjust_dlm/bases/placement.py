@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.types import InputError, Quantize, Spread, require
-
-DeviceMap = str | Mapping[str, Any]
-
-
-def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
-    """Refuses what `quantize_body` and `place` cannot do, before any weight is read."""
-    known = get_args(Quantize)
-    require(quantize in (None, *known), f"quantize is {quantize!r}; it must be one of {', '.join(known)}")
-    missing = quantize in ("int8", "fp8") and importlib.util.find_spec("torchao") is None
-    require(not missing, f"quantize {quantize} needs torchao: pip install 'adjust-dlm[quant]'")
-    good = device_map is None or isinstance(device_map, Mapping) or device_map in get_args(Spread)
-    require(good, f"device_map is {device_map!r}; it must be one of {', '.join(get_args(Spread))}, or a mapping")
+from adjust_dlm.types import DeviceMap, InputError, Quantize, require
 
 
 def quantize_body(base: TransformerBase, kind: Quantize | None) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.hub import read_json
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
+from adjust_dlm.hub import read_json
 from adjust_dlm.types import InputError, require
 
 HEAD = "lm_head.weight"  # our name of it

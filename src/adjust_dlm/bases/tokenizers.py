@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.bases.hub import once
+from adjust_dlm.hub import once
 from adjust_dlm.types import InputError, require
 
 

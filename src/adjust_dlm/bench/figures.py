@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from adjust_dlm.bench.records import Block, Row, line_of, split_variant
 from adjust_dlm.bench.tables import sign_of
-from adjust_dlm.eval.frontier import FORM
 from adjust_dlm.eval.plots import Curve, Panel, Point
+from adjust_dlm.eval.settings import FORM
 from adjust_dlm.words import title_of
 
 

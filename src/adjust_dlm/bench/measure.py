@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +15,9 @@ from adjust_dlm.bases import Base, cut_at_end
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bench.clock import Ceilings, Clock, forget_peak, peak_gib, spread
 from adjust_dlm.bench.public_loop import public_loop
+from adjust_dlm.bench.settings import COMPONENTS, Form
 from adjust_dlm.bench.work import Work, base_work, decode_work, head_work, public_work, sampler_work
-from adjust_dlm.decoders import DECODERS, Canvas, decode, read_variant
+from adjust_dlm.decoders import Canvas, decode
 from adjust_dlm.decoders.fast.blocks import load, pass_over, step
 from adjust_dlm.decoders.fast.engine import COVERED, captures
 from adjust_dlm.decoders.fast.graphs import Graphs
@@ -27,10 +28,8 @@ from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.pick import pick as pick_open
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import GIVEN, DecodeConfig
+from adjust_dlm.variants import DECODERS, read_variant
 
-Form = Literal["eager", "fast", "compiled", "public"]
-FORMS: tuple[Form, ...] = get_args(Form)
-COMPONENTS = "components"  # in the place of a decoder
 Row = dict[str, Any]
 _SETTLED = 3  # decodes of a fast form that may capture something before one is timed whatever it does
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.bases.hub import read_json
-from adjust_dlm.decoders import read_options
+from adjust_dlm.hub import read_json
 from adjust_dlm.types import InputError, require
+from adjust_dlm.variants import read_options
 
 RESULT = "result.json"
 # The order of every table and legend; what is not named here stands between the baselines and ADJUST.

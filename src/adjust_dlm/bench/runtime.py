@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,96 +11,20 @@ import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.base import pick_device
-from adjust_dlm.bases.placement import check_placement, quantize_body
+from adjust_dlm.bases.placement import quantize_body
 from adjust_dlm.bench.clock import ceilings, limit
-from adjust_dlm.bench.measure import COMPONENTS, FORMS, Bench, Form, Row, component_cell, decode_cell, grid
+from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell, grid
+from adjust_dlm.bench.settings import COMPONENTS, RuntimeConfig
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
-from adjust_dlm.decoders import read_variant
 from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
-from adjust_dlm.sampler import SamplerConfig, default_sampler, read_config
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, require, require_count
+from adjust_dlm.sampler import default_sampler, read_config
+from adjust_dlm.types import DecodeConfig, SamplerConfig, require
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
-    """Settings of `adjust bench runtime`: every combination of forms, L, B, K and decoders is a cell, in that order.
-
-    Attributes:
-        base: a base, or a shape with random weights: dream-7b-shape, llada-8b-shape, small-shape, tiny-shape.
-        sampler: folder or Hub id of g; the base's own by default, else a random one, as with a shape (in that folder's
-            form).
-        partner: autoregressive model for decoders that ask one; the base's own by default.
-        output: folder of runtime.csv and runtime.md, which grow cell by cell.
-        decoders: decoders with settings, such as "adjust:sparse=true", and "components".
-        tokens_per_step: K.
-        batch_sizes: B; by default 8, 32 and 1 on a card, 1 on a CPU.
-        new_tokens: L; by default 128 on a card, 64 on a CPU.
-        forms: buffers and CUDA graphs (fast), the released code's loop (public), reference (eager), compiled layers.
-        prompt_tokens: length of every prompt.
-        temperature: 0 is argmax.
-        top_p: nucleus mass.
-        order: rule of the next position; the base's own by default. confidence has no kernels at T > 0.
-        suppress_eos: never end a text, so that every row is full; without it only tokens before the end count.
-        seed: of every decode.
-        runs: timed decodes of a cell at most, after a warm-up that does not count.
-        seconds: for everything, loading included; cells that do not fit are listed as left out.
-        cell_seconds: no timed decode of a cell begins later; with warm-up a cell has three times as long, a compiled
-            one all that is left.
-        layers: of a shape, instead of its own number; 0 keeps that.
-        block: S, for a shape that writes in blocks (eager and fast form).
-        device: auto, cpu, cuda or cuda:N.
-        quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
-    """
-
-    base: str = DEFAULT_BASE
-    sampler: str | None = None
-    partner: str | None = None
-    output: str = "runs/runtime"
-    decoders: tuple[str, ...] = ("parallel", "adjust", COMPONENTS, "joint")
-    tokens_per_step: tuple[int, ...] = (4,)
-    batch_sizes: tuple[int, ...] = ()
-    new_tokens: tuple[int, ...] = ()
-    forms: tuple[Form, ...] = ("fast", "eager")
-    prompt_tokens: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
-    order: OrderRule | None = None
-    suppress_eos: bool = True
-    seed: int = 0
-    runs: int = 3
-    seconds: float = 300.0
-    cell_seconds: float = 10.0
-    layers: int = 0
-    block: int | None = None
-    device: str = "auto"
-    quantize: Quantize | None = None
-
-    def __post_init__(self) -> None:
-        """Checks what would otherwise be found out late."""
-        for name in ("tokens_per_step", "batch_sizes", "new_tokens"):
-            require(all(n >= 1 for n in getattr(self, name)), f"{name} is {getattr(self, name)}; all must be >= 1")
-        for name in ("prompt_tokens", "runs"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("seconds", "cell_seconds"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be above 0")
-        require(set(self.forms) <= set(FORMS), f"forms are {self.forms}; known are {', '.join(FORMS)}")
-        for decoder in self.decoders:
-            if decoder != COMPONENTS:
-                read_variant(decoder)
-        require(self.layers >= 0, f"layers is {self.layers}; it must be >= 0 (0 keeps the shape's own)")
-        require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
-        require_count("block", self.block, 1, optional=True)
-        require(
-            self.block is None or self.base in SHAPES, f"block can be set for {', '.join(SHAPES)}, not {self.base!r}"
-        )
-        check_placement(self.quantize, None)
-        DecodeConfig(temperature=self.temperature, top_p=self.top_p, order=self.order)
 
 
 def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:

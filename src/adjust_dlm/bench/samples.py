@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adjust_dlm.bench.records import Facts, Result, Row, rank, variant_of
-from adjust_dlm.eval.downstream import slug
 from adjust_dlm.types import InputError
+from adjust_dlm.variants import slug
 
 COST = ("completion_tokens", "base_calls", "sampler_calls", "partner_calls", "seconds")
 

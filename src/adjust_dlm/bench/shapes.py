@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from adjust_dlm.bases.family import dream_base, dream_config, llada_base, llada_config
-from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.sampler import Sampler, SamplerConfig
-from adjust_dlm.types import require
+from adjust_dlm.types import SamplerConfig, require
 from adjust_dlm.words import known
 
-# Its family's config and way to build, changes of the config, and special tokens where they are not the family's.
-SHAPES: dict[str, tuple[Callable[..., Any], Callable[..., TransformerBase], dict[str, Any], dict[str, Any]]] = {
-    "dream-7b-shape": (dream_config, dream_base, {}, {}),
-    "llada-8b-shape": (llada_config, llada_base, {}, {}),
+if TYPE_CHECKING:
+    import torch
+
+    from adjust_dlm.bases.transformer import TransformerBase
+    from adjust_dlm.sampler import Sampler
+
+# Its family, changes of the family's config, and special tokens where they are not the family's.
+SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dream-7b-shape": ("dream", {}, {}),
+    "llada-8b-shape": ("llada", {}, {}),
     # The default model's size with wide weights: few near ties, so that two ways to compute it give the same tokens.
     "small-shape": (
-        dream_config, dream_base,
+        "dream",
         {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
          "num_key_value_heads": 3, "vocab_size": 49152, "initializer_range": 0.1},
         {"mask_id": 16, "bos_id": 1, "end_ids": (2,)},
     ),
     "tiny-shape": (
-        dream_config, dream_base,
+        "dream",
         {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 1152},
         {"mask_id": 95, "bos_id": 93, "end_ids": (94,)},
@@ -43,7 +43,12 @@ def random_base(
         InputError: no such shape.
     """
     require(name in SHAPES, f"unknown shape {name!r}; {known(name, SHAPES)}")
-    make_config, build, own, ids = SHAPES[name]
+    import torch
+
+    from adjust_dlm.bases.family import dream_base, dream_config, llada_base, llada_config
+
+    family, own, ids = SHAPES[name]
+    make_config, build = {"dream": (dream_config, dream_base), "llada": (llada_config, llada_base)}[family]
     config, before = make_config(**own | changes), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -60,6 +65,10 @@ def random_base(
 
 def random_sampler(base: TransformerBase, config: SamplerConfig | None = None) -> Sampler:
     """A fresh g in the base's dtype, beside it."""
+    import torch
+
+    from adjust_dlm.sampler import Sampler
+
     with torch.random.fork_rng([base.device] if base.device.type == "cuda" else []), base.device:
         torch.manual_seed(1)
         return Sampler(base, config).to(base.device, base.dtype).eval().requires_grad_(False)

@@ -16,9 +16,9 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.fp8 import Fp8Linear
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
-from adjust_dlm.decoders import Variant
-from adjust_dlm.sampler import Sampler
+from adjust_dlm.sampler import Sampler, layer_shape
 from adjust_dlm.types import DecodeConfig
+from adjust_dlm.variants import Variant
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def base_flops(base: Base, length: int) -> float:
 
 def sampler_flops(base: Base, sampler: Sampler, length: int) -> float:
     """Of g on one canvas, forward."""
-    shape = sampler.config.shape(Shape.of(base.layer_config))
+    shape = layer_shape(sampler.config, Shape.of(base.layer_config))
     mix = 2 * length * sampler.mix.in_features * sampler.mix.out_features
     return float(sampler.config.layers * layer_flops(shape, length) + mix)
 

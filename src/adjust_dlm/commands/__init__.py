@@ -1,64 +1,89 @@
 """The commands of `adjust`: a table of names, and one module per command that imports nothing heavy.
 
-A new command is one line here (its name may be two words, as `eval table`): a module, the frozen dataclass in it that
-gives flags, help and YAML keys, and the function that takes such an object. Only the module of the chosen command is
-imported.
+A new command is one line here (its name may be two words, as `eval table`): the frozen dataclass that gives flags, help
+and YAML keys, and the function that takes such an object, `run` beside it unless named. Only what the chosen command
+needs is imported.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """Its line of help, module, settings and function, which returns an `Outcome`, or a dict to be shown and stored."""
+    """Its line of help, and where its settings and its function stand (see `named`).
+
+    The function returns an `Outcome`, or a dict to be shown and stored. Its module may need torch: it is imported once
+    the settings, whose module does not, have been checked.
+    """
 
     help: str
-    module: str
-    config: str
-    function: str = "run"
+    settings: str
+    function: str
+
+
+def named(where: str) -> Any:
+    """What `module:name` stands for in this package."""
+    module, _, name = where.partition(":")
+    return getattr(import_module(f"adjust_dlm.{module}"), name)
 
 
 _TABLE: dict[str, tuple[str, ...]] = {
-    "bases": ("List bases and samplers, what is cached, sizes.", "commands.bases", "BasesConfig"),
-    "fetch": ("Fetch the default base's autoregressive weights.", "commands.bases", "FetchConfig", "run_fetch"),
-    "generate": ("Write text with any decoder.", "commands.generate", "GenerateConfig"),
-    "chat": ("Talk to a base; its replies fill in live.", "commands.chat", "ChatConfig"),
-    "compare": ("Joint, parallel and ADJUST side by side on one prompt.", "commands.compare", "CompareConfig"),
-    "decoders": ("List decoders: what they do, their settings, what they need.", "commands.decoders", "DecodersConfig"),
+    "bases": ("List bases and samplers, what is cached, sizes.", "commands.bases:BasesConfig"),
+    "fetch":
+        ("Fetch the default base's autoregressive weights.", "commands.bases:FetchConfig", "commands.bases:run_fetch"),
+    "generate": ("Write text with any decoder.", "commands.generate:GenerateConfig"),
+    "chat": ("Talk to a base; its replies fill in live.", "commands.chat:ChatConfig"),
+    "compare": ("Joint, parallel and ADJUST side by side on one prompt.", "commands.compare:CompareConfig"),
+    "decoders": ("List decoders: what they do, their settings, what they need.", "commands.decoders:DecodersConfig"),
     "serve":
-        ("Serve a base to OpenAI's clients; infilling and a stream of every commit.", "commands.serve", "ServeConfig"),
+        ("Serve a base to OpenAI's clients; infilling and a stream of every commit.", "commands.serve:ServeConfig"),
     "trajectories":
         ("Decode with K=1 and store the order: what training reads.",
-         "data.trajectories", "TrajectoriesConfig", "make_trajectories"),
-    "train": ("Train a sampler on trajectories.", "train.trainer", "TrainConfig", "train"),
-    "adapt": ("Turn an autoregressive model into a masked diffusion base.", "train.adapt", "AdaptConfig", "adapt"),
+         "data.settings:TrajectoriesConfig", "data.trajectories:make_trajectories"),
+    "train": ("Train a sampler on trajectories.", "train.config:TrainConfig", "train.trainer:train"),
+    "adapt":
+        ("Turn an autoregressive model into a masked diffusion base.", "train.config:AdaptConfig", "train.adapt:adapt"),
     "eval divergence":
         ("How far every decoder's text is from the base's joint law: KL both ways.",
-         "eval.divergence", "DivergenceConfig"),
+         "eval.settings:DivergenceConfig", "eval.divergence:run"),
     "eval paired":
-        ("Two decoders on the same problems: difference, interval, McNemar's test.", "eval.paired", "PairedConfig"),
-    "eval nll": ("NLL of existing texts under any autoregressive judge.", "eval.scores", "NllConfig", "run_nll"),
-    "eval mauve": ("MAUVE of existing texts against a reference.", "eval.scores", "MauveConfig", "run_mauve"),
+        ("Two decoders on the same problems: difference, interval, McNemar's test.", "eval.paired:PairedConfig"),
+    "eval nll":
+        ("NLL of existing texts under any autoregressive judge.", "eval.settings:NllConfig", "eval.scores:run_nll"),
+    "eval mauve":
+        ("MAUVE of existing texts against a reference.", "eval.settings:MauveConfig", "eval.scores:run_mauve"),
     "eval table":
-        ("NLL and MAUVE of every decoder and K: the paper's Table 1.", "eval.table", "TableConfig", "make_table"),
+        ("NLL and MAUVE of every decoder and K: the paper's Table 1.",
+         "eval.settings:TableConfig", "eval.table:make_table"),
     "eval frontier":
         ("Quality of every decoder against passes and time: one plot, one CSV.",
-         "eval.frontier", "FrontierConfig", "make_frontier"),
-    "eval gsm8k": ("GSM8K with any decoder: strict and flexible accuracy.", "eval.tasks.gsm8k", "Gsm8kConfig"),
-    "eval math": ("MATH with any decoder: the boxed answer, by its value.", "eval.tasks.maths", "MathConfig"),
-    "eval humaneval": ("HumanEval: functions, run against their tests.", "eval.tasks.code", "HumanEvalConfig"),
-    "eval mbpp": ("MBPP: programs, run against their tests.", "eval.tasks.code", "MbppConfig"),
+         "eval.settings:FrontierConfig", "eval.frontier:make_frontier"),
+    "eval gsm8k":
+        ("GSM8K with any decoder: strict and flexible accuracy.",
+         "eval.tasks.settings:Gsm8kConfig", "eval.tasks.gsm8k:run"),
+    "eval math":
+        ("MATH with any decoder: the boxed answer, by its value.",
+         "eval.tasks.settings:MathConfig", "eval.tasks.maths:run"),
+    "eval humaneval":
+        ("HumanEval: functions, run against their tests.",
+         "eval.tasks.settings:HumanEvalConfig", "eval.tasks.code:run"),
+    "eval mbpp": ("MBPP: programs, run against their tests.", "eval.tasks.settings:MbppConfig", "eval.tasks.code:run"),
     "eval parallelbench":
         ("Waiting lines, puzzles and sentences: what parallel decoding loses.",
-         "eval.tasks.parallelbench", "ParallelBenchConfig", "run_parallelbench"),
+         "eval.tasks.settings:ParallelBenchConfig", "eval.tasks.parallelbench:run_parallelbench"),
     "bench runtime":
         ("Tokens per second and components beside parallel decoding and the device's ceilings.",
-         "commands.bench", "RuntimeConfig"),
-    "export": ("Write a sampler as a repository for the Hub and transformers.", "commands.export", "ExportConfig"),
-    "report": ("Tables, figures and one page from result folders.", "bench.report", "ReportConfig", "make_report"),
+         "bench.settings:RuntimeConfig", "commands.bench:run"),
+    "export": ("Write a sampler as a repository for the Hub and transformers.", "commands.export:ExportConfig"),
+    "report":
+        ("Tables, figures and one page from result folders.", "bench.report:ReportConfig", "bench.report:make_report"),
 }  # fmt: skip
-COMMANDS = {name: Command(text, f"adjust_dlm.{module}", *names) for name, (text, module, *names) in _TABLE.items()}
+COMMANDS = {
+    name: Command(text, settings, *(function or [f"{settings.split(':')[0]}:run"]))
+    for name, (text, settings, *function) in _TABLE.items()
+}
 GROUPS: dict[str, list[str]] = {
     "write text": ["generate", "chat", "compare", "serve"],
     "look around": ["bases", "decoders", "fetch"],

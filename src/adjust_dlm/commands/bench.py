@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from adjust_dlm.bench.runtime import RuntimeConfig, make_runtime
+from adjust_dlm.bench.runtime import make_runtime
+from adjust_dlm.bench.settings import RuntimeConfig
 from adjust_dlm.bench.speed_tables import markdown
 from adjust_dlm.commands.output import Outcome, say
-
-__all__ = ["RuntimeConfig", "run"]
 
 
 def run(config: RuntimeConfig) -> Outcome:

@@ -13,6 +13,7 @@ from adjust_dlm.commands.common import DrawFlags, load_for, sample_record, setup
 from adjust_dlm.commands.generate import Watch, helpers_for
 from adjust_dlm.commands.output import Outcome, say
 from adjust_dlm.types import InputError, require
+from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:
     from adjust_dlm.serve.text import Words
@@ -42,11 +43,11 @@ class ChatConfig(DrawFlags):
 def run(flags: ChatConfig) -> Outcome:
     """Asks and answers until stdin ends; the oldest turns are left out once the context is full."""
     config = flags.decode_config()
-    from adjust_dlm.decoders import build_options, decode, read_options  # they need torch, what stands above does not
-    from adjust_dlm.serve.text import Words
-
     options = read_options(flags.set)
     build_options(flags.decoder, options)
+    from adjust_dlm.decoders import decode  # needs torch, what stands above does not
+    from adjust_dlm.serve.text import Words
+
     base = load_for(flags)
     has_template = bool(getattr(base.tokenizer, "chat_template", None))
     require(has_template, f"base {flags.base!r} has no chat template; use `adjust generate`")

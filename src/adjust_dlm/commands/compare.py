@@ -57,7 +57,8 @@ def run(flags: CompareConfig) -> Outcome:
     The rows are those for evaluation, since joint text of a row that g was trained on is the training text.
     """
     config = flags.decode_config()
-    from adjust_dlm.eval.scores import NllConfig, load_judge
+    from adjust_dlm.eval.scores import load_judge
+    from adjust_dlm.eval.settings import NllConfig
 
     base = load_for(flags)
     sampler, judge, source = sampler_for(flags, base), None, flags.partner or base.ar_source
@@ -79,7 +80,7 @@ def run(flags: CompareConfig) -> Outcome:
 
 def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:
     from adjust_dlm.decoders import decode
-    from adjust_dlm.sampling import EVALUATION_ROWS
+    from adjust_dlm.types import EVALUATION_ROWS
 
     prompts, eager = [ids] * flags.num_samples, flags.eager or None
     rows = list(range(EVALUATION_ROWS, EVALUATION_ROWS + flags.num_samples))

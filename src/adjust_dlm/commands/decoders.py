@@ -43,7 +43,7 @@ def listed() -> list[dict[str, Any]]:
     """Name, first sentence of the module, settings with defaults, what is needed, and whether it is served."""
     import importlib
 
-    from adjust_dlm.decoders import DECODERS
+    from adjust_dlm.decoders import DECODERS  # with their functions, and so with torch
 
     lines = []
     for name, entry in DECODERS.items():

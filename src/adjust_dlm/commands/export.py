@@ -92,9 +92,10 @@ def _check(flags: ExportConfig) -> None:
 def _sampler(flags: ExportConfig, base: Base) -> tuple[Sampler, dict[str, Any], dict[str, Any] | None]:
     """(sampler, its provenance, its run.yaml) from what the flags name."""
     from adjust_dlm.artifacts import RUN, read_provenance
-    from adjust_dlm.bases.hub import local
+    from adjust_dlm.hub import SAMPLER as CONFIG
+    from adjust_dlm.hub import local
     from adjust_dlm.released import import_released
-    from adjust_dlm.sampler import CONFIG, WEIGHTS, default_sampler, load_sampler
+    from adjust_dlm.sampler import WEIGHTS, default_sampler, load_sampler
 
     if flags.from_released is not None:
         return import_released(flags.from_released, base), {"imported_from": flags.from_released.name}, None

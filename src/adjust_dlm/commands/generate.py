@@ -20,6 +20,7 @@ from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, l
 from adjust_dlm.commands.output import Outcome, say, to_json
 from adjust_dlm.progress import Bar
 from adjust_dlm.types import require
+from adjust_dlm.variants import DECODERS, build_options, read_options
 from adjust_dlm.words import counted
 
 if TYPE_CHECKING:
@@ -83,8 +84,6 @@ def _check(flags: GenerateConfig) -> DecodeConfig:
     live = flags.watch == "always"
     require(not (live and flags.json), "--watch always and --json exclude each other: both write to stdout")
     require(not live or sys.stdout.isatty(), "--watch always needs a terminal, and stdout is none")
-    from adjust_dlm.decoders import build_options, read_options  # they need torch, what stands above does not
-
     build_options(flags.decoder, read_options(flags.set))
     return config
 
@@ -96,7 +95,6 @@ def _watched(flags: GenerateConfig) -> bool:
 
 def helpers_for(flags: Any, base: Base) -> dict[str, Any]:
     """The sampler and the partner that the flags name, where their decoder needs them."""
-    from adjust_dlm.decoders import DECODERS
     from adjust_dlm.eval.generation import open_helpers
 
     entry = DECODERS[flags.decoder]
@@ -110,7 +108,7 @@ def _decode_all(
     flags: GenerateConfig, config: DecodeConfig, base: Base, prompts: list[list[int]], helpers: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Records of all rows, batch by batch, with row number and prompt."""
-    from adjust_dlm.decoders import decode, read_options
+    from adjust_dlm.decoders import decode
 
     rows = range(len(prompts) * flags.num_samples)
     batches = [rows[first : first + flags.batch_size] for first in range(0, len(rows), flags.batch_size)]

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 from adjust_dlm.types import require
+from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from adjust_dlm.serve.asks import AppConfig
     from adjust_dlm.serve.engine import Engine
+    from adjust_dlm.serve.guard import Limits
 
 logger = logging.getLogger(__name__)
 KEY = "ADJUST_API_KEY"
@@ -92,17 +94,24 @@ def check(flags: ServeConfig) -> AppConfig:
     ):  # fmt: skip
         value = getattr(flags, name)
         require(least <= value <= most, f"{name} is {value}; it must lie in [{least}, {most}]")
+    limits_of(flags)
     config = flags.decode_config()
-    from adjust_dlm.decoders import build_options, read_options  # they need torch, what stands above does not
-    from adjust_dlm.serve.asks import AppConfig
-
     options = read_options(flags.set)
     build_options(flags.decoder, options)
+    from adjust_dlm.serve.asks import AppConfig  # needs torch, what stands above does not
+
     return AppConfig(
         model=flags.model_name or flags.base, decoder=flags.decoder, options=options,
         config=config, max_body=flags.max_body,
         rate_limit=flags.rate_limit, api_key=flags.api_key or os.environ.get(KEY) or None,
     )  # fmt: skip
+
+
+def limits_of(flags: ServeConfig) -> Limits:
+    """What the engine takes on."""
+    from adjust_dlm.serve.guard import Limits  # needs the extra
+
+    return Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
 
 
 def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
@@ -112,7 +121,7 @@ def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
         InputError: the default decoder lacks something.
     """
     from adjust_dlm.bases.partner import load_partner
-    from adjust_dlm.serve.engine import Engine, Limits
+    from adjust_dlm.serve.engine import Engine
     from adjust_dlm.serve.http import create_app
     from adjust_dlm.serve.work import RowSpec, Work
 
@@ -121,10 +130,9 @@ def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
     # minutes of mixed traffic with the default model on two CPU cores).
     set_malloc(map_from=1 << 20, keep=1 << 20)
     base = load_for(flags)
-    limits = Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
     partner = load_partner(base, flags.partner) if flags.load_partner or flags.partner else None
     sampler, eager = sampler_for(flags, base), flags.eager or None
-    engine = Engine(base, sampler=sampler, partner=partner, limits=limits, eager=eager)
+    engine = Engine(base, sampler=sampler, partner=partner, limits=limits_of(flags), eager=eager)
     row = RowSpec(ids=[], new=1, seed=0, row=0)
     engine.plan(Work(rows=(row,), decoder=config.decoder, config=config.config, options=config.options))
     return create_app(engine, config), engine

@@ -122,14 +122,15 @@ def one_line(box: str) -> str:
         del lines[:2]
     rule = [n for n, line in enumerate(lines) if not line.strip("\u2500-") or line == "Got errors:"]
     text = " ".join(lines[: rule[0] if rule else None])
-    text = re.sub(
-        r"^Error parsing (\S+): no type matching (.*?) could be instantiated from \[(.*)\]\.$",
-        r"\1 is \3; it takes \2",
-        text,
-    )
+    for told, said in (
+        (r"no type matching (?P<kind>.*?) could be instantiated from \[(?P<value>.*)\]\.", r"\g<kind>"),
+        ("could not convert string to float: (?P<value>.*)", "FLOAT"),
+        (r"invalid literal for int\(\) with base 10: (?P<value>.*)", "INT"),
+    ):
+        text = re.sub(rf"^Error parsing (\S+): {told}$", rf"\1 is \g<value>; it takes {said}", text)
     if choice := re.match(r"invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*)\)", text):
         known = sorted(set(re.findall(r"'([^']*)'", choice[3])) - {"None"})
-        text = f"{choice[2]} is {choice[1]}; it must be one of {', '.join(known)}"
+        text = f"{choice[2].removeprefix('own.')} is {choice[1]}; it must be one of {', '.join(known)}"
     meant = [line.split()[0] for line in lines if re.match(r"--\w", line)] if "Perhaps you meant:" in lines else []
     return text.rstrip(".") + (f"; did you mean {' or '.join(meant[:2])}?" if meant else "")
 

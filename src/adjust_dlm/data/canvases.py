@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice, product
-from pathlib import Path
+from itertools import islice
 from typing import Any, NamedTuple
 
 from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_replies, ar_sample, chat_context
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.questions import asks_held_out, questions
-from adjust_dlm.types import DecodeConfig, require, require_kinds
+from adjust_dlm.data.settings import KINDS, SPLITS, CorpusConfig
+from adjust_dlm.types import require
 
-KINDS = ("text", "chat", "lists", "files", "questions")
-SAMPLED = ("text", "chat", "lists", "questions")  # those that are made here
-SPLITS = ("train", "heldout")
-SHARD_ROWS = 4096  # canvases of a shard
 MAX_USER_TOKENS = 64
 MIN_YIELD = 0.005  # a model that gives fewer chats or right answers than this does not know the template
 QUESTION_TEMPERATURE = 0.5
@@ -28,68 +23,6 @@ QUESTIONS_AT_ONCE = 16_384  # those of one length are sampled together, so many 
 ANSWER_TOKENS = 24  # the right word stands in so many tokens of a reply
 logger = logging.getLogger(__name__)
 Canvas = tuple[list[int], int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
-    """What a corpus holds; a folder is resumed only with the same settings.
-
-    Attributes:
-        ar: the autoregressive model: `smol`, or a folder of Llama, Qwen2 or Qwen3 with tied embeddings.
-        text: canvases of plain text to sample.
-        chat: canvases of chat to sample.
-        lists: canvases of list tasks to make.
-        questions: canvases of short questions that the model answers right.
-        heldout: canvases of each of these kinds kept for evaluation.
-        text_files: your own: .txt files (one text each), .jsonl files with a `text` or a chat's `messages` in a line.
-        length: tokens of a canvas, the start token included.
-        sample_batch: rows sampled at a time.
-        sample_temperature: temperature of the corpus.
-        sample_top_p: nucleus of the corpus.
-        seed: names the corpus (and, in training, the adapters' start, the order, the times and the masks).
-    """
-
-    ar: str = "smol"
-    text: int = 120_000
-    chat: int = 40_000
-    lists: int = 60_000
-    questions: int = 0
-    heldout: int = 1024
-    text_files: tuple[Path, ...] = ()
-    length: int = 129
-    sample_batch: int = 4096
-    sample_temperature: float = 1.0
-    sample_top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        for name in (*SAMPLED, "heldout"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
-        require(self.sample_batch >= 1, f"sample_batch is {self.sample_batch}; it must be at least 1")
-        DecodeConfig(temperature=self.sample_temperature, top_p=self.sample_top_p)  # checks them
-        require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
-        asked = sum(getattr(self, kind) for kind in SAMPLED) + len(self.text_files)
-        require(asked > 0, "the corpus is empty; ask for some canvases")
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that a folder belongs to, files by their content."""
-        from adjust_dlm.bases.adapted import file_digest
-
-        same = {name: getattr(self, name) for name in ("ar", *SAMPLED, "heldout", "length", "seed")}
-        sampled = {"temperature": self.sample_temperature, "top_p": self.sample_top_p, "shard_rows": SHARD_ROWS}
-        return {**same, **sampled, "files": file_digest(*self.text_files) if self.text_files else None}
-
-    def shards(self) -> dict[str, tuple[str, str, int, int]]:
-        """File name -> (split, kind, shard number, rows) of all sampled shards."""
-        out = {}
-        for split, kind in product(SPLITS, SAMPLED):
-            asked: int = getattr(self, kind)
-            rows = asked if split == "train" else self.heldout if asked else 0
-            for n, start in enumerate(range(0, rows, SHARD_ROWS)):
-                out[f"{split}-{kind}-{n:05d}.parquet"] = split, kind, n, min(SHARD_ROWS, rows - start)
-        return out
 
 
 class Source(NamedTuple):

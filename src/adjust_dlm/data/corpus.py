@@ -12,31 +12,29 @@ depends on the settings and its own number alone: ranks make different shards, a
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
-import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.hub import once, read_json
 from adjust_dlm.bases.tokenizers import Messages, chat_ids
 from adjust_dlm.data.ar import CHAT_TEMPLATE
-from adjust_dlm.data.canvases import KINDS, SPLITS, Canvas, CorpusConfig, Source, canvases
+from adjust_dlm.data.canvases import Canvas, Source, canvases
+from adjust_dlm.data.settings import KINDS, MANIFEST, SPLITS, CorpusConfig, require_corpus
+from adjust_dlm.data.texts import json_value, lines_of, read_text
 from adjust_dlm.files import write_whole
+from adjust_dlm.hub import read_json
 from adjust_dlm.types import InputError, require
 
-MANIFEST = "manifest.json"
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
 HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
-PACKED: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
 logger = logging.getLogger(__name__)
 
 
@@ -87,7 +85,7 @@ def load_corpus(folder: Path, split: str) -> Corpus:
     Raises:
         InputError: no corpus there, or shards are missing or damaged.
     """
-    require((folder / MANIFEST).is_file(), f"no corpus at {folder} ({MANIFEST} is missing)")
+    require_corpus(folder)
     manifest = _manifest(folder)
     names = [name for name in manifest["shards"] if name.startswith(f"{split}-")]
     lost = [name for name in names if not (folder / name).is_file()]
@@ -132,7 +130,6 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
 
 def _texts(path: Path) -> Iterator[str | Messages]:
     """One text of a .txt file, or a text or a chat of every line of a .jsonl file."""
-    require(path.suffix in (".txt", ".jsonl"), f"{path}: text files end in .txt or .jsonl")
     if path.suffix == ".txt":
         yield read_text(path)
         return
@@ -148,38 +145,9 @@ def _texts(path: Path) -> Iterator[str | Messages]:
             )
             yield said
             continue
-        require(isinstance(text, str), f"{where}: not an object with a field 'text' or 'messages'")
+        if not isinstance(text, str):
+            raise InputError(f"{where}: not an object with a field 'text' or 'messages'")
         yield text
-
-
-def read_text(path: Path) -> str:
-    """A whole file, unpacked where its name ends in .xz or .gz; raises InputError unless it is there, and UTF-8."""
-    try:
-        with PACKED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error}") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def lines_of(path: Path) -> Iterator[tuple[str, str]]:
-    """`FILE, line N` and what stands there, spaces too, without blank lines. Line feeds alone end one, not U+2028."""
-    lines = enumerate(read_text(path).split("\n"), start=1)
-    return ((f"{path}, line {number}", line) for number, line in lines if line.strip())
-
-
-def json_value(text: str, where: str) -> Any:
-    """What a JSON text holds; `where` names it in the InputError. Half a character, which JSON can spell, is none."""
-    try:
-        value = json.loads(text, object_pairs_hook=once)
-        if "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where} holds half a character: \\u{ord(error.object[error.start]):x}") from error
-    except ValueError as error:
-        raise InputError(f"{where} is not JSON: {error}") from error
-    return value
 
 
 def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
@@ -215,8 +183,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _claim(folder: Path, config: CorpusConfig) -> None:
     """Writes the manifest, or checks that the one there says the same."""
-    lost = [str(path) for path in config.text_files if not path.is_file()]
-    require(not lost, f"there is no file {', '.join(lost)}")
+    config.check_files()
     settings = config.identity()
     names = [*config.shards(), *(f"{split}-files-00000.parquet" for split in SPLITS if config.text_files)]
     path = folder / MANIFEST

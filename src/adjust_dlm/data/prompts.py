@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from adjust_dlm.bases import Base
-from adjust_dlm.data.corpus import json_value, lines_of, load_corpus
+from adjust_dlm.data.corpus import load_corpus
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.questions import questions
+from adjust_dlm.data.settings import check_prompts
+from adjust_dlm.data.texts import json_value, lines_of
 from adjust_dlm.types import InputError, require
 
 FIELDS = ("prompt", "text", "question", "instruction")  # of a JSONL line; the first one present wins, then `messages`
@@ -74,8 +76,8 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
     Raises:
         InputError: unknown source, a bad or empty file (the line is named), or an incomplete or unreadable corpus.
     """
+    check_prompts(spec, chat=chat)
     if spec == "unconditional":
-        require(not chat, "unconditional prompts have no text for a chat template")
         return PromptSource(spec, [unconditional(base)])
     if spec == "lists":
         tasks = itertools.islice(list_tasks(-1 - seed), rows)  # no corpus has a negative seed, so none holds these
@@ -89,11 +91,6 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
         rows_N = zip(chats.tokens_NL.tolist(), chats.prompt_len_N.tolist(), strict=True)
         return PromptSource(spec, [*map(list, dict.fromkeys(tuple(tokens[:length]) for tokens, length in rows_N))])
     path = Path(spec)
-    require(
-        path.suffix in (".jsonl", ".txt"),
-        f"prompts {spec!r}: give unconditional, lists, questions, corpus:DIR, or a .jsonl or .txt file",
-    )
-    require(path.is_file(), f"prompt file {path} does not exist")
     found = [(_json_line(line, where) if path.suffix == ".jsonl" else line, where) for where, line in lines_of(path)]
     return PromptSource(spec, [_encode(base, prompt, chat, where) for prompt, where in found])
 

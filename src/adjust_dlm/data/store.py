@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from adjust_dlm.bases.hub import read_json
 from adjust_dlm.files import sweep, write_whole
-from adjust_dlm.sampling import EVALUATION_ROWS
-from adjust_dlm.types import MASKED, InputError, Trajectory, require
+from adjust_dlm.hub import read_json
+from adjust_dlm.types import EVALUATION_ROWS, MASKED, InputError, Trajectory, require
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -293,6 +291,8 @@ class TrajectoryStore(Sequence[Trajectory]):
 
     def __getitem__(self, n: int) -> Trajectory:  # type: ignore[override]
         """The n-th trajectory (not row id n, when rows do not start at 0)."""
+        import torch
+
         c, n = self.columns, range(len(self))[n]
         part = slice(c.start_N[n], c.start_N[n + 1])
         tokens_L, order_L = (torch.from_numpy(x[part].astype(np.int64)) for x in (c.tokens_P, c.order_P))

@@ -13,9 +13,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,117 +24,19 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.ray_engine import Show, make_with_ray
+from adjust_dlm.data.settings import TrajectoriesConfig
 from adjust_dlm.data.store import temperature_index
 from adjust_dlm.decoders import decode
 from adjust_dlm.progress import Bar
 from adjust_dlm.provenance import versions
 from adjust_dlm.sampler import load_sampler, weights_digest
-from adjust_dlm.sampling import EVALUATION_ROWS
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderOn, OrderRule, Trajectory, require, require_kinds
+from adjust_dlm.types import (
+    DecodeConfig,
+    Trajectory,
+    require,
+)
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """What texts of a base are decoded.
-
-    Attributes:
-        prompts: unconditional, lists, questions, corpus:DIR, or a file (.jsonl, .txt).
-        chat: put each text of a file into the base's chat template (list tasks always are in it).
-        max_new_tokens: masked positions after each prompt.
-        temperature: one or more; with several, prompts and temperatures are crossed, row by row.
-        top_p: nucleus mass in (0, 1].
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        order: rule that picks the next position; none takes the base's own.
-        order_on: score the processed or the raw distribution; none takes the base's own.
-    """
-
-    prompts: str = "unconditional"
-    chat: bool = False
-    max_new_tokens: int = 128
-    temperature: tuple[float, ...] = (1.0,)
-    top_p: float = 1.0
-    top_k: int = 0
-    order: OrderRule | None = None
-    order_on: OrderOn | None = None
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrajectoriesConfig(TextConfig):
-    """Settings of `adjust trajectories`.
-
-    Attributes:
-        output: folder for the shards and the manifest; an interrupted run continues there.
-        base: name of a base, or the folder of an adapted one.
-        num: how many trajectories.
-        sampler: folder of a g that then decodes by ADJUST, for a further stage of training; none decodes jointly.
-        tokens_per_step: K of ADJUST, with a sampler.
-        suppress_eos: never commit an end token.
-        seed: with a row's number, the only source of randomness.
-        first_row: number of the first row; another start makes new rows of the same seed and prompts.
-        batch_size: rows decoded together; divides shard_rows, and does not change the result (but for bf16 rounding).
-        shard_rows: rows per file, the unit of work and of loss when interrupted.
-        device: auto, cpu, cuda, cuda:1, ...
-        dtype: auto is float32 on the CPU and bfloat16 on a GPU.
-        compile: compile the layers of the base, once for all lengths (10-30 s at the first pass).
-        engine: local (this process, or the ranks of torchrun) or ray (actors of Ray Data; the extra `ray`).
-        actors: number of Ray actors; by default one a GPU, or one for four CPUs without any GPU.
-    """
-
-    output: str
-    base: str = DEFAULT_BASE
-    num: int = 1024
-    sampler: str | None = None
-    tokens_per_step: int = 1
-    suppress_eos: bool = False
-    seed: int = 0
-    first_row: int = 0
-    batch_size: int = 64
-    shard_rows: int = 512
-    device: str = "auto"
-    dtype: DType = "auto"
-    compile: bool = False
-    engine: Literal["local", "ray"] = "local"
-    actors: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.num >= 1, f"num is {self.num}; it must be at least 1")
-        require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
-        last = self.first_row + self.num - 1
-        require(last < EVALUATION_ROWS, f"the last row is {last}; those from {EVALUATION_ROWS} on are for evaluation")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
-        require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
-        require(
-            (self.tokens_per_step == 1) == (self.sampler is None),
-            f"tokens_per_step is {self.tokens_per_step}; it must be 1 without a sampler, and at least 2 with one",
-        )
-        require(bool(self.temperature), "temperature is empty; give at least one")
-        require(
-            self.batch_size >= 1 and self.shard_rows >= 1 and self.shard_rows % self.batch_size == 0,
-            f"batch_size {self.batch_size} does not divide shard_rows {self.shard_rows}; for example 64 and 512",
-        )
-        require(self.actors is None or self.actors >= 1, f"actors is {self.actors}; it must be at least 1")
-        require(
-            self.engine == "ray" or self.actors is None,
-            f"actors is {self.actors} but the engine is local; add engine ray",
-        )
-        require(
-            self.engine == "local" or self.device in ("auto", "cpu", "cuda"),
-            f"device is {self.device!r}; Ray hands out the GPUs, so give auto, cpu or cuda",
-        )
-
-    def decode_configs(self, base: Base) -> list[DecodeConfig]:
-        """One configuration per temperature, with the base's own order filled in."""
-        names = ("tokens_per_step", "max_new_tokens", "top_p", "top_k", "suppress_eos", "seed")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        shared |= {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
-        return [DecodeConfig(**shared, temperature=temperature) for temperature in self.temperature]
 
 
 def make_trajectories(

@@ -1,170 +1,30 @@
-"""Every decoder behind one call. A new decoder is one file and one line in `DECODERS`."""
+"""Every decoder behind one call. A new one is a line of `variants.DECODERS`, and a function in a file of its name."""
 
 from __future__ import annotations
 
-import json
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders.adaptive import AdaptiveOptions, adaptive
-from adjust_dlm.decoders.adjust import AdjustOptions, adjust
-from adjust_dlm.decoders.apd import ApdOptions, apd
-from adjust_dlm.decoders.cascade import CascadeOptions, cascade
-from adjust_dlm.decoders.dcd import DcdOptions, dcd
-from adjust_dlm.decoders.edlm import EdlmOptions, edlm
-from adjust_dlm.decoders.entropy_bound import EntropyBoundOptions, entropy_bound
-from adjust_dlm.decoders.factor import FactorOptions, factor
 from adjust_dlm.decoders.fast import engine as fast
-from adjust_dlm.decoders.fast_dllm import FastDllmOptions, fast_dllm
-from adjust_dlm.decoders.guided import GuidedOptions, guided
-from adjust_dlm.decoders.joint import joint
-from adjust_dlm.decoders.klass import KlassOptions, klass
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
-from adjust_dlm.decoders.origin import OriginOptions, origin
-from adjust_dlm.decoders.parallel import parallel
-from adjust_dlm.decoders.sdar import SdarOptions, sdar
-from adjust_dlm.decoders.soft_order import SoftOrderOptions, soft_order
-from adjust_dlm.decoders.threshold import ThresholdOptions, threshold
-from adjust_dlm.decoders.verified import VerifiedOptions, verified
 from adjust_dlm.sampler import Sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_count
-from adjust_dlm.words import known
+from adjust_dlm.variants import DECODERS as DECODERS
+from adjust_dlm.variants import Decoder as Decoder
+from adjust_dlm.variants import build_options, split_settings
+from adjust_dlm.variants import read_variant as read_variant
 
 _BATCHES = 8  # rows of a group of `decode_many`, in batches
 _NEAR = 0.8  # length of a group's shortest canvas over that of its longest, to which all are padded
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """An entry of `DECODERS`.
-
-    Attributes:
-        run: (base, [sampler,] [partner,] canvas, [options]) -> None; fills the canvas.
-        needs_sampler: whether it takes g.
-        needs_partner: whether it takes an autoregressive partner (`bases.partner`).
-        takes_k: whether `tokens_per_step` says how many tokens a pass commits.
-        takes_candidates: whether its rounds heed `DecodeConfig.candidates`.
-        resumable: whether it keeps nothing between rounds, so that rows of a batch may come and go (`machinery.rows`).
-        options: dataclass of settings that only this decoder has.
-        by_drawn: whether at T > 0 it takes positions for the tokens that were drawn there.
-        by_order: whether `DecodeConfig.order` says which position is next.
-        lawless: why its tokens have no distribution given those before them (see `decoders.divergence`).
-    """
-
-    run: Callable[..., None]
-    needs_sampler: bool = False
-    needs_partner: bool = False
-    takes_k: bool = False
-    takes_candidates: bool = False
-    resumable: bool = False
-    options: Callable[..., Any] | None = None
-    by_drawn: bool = False
-    by_order: bool = True
-    lawless: str | None = None
-
-
-_JOINT = "its text is joint decoding's own, or has its law; measure joint"
-_MIXED = "its tokens are kept or dropped by what a second model makes of them"
-DECODERS: dict[str, Decoder] = {
-    "joint": Decoder(joint, resumable=True),
-    "parallel": Decoder(parallel, resumable=True, takes_k=True),
-    "adjust": Decoder(
-        adjust, resumable=True, needs_sampler=True, takes_k=True, takes_candidates=True, options=AdjustOptions
-    ),
-    "adaptive": Decoder(adaptive, resumable=True, needs_sampler=True, takes_candidates=True, options=AdaptiveOptions),
-    "verified": Decoder(verified, resumable=True, needs_sampler=True, options=VerifiedOptions, lawless=_JOINT),
-    "cascade": Decoder(cascade, resumable=True, needs_sampler=True, options=CascadeOptions, by_drawn=True),
-    "threshold": Decoder(threshold, resumable=True, options=ThresholdOptions, by_order=False),
-    "factor": Decoder(factor, resumable=True, options=FactorOptions, by_drawn=True),
-    "entropy_bound": Decoder(entropy_bound, resumable=True, options=EntropyBoundOptions, by_order=False),
-    "klass": Decoder(klass, options=KlassOptions, by_drawn=True),
-    "edlm": Decoder(edlm, resumable=True, needs_partner=True, takes_k=True, options=EdlmOptions, lawless=_MIXED),
-    "origin": Decoder(origin, takes_k=True, options=OriginOptions, by_order=False),
-    "soft_order": Decoder(soft_order, resumable=True, takes_k=True, options=SoftOrderOptions),
-    "guided": Decoder(guided, resumable=True, takes_k=True, options=GuidedOptions, by_drawn=True),
-    "fast_dllm": Decoder(fast_dllm, resumable=True, options=FastDllmOptions, by_drawn=True, by_order=False),
-    "sdar": Decoder(sdar, options=SdarOptions, by_drawn=True, by_order=False),
-    "apd": Decoder(apd, resumable=True, needs_partner=True, options=ApdOptions, lawless=_MIXED),
-    "dcd": Decoder(dcd, resumable=True, needs_partner=True, takes_k=True, options=DcdOptions, lawless=_MIXED),
-}
-
-
-def option_names(name: str) -> list[str]:
-    """Settings that only this decoder has."""
-    kind = DECODERS[name].options
-    return [] if kind is None else [field.name for field in fields(kind)]  # type: ignore[arg-type]
-
-
-def build_options(name: str, given: Mapping[str, Any]) -> list[Any]:
-    """A decoder's own options as its function takes them: one object, or nothing.
-
-    Raises:
-        InputError: unknown decoder, an option that it does not have, or a bad value.
-    """
-    require(name in DECODERS, f"unknown decoder {name!r}; {known(name, DECODERS)}")
-    kind, names = DECODERS[name].options, option_names(name)
-    unknown = sorted(given.keys() - set(names))
-    has = f"it has {', '.join(names)}" if names else "it has none"
-    require(not unknown, f"decoder {name!r} has no option {', '.join(unknown)}; {has}")
-    return [] if kind is None else [kind(**given)]
-
-
-def read_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """`tau=0.9`, `switch=sane` as keywords; a value is JSON (a number, true, [1, 2]), or else a word.
-
-    Raises:
-        InputError: a pair without a name or a value.
-    """
-    out = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        require(bool(name and equals), f"settings of a decoder are NAME=VALUE, not {pair!r}")
-        try:
-            out[name] = json.loads(value)
-        except ValueError:
-            out[name] = value
-    return out
-
-
-class Variant(NamedTuple):
-    """A decoder with its settings, as one word says it.
-
-    Attributes:
-        name: of the decoder.
-        settings: fields of `DecodeConfig` that differ, such as tokens_per_step.
-        options: its own options.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    options: dict[str, Any]
-
-
-def read_variant(text: str) -> Variant:
-    """`threshold:tau=0.9`, `adjust:tokens_per_step=4`.
-
-    Raises:
-        InputError: an unknown decoder, a setting that neither it nor `DecodeConfig` has, or a bad value.
-    """
-    name, _, pairs = text.partition(":")
-    settings, options = split_settings(read_options(re.split(r",(?![^\[]*\])", pairs) if pairs else []))
-    build_options(name, options)
-    DecodeConfig(**settings)
-    return Variant(name, settings, options)
-
-
-def split_settings(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `DecodeConfig`, and a decoder's own options."""
-    shared = {field.name for field in fields(DecodeConfig)}
-    own = {key: value for key, value in given.items() if key not in shared}
-    return {key: value for key, value in given.items() if key in shared}, own
+for _name in [name for name, entry in DECODERS.items() if entry.run is None]:
+    DECODERS[_name] = replace(DECODERS[_name], run=getattr(import_module(f"adjust_dlm.decoders.{_name}"), _name))
 
 
 class Plan(NamedTuple):

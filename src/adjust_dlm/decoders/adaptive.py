@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,26 +11,9 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.pick import pick
+from adjust_dlm.options import AdaptiveOptions
 from adjust_dlm.sampling import negative_entropy
-from adjust_dlm.types import State, is_number, require, require_count
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdaptiveOptions:
-    """Settings of `adaptive`.
-
-    Attributes:
-        gamma: nats; what the entropies of a round's tokens from g may sum to. The first token of a round is the base's
-            own and costs nothing; infinity is `adjust` with `most` tokens a round.
-        most: tokens a round at most; None is no limit.
-    """
-
-    gamma: float = 1.0
-    most: int | None = None
-
-    def __post_init__(self) -> None:
-        require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
-        require_count("most", self.most, 1, optional=True)
+from adjust_dlm.types import State
 
 
 def adaptive(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: AdaptiveOptions) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,31 +12,9 @@ from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.decoders.machinery.canvas import Canvas, columns_of
 from adjust_dlm.decoders.machinery.pick import pick
+from adjust_dlm.options import AdjustOptions
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import State, require
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdjustOptions:
-    """Settings of `adjust`.
-
-    Attributes:
-        sparse: run g at the `candidates` of a round and at the columns that see its tokens; everything else keeps its
-            state and g's keys and values from the round's first step. Exact once the candidates are the whole canvas.
-    """
-
-    sparse: bool = False
-
-    def __post_init__(self) -> None:
-        require(isinstance(self.sparse, bool), f"sparse is {self.sparse!r}; it must be true or false")
-
-    def check(self, sampler: object, candidates: int | None) -> None:
-        """Raises InputError where a sparse step is asked for that cannot be made."""
-        require(
-            not self.sparse or candidates != 0, "sparse steps run at candidates: candidates must not be 0, which is all"
-        )
-        able = not self.sparse or isinstance(sampler, Sampler)
-        require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
+from adjust_dlm.types import State
 
 
 def adjust(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: AdjustOptions) -> None:

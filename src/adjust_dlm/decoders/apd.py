@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,33 +11,11 @@ from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import rows_at_once
 from adjust_dlm.decoders.machinery.proposals import Logits, plain_logits
+from adjust_dlm.options import ApdOptions
 from adjust_dlm.sampling import process
-from adjust_dlm.types import State, require, require_count, require_kinds
+from adjust_dlm.types import State
 
 _COPIES = 8  # of fp32 logits that one row takes here: two models, and noise in 64 bits
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApdOptions:
-    """Settings of `apd`.
-
-    Attributes:
-        mixture: R in [0, 1], weight of the base in the target (paper, eq. 8). At 1 every draft is accepted; the lower,
-            the fewer. The paper sweeps it; 0.7 is the published demo's.
-        lookahead: M, tokens drafted per pass at most; None is all. The base still sees every mask (the paper also cuts
-            those behind the draft off its input, for speed).
-        correct: a mismatch commits the target's token, as in speculative decoding. The paper's rule, False, ends the
-            round before it.
-    """
-
-    mixture: float = 0.7
-    lookahead: int | None = None
-    correct: bool = False
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require(0 <= self.mixture <= 1, f"mixture is {self.mixture}; it must lie in [0, 1]")
-        require_count("lookahead", self.lookahead, 1, optional=True)
 
 
 def apd(base: Base, partner: Partner, canvas: Canvas, options: ApdOptions) -> None:

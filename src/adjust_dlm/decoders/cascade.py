@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,30 +11,11 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits, probability, propose
+from adjust_dlm.options import CascadeOptions
 from adjust_dlm.sampling import DRAW
-from adjust_dlm.types import State, is_number, require, require_count
+from adjust_dlm.types import State
 
 _CALLS = 1000  # streams of the calls of g: what a call drew and did not commit is never drawn again
-
-
-@dataclass(frozen=True, kw_only=True)
-class CascadeOptions:
-    """Settings of `cascade`.
-
-    Attributes:
-        tau: the base's pass commits every token with at least this probability (and always the likeliest).
-        tau_g: a call of g commits every token with at least this one; None is `tau`.
-        calls: of g in a round, at most; None goes on until g is certain of nothing.
-    """
-
-    tau: float = 0.9
-    tau_g: float | None = None
-    calls: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("tau", self.tau), ("tau_g", self.tau if self.tau_g is None else self.tau_g)):
-            require(is_number(value) and 0 < value < math.inf, f"{name} is {value}; it must be a number above 0")
-        require_count("calls", self.calls, 0, optional=True)
 
 
 def cascade(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: CascadeOptions) -> None:

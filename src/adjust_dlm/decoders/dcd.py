@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
+from adjust_dlm.options import DcdOptions, Keep
 from adjust_dlm.sampling import ORDER, draw, process
-from adjust_dlm.types import State, require, require_kinds
-
-Keep = Literal["random", "left_to_right"]
-Reference = Literal["causal", "remasked"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DcdOptions:
-    """Settings of `dcd`.
-
-    Attributes:
-        keep: which positions of a completion a round commits: at random, or the leftmost. The others are drawn anew.
-        reference: where the marginals given the left context come from: `causal` is one pass of the base under a
-            causal mask; `remasked` hides what stands right of each gap, a pass a gap, and works for every base.
-        alpha: weight of the base's correction; 0 is the partner alone.
-    """
-
-    keep: Keep = "random"
-    reference: Reference = "causal"
-    alpha: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require(0 <= self.alpha < math.inf, f"alpha is {self.alpha}; it must be a finite number >= 0")
+from adjust_dlm.types import State
 
 
 class _Round(NamedTuple):

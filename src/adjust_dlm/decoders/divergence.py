@@ -16,24 +16,26 @@ Shapes beside the usual ones: M measures.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders import DECODERS, make_plan
+from adjust_dlm.decoders import make_plan
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
-from adjust_dlm.decoders.threshold import ThresholdOptions
+from adjust_dlm.options import ThresholdOptions
 from adjust_dlm.sampling import draw, process
-from adjust_dlm.types import DecodeConfig, State, require
+from adjust_dlm.types import DecodeConfig, State, TokenSource, require
+from adjust_dlm.variants import DECODERS
 
-Source = Literal["own", "base"]
 MEASURES = ("kl_qp", "kl_pq", "entropy_q", "entropy_p", "nll_p")
 _SILENT = "decoder {!r} cannot be measured: it does not tell the canvas what it draws from (`Canvas.note_chance`)"
 
 
-def why_not(base: Base, decoder: str, config: DecodeConfig, options: Any, sources: tuple[Source, ...]) -> str | None:
+def why_not(
+    base: Base, decoder: str, config: DecodeConfig, options: Any, sources: tuple[TokenSource, ...]
+) -> str | None:
     """Why a decoder's divergence cannot be read off its commits; None where it can."""
     entry = DECODERS[decoder]
     if entry.lawless is not None:
@@ -54,7 +56,7 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, options: Any, source
 @torch.no_grad()
 def observe(
     base: Base, prompts: list[list[int]], config: DecodeConfig, *, decoder: str, temperature: float = 1.0,
-    source: Source = "own", sampler: Any = None, rows: list[int] | None = None, new: list[int] | None = None,
+    source: TokenSource = "own", sampler: Any = None, rows: list[int] | None = None, new: list[int] | None = None,
     **options: Any,
 ) -> Observation:  # fmt: skip
     """Decodes a batch by the reference form and measures every commit; one base pass a commit beside the decoder's own.
@@ -129,7 +131,7 @@ class _Observed(Canvas):
     """A canvas that looks at the base before each token that it is given."""
 
     law: DecodeConfig
-    source: Source
+    source: TokenSource
     decoder: str
 
     def __init__(self, *args: Any, **more: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,43 +11,12 @@ from adjust_dlm.bases import Base, Partner
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.pick import refuse_nan, rows_at_once
 from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits
+from adjust_dlm.options import EdlmOptions
 from adjust_dlm.sampling import DRAW, ORDER, SCORES, confidence, draw, process
-from adjust_dlm.types import GIVEN, OrderRule, State, require, require_count, require_kinds
+from adjust_dlm.types import GIVEN, OrderRule, State
 
-EdlmRule = Literal["best", "resample"]
 _CHOICE = ORDER + 1  # stream of the choice among completions; those after the first draw from the streams behind it
 _NEVER = -1e4  # log of a chance of zero: further than all others, and finite
-
-
-@dataclass(frozen=True, kw_only=True)
-class EdlmOptions:
-    """Settings of `edlm`; those behind `completions` belong to the rule "resample" alone.
-
-    Attributes:
-        rule: "best" keeps the completion of lowest energy (the ADJUST paper's baseline), "resample" draws one by its
-            importance weight (EDLM's own).
-        completions: how many are drawn each round; 1 is `parallel`.
-        importance_temperature: of the weights softmax(-E / temperature).
-        window_start, window_end: shares of a row's masks still there; outside of them (bounds count as inside) a round
-            is `parallel`. EDLM's window of length w is (1, 1 - w), w = 0.2; its released config says (0.6, 0.4).
-        as_released: what the public code computes: softmax(+E), E of the masked positions alone.
-    """
-
-    rule: EdlmRule = "best"
-    completions: int = 2
-    importance_temperature: float = 1.0
-    window_start: float = 1.0
-    window_end: float = 0.8
-    as_released: bool = False
-
-    def __post_init__(self) -> None:
-        heat, start, end = self.importance_temperature, self.window_start, self.window_end
-        require_kinds(self)
-        require_count("completions", self.completions, 1)
-        require(0 < heat < math.inf, f"importance_temperature is {heat}; it must be a finite number above 0")
-        require(0 <= end <= start <= 1, f"the window runs from {start} to {end}; it must fall, within 1 and 0")
-        given = [f.name for f in fields(self)[2:] if getattr(self, f.name) != f.default]
-        require(self.rule == "resample" or not given, f"rule 'best' takes no {', '.join(given)}; 'resample' does")
 
 
 class Completions(NamedTuple):

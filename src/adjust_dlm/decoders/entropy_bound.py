@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import fill_by_rule
+from adjust_dlm.options import EntropyBoundOptions
 from adjust_dlm.sampling import negative_entropy, process
-from adjust_dlm.types import is_number, require
-
-
-@dataclass(frozen=True, kw_only=True)
-class EntropyBoundOptions:
-    """Settings of `entropy_bound`.
-
-    Attributes:
-        gamma: nats; what the entropies of a pass's tokens, the largest left out, may sum to.
-    """
-
-    gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
 
 
 def entropy_bound(base: Base, canvas: Canvas, options: EntropyBoundOptions) -> None:

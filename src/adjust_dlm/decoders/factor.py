@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import fill_by_rule, probability
-from adjust_dlm.types import is_number, require
-
-
-@dataclass(frozen=True, kw_only=True)
-class FactorOptions:
-    """Settings of `factor`.
-
-    Attributes:
-        f: commit the n most certain tokens while (n + 1) (1 - p_n) < f, p_n the n-th probability.
-    """
-
-    f: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(is_number(self.f) and 0 <= self.f < math.inf, f"f is {self.f}; it must be a number >= 0")
+from adjust_dlm.options import FactorOptions
 
 
 def factor(base: Base, canvas: Canvas, options: FactorOptions) -> None:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import Logits, commit_best, drawn_probability, plain_logits, propose
-from adjust_dlm.types import is_number, require
-
-
-@dataclass(frozen=True, kw_only=True)
-class FastDllmOptions:
-    """Settings of `fast_dllm`.
-
-    Attributes:
-        threshold: commit every token above this probability, and always the best one; from 1 on it is one a pass.
-    """
-
-    threshold: float = 1.0
-
-    def __post_init__(self) -> None:
-        value = self.threshold
-        require(is_number(value) and 0 <= value < math.inf, f"threshold is {value}; it must be a finite number >= 0")
+from adjust_dlm.options import FastDllmOptions
 
 
 def fast_dllm(base: Base, canvas: Canvas, options: FastDllmOptions) -> None:

@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal
-
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import Logits, Score, commit_best, plain_logits, propose
+from adjust_dlm.options import GuidedOptions
 from adjust_dlm.sampling import ORDER, confidence
-from adjust_dlm.types import GIVEN, State, require, require_kinds
-
-EndSwitch = Literal["off", "faithful", "sane"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuidedOptions:
-    """Settings of `guided`.
-
-    Attributes:
-        cfg_scale: w >= 0 of un + (w + 1)(cond - un); costs a second pass.
-        logits_eos_inf: never draw the EOS token.
-        confidence_eos_eot_inf: commit EOS and EOT last. "faithful" does what the release does, where at T > 0 EOS keeps
-            its confidence; "sane" holds both back at every T and under every order.
-        eos_eot: ids of these two; None: the base's first two end ids (EOT is EOS where there is one only).
-    """
-
-    cfg_scale: float = 0.0
-    logits_eos_inf: bool = False
-    confidence_eos_eot_inf: EndSwitch = "off"
-    eos_eot: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        ids: Any = self.eos_eot
-        pair = ids is None or (isinstance(ids, list | tuple) and [type(i) for i in ids] == [int, int])
-        require(pair, f"eos_eot is {ids!r}; it must be two token ids, or none")
-        object.__setattr__(self, "eos_eot", ids and tuple(ids))  # a list in a file
-        require_kinds(self)
-        scale = self.cfg_scale
-        require(0 <= scale < math.inf, f"cfg_scale is {scale}; it must be a finite number >= 0")
+from adjust_dlm.types import GIVEN, State, require
 
 
 def guided(base: Base, canvas: Canvas, options: GuidedOptions) -> None:

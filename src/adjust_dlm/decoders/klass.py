@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,31 +9,10 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import Logits, Score, commit_best, plain_logits, propose
 from adjust_dlm.losses import kl_rows
+from adjust_dlm.options import KlassOptions
 from adjust_dlm.sampling import confidence
-from adjust_dlm.types import is_number, require, require_count
 
 _COPIES = 6  # of fp32 logits that a row takes here: this pass, the one before, and their logarithms
-
-
-@dataclass(frozen=True, kw_only=True)
-class KlassOptions:
-    """Settings of `klass`; the defaults are the release's.
-
-    Attributes:
-        tau: commit tokens with at least this probability; above 1 it is one token a pass.
-        epsilon_kl: nats; a position is calm in a pass if KL(this pass || the one before) < epsilon_kl.
-        history: passes in a row that a position must have been calm; 0 is `threshold`.
-    """
-
-    tau: float = 0.9
-    epsilon_kl: float = 0.01
-    history: int = 2
-
-    def __post_init__(self) -> None:
-        tau, epsilon = self.tau, self.epsilon_kl
-        require(is_number(tau) and 0 < tau < math.inf, f"tau is {tau}; it must be a number above 0")
-        require(is_number(epsilon) and epsilon > 0, f"epsilon_kl is {epsilon}; it must be a number above 0")
-        require_count("history", self.history, 0)
 
 
 def klass(base: Base, canvas: Canvas, options: KlassOptions) -> None:

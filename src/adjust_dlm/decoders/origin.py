@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits, propose
+from adjust_dlm.options import OriginOptions
 from adjust_dlm.sampling import ORDER
-from adjust_dlm.types import is_number, require
+from adjust_dlm.types import require
 
 _STEP = ORDER + 1  # the first of the streams of random numbers, one for each step
-
-
-@dataclass(frozen=True, kw_only=True)
-class OriginOptions:
-    """Settings of `origin`.
-
-    Attributes:
-        eps: the time at which its steps end, in [0, 1).
-    """
-
-    eps: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require(is_number(self.eps) and 0 <= self.eps < 1, f"eps is {self.eps}; it must lie in [0, 1)")
 
 
 def origin(base: Base, canvas: Canvas, options: OriginOptions) -> None:

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import commit_best, drawn_probability, plain_logits, propose
-from adjust_dlm.types import is_number, require, require_count, require_kinds
-
-Remasking = Literal["low_confidence_static", "low_confidence_dynamic", "sequential"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SdarOptions:
-    """Settings of `sdar`.
-
-    Attributes:
-        remasking: "low_confidence_static" commits the n best tokens of a pass; "low_confidence_dynamic" all above the
-            threshold if these are more; "sequential" the n leftmost.
-        denoising_steps: D; pass t of a block of S has n = S // D, one more if t < S % D, and at least 1.
-        confidence_threshold: of "low_confidence_dynamic".
-    """
-
-    remasking: Remasking = "low_confidence_dynamic"
-    denoising_steps: int = 4
-    confidence_threshold: float = 0.85
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("denoising_steps", self.denoising_steps, 1)
-        value = self.confidence_threshold
-        require(
-            is_number(value) and 0 <= value < math.inf,
-            f"confidence_threshold is {value}; it must be a finite number >= 0",
-        )
+from adjust_dlm.options import SdarOptions
 
 
 def sdar(base: Base, canvas: Canvas, options: SdarOptions) -> None:

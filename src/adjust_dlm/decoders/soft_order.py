@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.proposals import commit_best, plain_logits, propose
+from adjust_dlm.options import SoftOrderOptions
 from adjust_dlm.sampling import ORDER, score_rows
-from adjust_dlm.types import is_number, require
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftOrderOptions:
-    """Settings of `soft_order`.
-
-    Attributes:
-        alg_temp: temperature of the choice of positions; 0 takes the best ones.
-    """
-
-    alg_temp: float = 0.0
-
-    def __post_init__(self) -> None:
-        good = is_number(self.alg_temp) and 0 <= self.alg_temp < math.inf
-        require(good, f"alg_temp is {self.alg_temp}; it must be a finite number >= 0")
+from adjust_dlm.types import require
 
 
 def soft_order(base: Base, canvas: Canvas, options: SoftOrderOptions) -> None:

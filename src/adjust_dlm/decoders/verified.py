@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,27 +13,9 @@ from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.cache import hidden_drafts
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import pick
+from adjust_dlm.options import VerifiedOptions
 from adjust_dlm.sampling import REDRAW, coupled, draw
-from adjust_dlm.types import State, require, require_count, require_kinds
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifiedOptions:
-    """Settings of `verified`.
-
-    Attributes:
-        depth: canvases of a row that one pass looks at: the present one and depth - 1 drafts; 1 is `joint`.
-        match: "token": a draft stands where the base's own draw, by the same uniform, is the same token. The text is
-            that of `joint`. "law": it stands as often as the law of the text allows. The text has the law of `joint`,
-            is another at T > 0, and takes fewer passes. At T = 0 both are the same.
-    """
-
-    depth: int = 4
-    match: Literal["token", "law"] = "token"
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("depth", self.depth, 1)
+from adjust_dlm.types import State, require
 
 
 def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, options: VerifiedOptions) -> None:

@@ -6,82 +6,27 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
-from adjust_dlm.decoders import DECODERS, build_options, make_plan, read_variant
-from adjust_dlm.decoders.divergence import Observation, Source, observe, why_not
-from adjust_dlm.eval.generation import EvalConfig, digest, open_helpers, over_ranks, place
+from adjust_dlm.decoders import make_plan
+from adjust_dlm.decoders.divergence import Observation, observe, why_not
+from adjust_dlm.eval.generation import digest, open_helpers, over_ranks, place
+from adjust_dlm.eval.settings import DivergenceConfig
 from adjust_dlm.files import write_whole
 from adjust_dlm.progress import Bar
-from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DecodeConfig, OrderRule, require, require_kinds
+from adjust_dlm.types import EVALUATION_ROWS, DecodeConfig, TokenSource, require
+from adjust_dlm.variants import DECODERS, build_options, read_variant
 from adjust_dlm.words import title_of
 
 log = logging.getLogger(__name__)
 Line = dict[str, Any]
-OF_THE_LAW = ("max_new_tokens", "suppress_eos")  # with another value a variant is measured against another law
-
-
-@dataclass(frozen=True, kw_only=True)
-class DivergenceConfig(EvalConfig):
-    """Settings of `adjust eval divergence`.
-
-    q_i is what a decoder drew token i from, p_i the base looked at anew on the same canvas. The sum of KL(q_i || p_i)
-    over the decoder's own tokens is the KL between the laws of whole texts, exact in expectation. With `quantize` the
-    law is that of the quantized base.
-
-    Attributes:
-        decoders: names or variants ("adjust:candidates=0"), at every K unless they set their own.
-        n: texts of each row and source of tokens.
-        temperatures: of the law. A decoder has the same unless its variant says another: "parallel:temperature=0.8".
-        sources: of tokens: the decoder's "own" for KL(q || p), drawn from the "base" at its positions for KL(p || q).
-        prompts: unconditional, lists, questions, corpus:DIR, or a .jsonl or .txt file.
-        chat: put each prompt of a file into the chat template.
-        order: which position is next; the base's own rule by default.
-        suppress_eos: never end a text.
-        dtype: of base and g; bf16 on a GPU and fp32 on the CPU unless given.
-    """
-
-    output: str = "runs/divergence"
-    decoders: tuple[str, ...] = ("joint", "parallel", "adjust")
-    n: int = 256
-    temperatures: tuple[float, ...] = (1.0,)
-    sources: tuple[Source, ...] = ("own", "base")
-    prompts: str = "unconditional"
-    chat: bool = False
-    order: OrderRule | None = None
-    suppress_eos: bool = True
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-
-    partner = None  # no decoder that asks one can be measured
-
-    def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
-        require_kinds(self)
-        super().__post_init__()
-        self.require_at_least(n=2)  # else there is no interval
-        good = self.temperatures and all(math.isfinite(t) and t > 0 for t in self.temperatures)
-        require(bool(good), f"temperatures are {self.temperatures}; give some above 0 (at 0 a law is one text)")
-        require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(Source))}")
-        for variant in self.decoders:
-            for name, value in read_variant(variant).settings.items():
-                require(
-                    name not in OF_THE_LAW or value == getattr(self, name),
-                    f"decoder {variant!r} has a {name} of its own, which is the law's too: set it for all",
-                )
-        require(bool(self.cells()), "decoders is empty, or tokens_per_step is empty and all take K; give at least one")
-
-    def cells(self) -> list[tuple[float, str]]:
-        """Temperature and full variant of each line."""
-        found = self.at_every_k(self.decoders)
-        return [(temperature, variant) for temperature in dict.fromkeys(self.temperatures) for variant in found]
 
 
 def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None) -> dict[str, Any]:
@@ -125,7 +70,7 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
 
 def measure(
     base: Base, helpers: Line, variant: str, prompts: Sequence[list[int]], settings: DecodeConfig, *,
-    temperature: float, sources: Sequence[Source], batch_size: int, keep: Path,
+    temperature: float, sources: Sequence[TokenSource], batch_size: int, keep: Path,
 ) -> Line:  # fmt: skip
     """A summary of every commit for each source of tokens, and on top `kl_qp` of "own" and `kl_pq` of "base".
 
@@ -157,7 +102,7 @@ def measure(
     return line
 
 
-def reason_against(base: Base, variant: str, settings: DecodeConfig, sources: Sequence[Source]) -> str | None:
+def reason_against(base: Base, variant: str, settings: DecodeConfig, sources: Sequence[TokenSource]) -> str | None:
     """`why_not` of a variant."""
     name, _, options = read_variant(variant)
     own = build_options(name, options)

@@ -15,35 +15,17 @@ from typing import Any
 
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import PromptSource
-from adjust_dlm.decoders import read_variant
-from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, half_width, open_helpers, to_line
+from adjust_dlm.eval.generation import Generated, costs, generate_rows, half_width, open_helpers, to_line
+from adjust_dlm.eval.tasks.settings import DownstreamConfig
+from adjust_dlm.eval.tasks.task_files import Problem
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import require
+from adjust_dlm.types import EVALUATION_ROWS, require
+from adjust_dlm.variants import slug
 
 log = logging.getLogger(__name__)
 Scores = dict[str, float]  # metric -> value of one completion, 0..1
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One question.
-
-    Attributes:
-        id: unique within its task.
-        prompt: what the user says, examples included; a chat template goes around it where one is asked for.
-        facts: whatever scoring needs; plain JSON.
-        kind: the group it is counted in beside the whole, such as a subject.
-        turns: messages before the prompt, user and assistant in turn (examples of a chat).
-    """
-
-    id: str
-    prompt: str
-    facts: dict[str, Any]
-    kind: str = ""
-    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,53 +46,6 @@ class Task:
     score: Callable[[Sequence[Problem], Sequence[list[str]], Any], list[list[Scores]]]
     stop: tuple[str, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DownstreamConfig(EvalConfig):
-    """Settings that every downstream task has.
-
-    Attributes:
-        partner: autoregressive model for decoders that ask one; the base's own by default.
-        data: file of the problems (.jsonl, .json, .parquet), or owner/name:path of one on the Hub.
-        decoders: decoders, or variants of them (see `adjust eval table`); each runs at every K unless it sets its own.
-        limit: problems at most, the first ones of the task's order; 0 is all.
-        num_samples: completions of a problem.
-        temperature, top_p: of decoding.
-        block_length: blocks of decoding; by default one.
-        shots: examples in the prompt.
-        chat: put prompts into the base's chat template.
-        eager: run the reference decoders where their fast form on CUDA would be taken.
-    """
-
-    partner: str | None = None
-    data: str = ""
-    decoders: tuple[str, ...] = ("parallel", "adjust")
-    tokens_per_step: tuple[int, ...] = (1, 2, 4, 8)
-    limit: int = 0
-    num_samples: int = 1
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    block_length: int | None = None
-    shots: int = 0
-    chat: bool = False
-    batch_size: int = 16
-    seed: int = 0
-    eager: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
-        super().__post_init__()
-        self.require_at_least(limit=0, shots=0, num_samples=1)
-        require(bool(self.decoders and self.tokens_per_step), "name at least one decoder and one tokens_per_step")
-        for variant in self.variants():
-            read_variant(variant)
-        self.decode_config()
-
-    def variants(self) -> list[str]:
-        """Every decoder at every K."""
-        return self.at_every_k(self.decoders)
 
 
 def evaluate(
@@ -213,11 +148,6 @@ def _means(values: Sequence[Scores]) -> dict[str, dict[str, float]]:
 def flat(metrics: dict[str, dict[str, float]]) -> dict[str, float]:
     """Columns of a table: name -> mean, name_ci95 -> half-width."""
     return {name + end: m[key] for name, m in metrics.items() for end, key in (("", "mean"), ("_ci95", "ci95"))}
-
-
-def slug(variant: str) -> str:
-    """A variant as part of a file name."""
-    return "".join(c if c.isalnum() or c in "._=-" else "-" for c in variant)
 
 
 def _samples(

@@ -9,108 +9,31 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from adjust_dlm.bases import Base
 from adjust_dlm.data.lists import ListTask, list_tasks
-from adjust_dlm.decoders import DECODERS, read_variant
 from adjust_dlm.eval.generation import costs, generate_rows, half_width, open_helpers
-from adjust_dlm.eval.plots import Curve, Panel, Point, check_plot, draw, to_png
-from adjust_dlm.eval.table import TableConfig, make_table, open_base
+from adjust_dlm.eval.plots import Curve, Panel, Point, draw, to_png
+from adjust_dlm.eval.settings import FORM, FrontierConfig
+from adjust_dlm.eval.table import make_table, open_base
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.types import EVALUATION_ROWS, DecodeConfig, require
+from adjust_dlm.variants import DECODERS, read_variant
 from adjust_dlm.words import title_of
 
 log = logging.getLogger(__name__)
 
 
-def _spread(forms: str) -> tuple[str, ...]:
-    """`parallel:{|order=margin,}tokens_per_step={2|4}` -> a variant for every choice, four here."""
-    parts = [re.split("[{}]", form) for form in forms.split()]
-    return tuple("".join(words) for form in parts for words in itertools.product(*(part.split("|") for part in form)))
-
-
-TEXT = _spread("""
-    parallel:tokens_per_step={2|4|8}
-    parallel:order=margin,tokens_per_step=4
-    adjust:tokens_per_step={2|4|8|16}
-    adjust:candidates=0,tokens_per_step={2|4|8}
-    adjust:block_length=32,tokens_per_step={4|8}
-    adjust:block_length=32,cache_period=8,tokens_per_step=4
-    adaptive:gamma={6|12|24}
-    threshold:{|score=likeliest,}tau={0.9|0.3|0.1}
-    factor:f={0.5|2|4}
-    entropy_bound:gamma={1|4|16}
-    klass:tau=0.5,epsilon_kl=0.05
-    edlm:tokens_per_step={2|4|8}
-    apd:lookahead=32,mixture={0.5|0.8}
-    verified
-    dcd:tokens_per_step=16
-""")
-LISTS = _spread("""
-    joint:block_length=16
-    parallel:{|block_length=16,}tokens_per_step={2|4}
-    adjust:{|block_length=16,}tokens_per_step={2|4}
-    threshold:{|block_length=16,}tau={0.999|0.99|0.95|0.9|0.8}
-    factor:{|block_length=16,}f={0.03|0.1|0.3|1}
-    entropy_bound:{|block_length=16,}gamma={0.01|0.1|0.3|1}
-    adaptive:{|block_length=16,}gamma={0.01|0.1}
-    cascade:{|block_length=16,}tau={0.999|0.99|0.95|0.9}
-    cascade:block_length=16,tau_g={0.95|0.99|0.999},tau={0.99|0.95|0.9}
-    cascade:block_length=16,calls=1,tau_g=0.99,tau={0.99|0.9}
-    verified:block_length=16,depth={4|8}
-    klass:block_length=16
-    apd:lookahead=16,mixture=0.8
-""")
-FORM = (
-    "order", "block_length", "cache_period", "cache_window", "candidates", "rule", "correct", "tau_g",
-    "calls", "most", "completions", "lookahead", "keep", "reference", "alpha", "history", "epsilon_kl", "depth",
-    "match", "score", "temperature", "top_p",
-)  # fmt: skip
 COLUMNS = (
     "task", "label", "variant", "kind", "n", "tokens_per_pass", "tokens_per_second", "speedup", "rounds",
     "base_calls", "sampler_calls", "partner_calls", "kl_qp", "kl_qp_ci95", "kl_pq", "kl_pq_ci95", "nll", "nll_ci95",
     "mauve", "mauve_ci95", "distinct_2", "repeated", "accuracy", "accuracy_ci95",
 )  # fmt: skip
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontierConfig(TableConfig):
-    """Settings of `adjust eval frontier`.
-
-    Attributes:
-        tokens_per_step: K of plain parallel and ADJUST rows beside the variants.
-        variants: decoders with settings for text (see `adjust eval table`).
-        list_variants: the same for list tasks, at T = 0.
-        n: texts a variant; 0 leaves the text out.
-        list_n: list tasks; 0 leaves them out.
-        list_max_new_tokens: canvas of an answer.
-        plot: draw frontier.png (needs matplotlib).
-    """
-
-    output: str = "runs/frontier"
-    tokens_per_step: tuple[int, ...] = ()
-    variants: tuple[str, ...] = TEXT
-    list_variants: tuple[str, ...] = LISTS
-    list_n: int = 400
-    list_max_new_tokens: int = 64
-    plot: bool = True
-
-    def __post_init__(self) -> None:
-        """As for the table, and the variants of lists."""
-        if self.n:
-            super().__post_init__()
-        for variant in (*self.variants, *self.list_variants):
-            read_variant(variant)
-        require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
-        self.require_at_least(list_n=0)
-        check_plot(self.plot)
 
 
 def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sampler | None = None) -> Row:

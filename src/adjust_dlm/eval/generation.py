@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,78 +18,15 @@ import adjust_dlm
 from adjust_dlm.artifacts import from_pretrained
 from adjust_dlm.bases import Base, Partner, cut_at_end
 from adjust_dlm.bases.partner import load_partner
-from adjust_dlm.decoders import DECODERS, decode_many, read_variant, takes_fast
+from adjust_dlm.decoders import decode_many, takes_fast
 from adjust_dlm.files import write_whole
 from adjust_dlm.progress import Bar
 from adjust_dlm.sampler import Sampler, default_sampler
-from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, DecodeResult, Quantize, require
+from adjust_dlm.types import EVALUATION_ROWS, DecodeConfig, DecodeResult, require
+from adjust_dlm.variants import DECODERS, read_variant
 
 Batch = tuple[list[int], DecodeResult]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Settings of every command that decodes and measures.
-
-    Attributes:
-        base: name, folder or Hub id of the base.
-        sampler: folder or Hub id of g; the base's own by default.
-        output: where results, samples and texts go.
-        tokens_per_step: K.
-        max_new_tokens: masked positions behind each prompt.
-        batch_size: rows decoded at once.
-        seed: of every row.
-        device: auto, cpu, cuda or cuda:N.
-        quantize: int8, fp8 or fp8-dynamic (see `adjust generate`).
-    """
-
-    base: str = DEFAULT_BASE
-    sampler: str | None = None
-    output: str = "runs/eval"
-    tokens_per_step: tuple[int, ...] = (2, 4, 8)
-    max_new_tokens: int = 128
-    batch_size: int = 256
-    seed: int = 1
-    device: str = "auto"
-    quantize: Quantize | None = None
-
-    def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
-        self.require_at_least(batch_size=1)
-        good = all(k >= 1 for k in self.tokens_per_step)
-        require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
-
-    def require_at_least(self, **least: int) -> None:
-        """Raises InputError unless each of these settings has at least its value."""
-        for name, bound in least.items():
-            value = getattr(self, name)
-            require(value >= bound, f"{name} is {value}; it must be at least {bound}")
-
-    def decode_config(self, **changes: Any) -> DecodeConfig:
-        """What these settings say of decoding, but for K, with changes."""
-        shared = {field.name for field in fields(DecodeConfig)} & {field.name for field in fields(self)}
-        return DecodeConfig(**{name: getattr(self, name) for name in shared - {"tokens_per_step"}} | changes)
-
-    def at_every_k(self, decoders: Iterable[str]) -> list[str]:
-        """Decoders at every K; K = 1 of parallel and ADJUST is joint decoding, and runs once.
-
-        One that decides itself how many tokens a pass commits (`threshold:tau=0.9`), or that says its K, runs once.
-        Settings of a variant (blocks, an order) hold at K = 1 too.
-        """
-        out = []
-        for decoder in decoders:
-            name, settings, _ = read_variant(decoder)
-            if "tokens_per_step" in settings or not DECODERS[name].takes_k:
-                out.append(decoder)
-                continue
-            shared = ",".join(f"{key}={value}" for key, value in settings.items() if key != "candidates")
-            joint = f"joint:{shared}" if shared else "joint"
-            start = f"{decoder}{',' if ':' in decoder else ':'}tokens_per_step="
-            same = name in ("parallel", "adjust")
-            out += [joint if k == 1 and same else f"{start}{k}" for k in self.tokens_per_step]
-        return list(dict.fromkeys(out))
 
 
 @dataclass(frozen=True)

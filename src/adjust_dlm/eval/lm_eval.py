@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 import adjust_dlm
 from adjust_dlm.bases import load_base
-from adjust_dlm.decoders import build_options, decode_many, option_names, read_variant, split_settings
+from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval.generation import Generated, costs, generated, open_helpers
-from adjust_dlm.sampling import EVALUATION_ROWS
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, InputError, require
+from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, InputError, require
+from adjust_dlm.variants import build_options, option_names, read_variant, split_settings
 from adjust_dlm.words import known
 
 try:

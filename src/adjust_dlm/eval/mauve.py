@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from adjust_dlm.bases.partner import last_hidden, require_causal
 from adjust_dlm.eval.nll import Floats, Ints, Tokens, require_ids, right_padded
+from adjust_dlm.eval.settings import Pooling, check_clusters
 from adjust_dlm.types import InputError, require
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ EXPLAINED_VARIANCE = 0.9
 KMEANS_RUNS = 5
 KMEANS_STEPS = 500
 RESAMPLES = 200
-
-Pooling = Literal["mean", "last"]
 
 
 def mauve(
@@ -65,9 +64,7 @@ def mauve(
     buckets = max(2, round(min(len(p), len(q)) / 10)) if buckets is None else buckets
     most = len(p) + len(q)
     require(2 <= buckets <= most, f"buckets is {buckets}; it must be 2..{most}, the number of texts")
-    require(scale > 0, f"scale is {scale}; it must be above 0")
-    require(len(seeds) > 0, "seeds is empty; give at least one")
-    require(all(0 <= seed < 2**32 for seed in seeds), f"seeds are {list(seeds)}; all must lie in 0..2**32-1")
+    check_clusters(seeds, scale)
     reduced_ND = reduce_features(np.concatenate([p, q]))
     labels = [_clusters(reduced_ND, buckets, seed) for seed in seeds]
     everyone = np.arange(len(p)), np.arange(len(q))

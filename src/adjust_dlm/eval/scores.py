@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import tyro
 
 from adjust_dlm.bases.adapted import ar_folder, load_ar
 from adjust_dlm.bases.base import cut_at_end, pick_device
-from adjust_dlm.bases.hub import local
 from adjust_dlm.bases.tokenizers import read_tokenizer
-from adjust_dlm.data.corpus import read_text
-from adjust_dlm.eval.mauve import Pooling, features, mauve
+from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, score_nll
+from adjust_dlm.eval.settings import MauveConfig, NllConfig, Split, is_lines, plain_text
 from adjust_dlm.eval.tasks.task_files import read_rows
+from adjust_dlm.hub import local
 from adjust_dlm.types import require
 
 END_OF_TEXT = "<|endoftext|>"
-Split = Literal["line", "paragraph"]
 
 
 class Line(NamedTuple):
@@ -42,75 +38,13 @@ class Line(NamedTuple):
     given: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NllConfig:
-    """Settings of `adjust eval nll`, which `adjust eval mauve` has, too.
-
-    Attributes:
-        files: .jsonl with `text` or `tokens`, or plain text.
-        judge: autoregressive model: "smol", a folder, or a Hub id.
-        start: token in front of every text, by its name; by default the judge's <|endoftext|>, start or end token.
-        tokens_of: whose ids `tokens` are: the judge's own name, or the model (folder or Hub id) with whose tokenizer
-            they become text first.
-        split: what a text is in a plain file.
-        max_tokens: of a text, the rest is left out; 0 is all.
-        batch_size: texts per pass; changes no number beyond rounding.
-        device: auto, cpu, cuda or cuda:N.
-        dtype: of the judge: auto (float32 on the CPU, bfloat16 on a GPU), float32 or bfloat16.
-        output: folder for result.json and run.yaml.
-    """
-
-    files: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    judge: str = "smol"
-    start: str = ""
-    tokens_of: str = ""
-    split: Split = "line"
-    max_tokens: int = 0
-    batch_size: int = 32
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    output: str | None = None
-
-    def __post_init__(self) -> None:
-        """Checks what can be refused before a model is loaded."""
-        require(bool(self.files), "name at least one file of texts")
-        require(self.max_tokens >= 0, f"max_tokens is {self.max_tokens}; it must be at least 0 (0 is all)")
-        require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MauveConfig(NllConfig):
-    """Settings of `adjust eval mauve`.
-
-    Attributes:
-        reference: file of the texts to compare with, in the same forms.
-        buckets: k-means clusters; 0 takes a tenth of the smaller set.
-        seeds: of k-means; one score each, of which the mean is told.
-        scale: the constant c of exp(-c KL).
-        pooling: a text's features: mean of its tokens' states, or the last one's.
-    """
-
-    reference: str = ""
-    buckets: int = 0
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    scale: float = 5.0
-    pooling: Pooling = "mean"
-
-    def __post_init__(self) -> None:
-        """As for NLL, and the reference."""
-        super().__post_init__()
-        require(bool(self.reference), "name the texts to compare with: --reference FILE")
-        require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")
-
-
 def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
     """Decoder -> its texts, or token lists; "" where the file names no decoder.
 
     Raises:
         InputError: no such file, nothing in it, a line without text and tokens, or whose `given` is no text.
     """
-    path = Path(file)
-    if ".jsonl" in path.suffixes[-2:]:
+    if is_lines(file):
         groups: dict[str, list[Line]] = {}
         for number, row in enumerate(read_rows(file), start=1):
             item: Any = row.get("tokens") if row.get("text") is None else row["text"]
@@ -120,8 +54,7 @@ def read_texts(file: str, split: Split = "line") -> dict[str, list[Line]]:
             require(isinstance(given, str), f"{file}, row {number}: given is {given!r}; it must be a text")
             groups.setdefault(_group(row), []).append(Line(item, given))
         return groups
-    content = read_text(path)
-    require(bool(content.strip()), f"there is no text in {file}")
+    content = plain_text(file)
     if split == "line":
         return {"": [Line(line.rstrip()) for line in content.removesuffix("\n").split("\n")]}
     parts = "\n".join(line.rstrip() for line in content.split("\n")).split("\n\n")

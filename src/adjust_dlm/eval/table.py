@@ -6,7 +6,6 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,67 +13,22 @@ from typing import Any
 from adjust_dlm.bases import Base, Partner, load_base
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.prompts import unconditional
-from adjust_dlm.decoders import read_variant
-from adjust_dlm.decoders.divergence import MEASURES, Source
+from adjust_dlm.decoders.divergence import MEASURES
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, reason_against
-from adjust_dlm.eval.generation import EvalConfig, Generated, costs, generate_rows, open_helpers, over_ranks, to_line
+from adjust_dlm.eval.generation import Generated, costs, generate_rows, open_helpers, over_ranks, to_line
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.nll import NllScore, Tokens, gap_closed, score_nll
 from adjust_dlm.eval.scores import start_of
+from adjust_dlm.eval.settings import TableConfig
 from adjust_dlm.files import write_whole
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.types import EVALUATION_ROWS, DecodeConfig, TokenSource, require
+from adjust_dlm.variants import read_variant
 
 log = logging.getLogger(__name__)
 Texts = list[list[int]]
 Cell = tuple[float, str, int]  # temperature, decoder or variant, K (0: a variant has none)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableConfig(EvalConfig):
-    """Settings of `adjust eval table`: unconditional text, the paper's Table 1.
-
-    K = 1 of parallel and ADJUST adds nothing: it is the joint row. All cells have the same rows, and the n joint texts
-    behind these are MAUVE's reference.
-
-    Attributes:
-        partner: autoregressive model for decoders that ask one; the base's own by default.
-        n: texts per cell.
-        divergence: texts of a cell that KL is measured on, both ways (see `adjust eval divergence`); 0 is none.
-        temperatures: one block of the table each.
-        variants: more rows: decoders with settings, such as "threshold:tau=0.9" or "edlm:tokens_per_step=4".
-        top_p: nucleus mass.
-        judge: autoregressive model that scores and embeds the texts: "smol" or a folder.
-        buckets: k-means clusters of MAUVE; 0 takes n / 10.
-        suppress_eos: never end a text, so that all have the same length.
-        compile: compile the base (CUDA).
-        eager: run the reference decoders where their fast form on CUDA would be taken.
-    """
-
-    partner: str | None = None
-    output: str = "runs/table"
-    n: int = 1024
-    divergence: int = 256
-    temperatures: tuple[float, ...] = (1.0, 0.6)
-    variants: tuple[str, ...] = ()
-    top_p: float = 1.0
-    judge: str = "smol"
-    buckets: int = 0
-    suppress_eos: bool = True
-    compile: bool = False
-    eager: bool = False
-
-    def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
-        super().__post_init__()
-        self.require_at_least(n=2, divergence=0)
-        require(self.divergence != 1, "divergence is 1; give 0, or 2 texts or more")
-        good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
-        require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
-        for variant in self.variants:
-            read_variant(variant)
 
 
 def make_table(
@@ -162,7 +116,7 @@ def _divergence(base: Base, helpers: dict[str, Any], config: TableConfig, cell: 
     if config.divergence == 0:
         return {}
     settings = _settings(config, cell).but(**read_variant(decoder).settings)
-    sources: tuple[Source, ...] = ("own",)
+    sources: tuple[TokenSource, ...] = ("own",)
     reason = reason_against(base, decoder, settings, sources)
     if reason is not None or temperature == 0:
         return {"no_divergence": reason or "at T = 0 the law has one text, and every KL is infinite"}

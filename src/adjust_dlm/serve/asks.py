@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adjust_dlm.data.prompts import unconditional
-from adjust_dlm.decoders import DECODERS
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.schemas import CanvasAsk, Sampling
 from adjust_dlm.serve.text import ordinary
 from adjust_dlm.serve.work import RowSpec, Work
 from adjust_dlm.types import DecodeConfig
+from adjust_dlm.variants import DECODERS
 
 MOST_COMPLETIONS = 16  # of `edlm`, each a canvas of its own
 Said = dict[str, Any]

@@ -15,45 +15,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adjust_dlm.bases import Base, Partner
-from adjust_dlm.decoders import DECODERS, Plan, make_plan
+from adjust_dlm.decoders import Plan, make_plan
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast.rounds import Held, Rounds
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.serve.errors import ApiError
+from adjust_dlm.serve.guard import Limits as Limits
 from adjust_dlm.serve.lane import Lane
 from adjust_dlm.serve.text import Words, Writer, ordinary
 from adjust_dlm.serve.work import Cost, Event, Row, Ticket, Work
 from adjust_dlm.types import DecodeConfig, InputError, require
+from adjust_dlm.variants import DECODERS
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much an engine takes on.
-
-    Attributes:
-        rows: decoded at a time, over all lanes.
-        tokens: of a lane's padded batch (rows times the longest canvas); a single row is always let in.
-        queue: rows that may wait.
-        seconds: after which a request is given up, waiting included.
-    """
-
-    rows: int = 16
-    tokens: int = 16384
-    queue: int = 256
-    seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "tokens", "queue"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; it must be at least 1")
-        require(self.seconds > 0, f"seconds is {self.seconds}; it must be above 0")
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""What stands before every route: key, rate, size of the body, and the clock."""
+"""What stands before every route: key, rate, size of the body, and the clock; and how much an engine takes on."""
 
 from __future__ import annotations
 
@@ -8,12 +8,37 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adjust_dlm.serve.errors import ApiError, answer
+from adjust_dlm.types import require
 
 REQUEST_SECONDS = 30.0  # from the first byte of a request to its last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much an engine takes on.
+
+    Attributes:
+        rows: decoded at a time, over all lanes.
+        tokens: of a lane's padded batch (rows times the longest canvas); a single row is always let in.
+        queue: rows that may wait.
+        seconds: after which a request is given up, waiting included.
+    """
+
+    rows: int = 16
+    tokens: int = 16384
+    queue: int = 256
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens", "queue"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} is {value}; it must be at least 1")
+        require(self.seconds > 0, f"seconds is {self.seconds}; it must be above 0")
 
 
 def late() -> ApiError:

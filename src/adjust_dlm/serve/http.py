@@ -28,7 +28,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 import adjust_dlm
-from adjust_dlm.decoders import DECODERS, option_names
 from adjust_dlm.eval.nll import mean_nll
 from adjust_dlm.serve import errors
 from adjust_dlm.serve.answers import DONE, Body, CanvasEvents, Shape, sse
@@ -41,6 +40,7 @@ from adjust_dlm.serve.schemas import CanvasAsk, ChatAsk, CompletionAsk, ErrorBod
 from adjust_dlm.serve.wire import HEADER_BYTES, Connection
 from adjust_dlm.serve.work import Event, Finished, Progress, Work
 from adjust_dlm.types import InputError
+from adjust_dlm.variants import DECODERS, option_names
 
 logger = logging.getLogger(__name__)
 _LAST_BYTES_SECONDS = 5  # for answers that are written while the server stops

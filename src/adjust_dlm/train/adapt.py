@@ -5,26 +5,25 @@ Run it under torchrun for several GPUs; everything it needs is made or resumed i
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases.adapted import FACTS, load_ar
 from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
-from adjust_dlm.data.canvases import KINDS, SAMPLED, CorpusConfig, Source
+from adjust_dlm.data.canvases import Source
 from adjust_dlm.data.corpus import Corpus, build_corpus, load_corpus
+from adjust_dlm.data.settings import KINDS
 from adjust_dlm.progress import Bar
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
+from adjust_dlm.train.config import AdaptConfig
 from adjust_dlm.train.masked_ce import (
     CanvasBatches,
     block_batch,
@@ -34,126 +33,12 @@ from adjust_dlm.train.masked_ce import (
     open_positions,
 )  # fmt: skip
 from adjust_dlm.train.optim import learning_rate
-from adjust_dlm.types import OrderRule, require, require_count
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
 BLOCK_TIMES = {"1.0": 1.0, "first": 0.0, "next": -1.0}  # of block bases as well, see `AdaptTrainer.evaluate`
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
-# Settings that may differ between a run and its resumption: they change no weight.
-_FREE = (
-    "output", "corpus", "micro_batch", "sample_batch", "eval_every", "log_every", "checkpoint_every_seconds", "resume",
-)  # fmt: skip
 CE = dict[str, dict[str, float]]
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdaptConfig(CorpusConfig):
-    """Everything that decides what `adapt` makes: its corpus, and its training.
-
-    Attributes:
-        output: folder of the adapted base, its checkpoint and its metrics.
-        corpus: folder of the corpus, made there if it is missing; None: `corpus` in the output folder.
-        share_text: weight of plain text in every batch; kinds without canvases are left out.
-        share_chat: weight of chat.
-        share_lists: weight of list tasks.
-        share_files: weight of your own files.
-        share_questions: weight of short questions.
-        batch_size: canvases of a step, over all processes.
-        micro_batch: canvases of one pass of one process; must divide its part of the batch.
-        steps: optimizer steps.
-        max_seconds: end of training by the clock; the rate then follows elapsed time, which is not reproducible bit for
-            bit.
-        lr: peak learning rate of AdamW; after the warm-up flat for 30 % of the run, then linear to 0.
-        warmup: steps of linear warm-up.
-        clip: largest norm of the gradient.
-        block_size: S of a block base, with an exact cache (see docs/blocks.md); none sees a whole canvas. Divides
-            `length`.
-        order: the base's own order rule.
-        suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
-        lora_rank: rank of the adapters.
-        lora_alpha: their scale times the rank.
-        mask_id: id that becomes MASK; None: the first known unused token of the tokenizer.
-        eval_every: steps between evaluations; 0: only before and after training.
-        log_every: steps between lines of the log; the loss, the clock and signals are looked at then, and before an
-            evaluation.
-        checkpoint_every_seconds: time between checkpoints.
-        compile: compile the passes (GPUs only).
-        resume: `auto` goes on from the folder's checkpoint if there is one, `never` starts anew.
-    """
-
-    output: Path
-    corpus: Path | None = None
-    share_text: float = 0.55
-    share_chat: float = 0.25
-    share_lists: float = 0.2
-    share_files: float = 0.25
-    share_questions: float = 0.1
-    batch_size: int = 512
-    micro_batch: int = 256
-    steps: int = 4000
-    max_seconds: float | None = None
-    lr: float = 2e-3
-    warmup: int = 100
-    clip: float = 1.0
-    block_size: int | None = None
-    order: OrderRule = "entropy"
-    suffix: float = 0.0
-    lora_rank: int = 64
-    lora_alpha: int = 64
-    mask_id: int | None = None
-    eval_every: int = 0
-    log_every: int = 20
-    checkpoint_every_seconds: float = 120.0
-    compile: bool = True
-    resume: Literal["auto", "never"] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("warmup", "eval_every", "checkpoint_every_seconds"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
-        for name in ("lr", "clip", "lora_alpha"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
-        require_count("block_size", self.block_size, 1, optional=True)
-        require(
-            0 <= self.suffix <= (self.block_size is not None),
-            f"suffix is {self.suffix}; it is a share of blocks, 0..1, and needs block_size",
-        )
-        size = self.block_size or 1
-        near = self.length // size * size or size
-        require(
-            self.length % size == 0,
-            f"length is {self.length}; with block_size {size} it must be a multiple of that, such as {near}",
-        )
-        require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
-        for kind, share in self.shares.items():
-            require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
-        asked = {kind: getattr(self, kind) for kind in SAMPLED} | {"files": len(self.text_files)}
-        weighed = any(asked[kind] and share for kind, share in self.shares.items())
-        require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
-        require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Weight of each kind of canvas."""
-        return {kind: getattr(self, f"share_{kind}") for kind in KINDS}
-
-    def canvases_of_a_pass(self, world: int) -> int:
-        """Of one process; raises `InputError` if the batch does not divide."""
-        require(
-            self.batch_size % world == 0, f"batch_size {self.batch_size} is not a multiple of the {world} processes"
-        )
-        local = self.batch_size // world
-        micro = min(self.micro_batch, local)
-        require(local % micro == 0, f"micro_batch {micro} does not divide the {local} canvases of a process")
-        return micro
-
-    def run(self) -> dict[str, Any]:
-        """The settings that a resumed run must share."""
-        fields = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
-        return fields | {"text_files": [str(path) for path in self.text_files]}
 
 
 def adapt(config: AdaptConfig) -> dict[str, Any]:

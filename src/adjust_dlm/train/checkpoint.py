@@ -15,9 +15,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from adjust_dlm.files import naming, sweep, write_whole
+from adjust_dlm.train.config import CHECKPOINT as NAME
 from adjust_dlm.types import InputError, require
-
-NAME = "checkpoint.pt"
 
 
 def save_checkpoint(folder: Path, payload: dict[str, Any]) -> None:

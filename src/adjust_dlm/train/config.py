@@ -1,21 +1,38 @@
-"""Settings of `adjust train`, checked."""
+"""Settings of `adjust train` and `adjust adapt`, checked without torch."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
-from adjust_dlm.losses import NEXT_DECAY, NEXT_SHARE, KernelName, RowWeights
-from adjust_dlm.sampler import SamplerConfig
-from adjust_dlm.train.one_pass import PoolConfig
+from adjust_dlm.data.settings import KINDS, SAMPLED, CorpusConfig, TextConfig, TrajectoriesConfig
+from adjust_dlm.hub import require_init
 from adjust_dlm.train.trackers import TrackerName, check_trackers
-from adjust_dlm.types import DEFAULT_BASE, require, require_kinds
+from adjust_dlm.types import (
+    DEFAULT_BASE,
+    NEXT_DECAY,
+    NEXT_SHARE,
+    KernelName,
+    OrderRule,
+    RowWeights,
+    SamplerConfig,
+    require,
+    require_count,
+    require_kinds,
+)
 
+CHECKPOINT = "checkpoint.pt"  # in the output folder
 # Settings that a resumed run may change.
 FREE = (
     "output", "compile", "kernel", "trajectories", "heldout_trajectories", "heldout_texts", "resume", "track",
     "dry_run",
+)  # fmt: skip
+# Settings that may differ between a run and its resumption: they change no weight.
+ADAPT_FREE = (
+    "output", "corpus", "micro_batch", "sample_batch", "eval_every", "log_every", "checkpoint_every_seconds", "resume",
 )  # fmt: skip
 _RECIPE: dict[str, Any] = {  # what both forms share: the paper's, and the released code's
     "optimizer": "adamw", "lr": 5e-5, "warmup": 250, "decay": 0.0, "clip": 1.0, "weights": "uniform", "rollout": 3,
@@ -25,6 +42,30 @@ PRESETS: dict[str, dict[str, Any]] = {
     "printed": {**_RECIPE, **asdict(SamplerConfig.printed()), "loss": "sum"},
     "released": {**_RECIPE, **asdict(SamplerConfig.released()), "loss": "released"},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig(TextConfig):
+    """What `adjust train --one-pass` decodes, and the size of the pool.
+
+    Attributes:
+        rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
+    """
+
+    rows: int = 64
+
+    def check_rows(self, slices: int) -> None:
+        """Raises InputError unless micro-batches and temperatures divide the pool."""
+        kinds = len(self.temperature)
+        require(
+            self.rows >= 1 and self.rows % slices == 0 and self.rows % kinds == 0,
+            f"pool.rows is {self.rows}; it must be a multiple of {slices} (slices) and {kinds} (temperatures)",
+        )
+
+    def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
+        """The settings under which `adjust trajectories` makes the same rows."""
+        texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
+        return TrajectoriesConfig(output="", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +185,146 @@ class TrainConfig(SamplerConfig):
             value = getattr(self, name)
             require(0 < value < math.inf, f"{name} is {value}; it must be a positive number")
         super().__post_init__()
+        if self.one_pass:
+            self.pool.check_rows(self.slices)
         require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
         require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
         check_trackers(self.track)
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the output folder has a run to go on with."""
+        return self.resume == "auto" and (Path(self.output) / CHECKPOINT).is_file()
+
+    def check_files(self) -> None:
+        """Raises InputError unless there are trajectories, or prompts to decode them from, and what g starts from."""
+        from adjust_dlm.data.store import read_manifest  # needs NumPy
+
+        if self.one_pass:
+            self.pool.check_files()
+        found = bool(self.one_pass or self.trajectories)
+        require(found, "no trajectories: give folders written by `adjust trajectories`")
+        for folder in (*self.trajectories, *self.heldout_trajectories):
+            read_manifest(Path(folder))
+        if not self.resumes:
+            require_init(self.init)
+
     def sampler_config(self) -> SamplerConfig:
         """What g is built from."""
         return SamplerConfig(**{form.name: getattr(self, form.name) for form in fields(SamplerConfig)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig(CorpusConfig):
+    """Everything that decides what `adapt` makes: its corpus, and its training.
+
+    Attributes:
+        output: folder of the adapted base, its checkpoint and its metrics.
+        corpus: folder of the corpus, made there if it is missing; None: `corpus` in the output folder.
+        share_text: weight of plain text in every batch; kinds without canvases are left out.
+        share_chat: weight of chat.
+        share_lists: weight of list tasks.
+        share_files: weight of your own files.
+        share_questions: weight of short questions.
+        batch_size: canvases of a step, over all processes.
+        micro_batch: canvases of one pass of one process; must divide its part of the batch.
+        steps: optimizer steps.
+        max_seconds: end of training by the clock; the rate then follows elapsed time, which is not reproducible bit for
+            bit.
+        lr: peak learning rate of AdamW; after the warm-up flat for 30 % of the run, then linear to 0.
+        warmup: steps of linear warm-up.
+        clip: largest norm of the gradient.
+        block_size: S of a block base, with an exact cache (see docs/blocks.md); none sees a whole canvas. Divides
+            `length`.
+        order: the base's own order rule.
+        suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
+        lora_rank: rank of the adapters.
+        lora_alpha: their scale times the rank.
+        mask_id: id that becomes MASK; None: the first known unused token of the tokenizer.
+        eval_every: steps between evaluations; 0: only before and after training.
+        log_every: steps between lines of the log; the loss, the clock and signals are looked at then, and before an
+            evaluation.
+        checkpoint_every_seconds: time between checkpoints.
+        compile: compile the passes (GPUs only).
+        resume: `auto` goes on from the folder's checkpoint if there is one, `never` starts anew.
+    """
+
+    output: Path
+    corpus: Path | None = None
+    share_text: float = 0.55
+    share_chat: float = 0.25
+    share_lists: float = 0.2
+    share_files: float = 0.25
+    share_questions: float = 0.1
+    batch_size: int = 512
+    micro_batch: int = 256
+    steps: int = 4000
+    max_seconds: float | None = None
+    lr: float = 2e-3
+    warmup: int = 100
+    clip: float = 1.0
+    block_size: int | None = None
+    order: OrderRule = "entropy"
+    suffix: float = 0.0
+    lora_rank: int = 64
+    lora_alpha: int = 64
+    mask_id: int | None = None
+    eval_every: int = 0
+    log_every: int = 20
+    checkpoint_every_seconds: float = 120.0
+    compile: bool = True
+    resume: Literal["auto", "never"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every"):
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("warmup", "eval_every", "checkpoint_every_seconds"):
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        for name in ("lr", "clip", "lora_alpha"):
+            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
+        require_count("block_size", self.block_size, 1, optional=True)
+        require(
+            0 <= self.suffix <= (self.block_size is not None),
+            f"suffix is {self.suffix}; it is a share of blocks, 0..1, and needs block_size",
+        )
+        size = self.block_size or 1
+        near = self.length // size * size or size
+        require(
+            self.length % size == 0,
+            f"length is {self.length}; with block_size {size} it must be a multiple of that, such as {near}",
+        )
+        require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
+        for kind, share in self.shares.items():
+            require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
+        asked = {kind: getattr(self, kind) for kind in SAMPLED} | {"files": len(self.text_files)}
+        weighed = any(asked[kind] and share for kind, share in self.shares.items())
+        require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
+        require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
+
+    def check_files(self) -> None:
+        """The folder of the corpus, too, and whether the processes can share a batch."""
+        super().check_files()
+        self.canvases_of_a_pass(int(os.environ.get("WORLD_SIZE", "1")))
+        good = self.corpus is None or not self.corpus.exists() or self.corpus.is_dir()
+        require(good, f"corpus is {self.corpus}, which is not a folder")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Weight of each kind of canvas."""
+        return {kind: getattr(self, f"share_{kind}") for kind in KINDS}
+
+    def canvases_of_a_pass(self, world: int) -> int:
+        """Of one process; raises `InputError` if the batch does not divide."""
+        require(
+            self.batch_size % world == 0, f"batch_size {self.batch_size} is not a multiple of the {world} processes"
+        )
+        local = self.batch_size // world
+        micro = min(self.micro_batch, local)
+        require(local % micro == 0, f"micro_batch {micro} does not divide the {local} canvases of a process")
+        return micro
+
+    def run(self) -> dict[str, Any]:
+        """The settings that a resumed run must share."""
+        fields = {k: v for k, v in asdict(self).items() if k not in ADAPT_FREE}
+        return fields | {"text_files": [str(path) for path in self.text_files]}

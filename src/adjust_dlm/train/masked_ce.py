@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.blocks import before_and_own
-from adjust_dlm.data.canvases import KINDS
 from adjust_dlm.data.corpus import Corpus
+from adjust_dlm.data.settings import KINDS
 from adjust_dlm.losses import with_gradients
 from adjust_dlm.types import require
 

@@ -15,11 +15,11 @@ from adjust_dlm.decoders.divergence import observe, why_not
 from adjust_dlm.decoders.machinery.pick import rows_at_once
 from adjust_dlm.losses import kl_rows
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import EVALUATION_ROWS, SCORES
+from adjust_dlm.sampling import SCORES
 from adjust_dlm.train.batches import pack, to_device
 from adjust_dlm.train.blocks import pack_blocks
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
-from adjust_dlm.types import CERTAINTY, DecodeConfig, Trajectory
+from adjust_dlm.types import CERTAINTY, EVALUATION_ROWS, DecodeConfig, Trajectory
 
 _BATCH, _LEAST, _MOST = 16, 128, 1024  # windows
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +22,15 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.data import store
 from adjust_dlm.data.prompts import PromptSource, open_prompts
-from adjust_dlm.data.trajectories import RowMaker, TextConfig, TrajectoriesConfig
+from adjust_dlm.data.trajectories import RowMaker
 from adjust_dlm.decoders import Canvas
 from adjust_dlm.decoders.machinery.pick import pick
-from adjust_dlm.losses import NEXT_DECAY, RowWeights
+from adjust_dlm.train.config import PoolConfig
 from adjust_dlm.train.rows import open_checked
 from adjust_dlm.train.unroll import NEVER, Frames
-from adjust_dlm.types import DecodeConfig, State, Trajectory, require
+from adjust_dlm.types import NEXT_DECAY, DecodeConfig, RowWeights, State, Trajectory, require
 
 _IDLE = -1  # row id of a place in the pool that has not started yet
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolConfig(TextConfig):
-    """What `adjust train --one-pass` decodes, and the size of the pool.
-
-    Attributes:
-        rows: rows decoded together, a multiple of `slices`; the more, the better a card is used.
-    """
-
-    rows: int = 64
-
-    def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
-        """The settings under which `adjust trajectories` makes the same rows."""
-        texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
-        return TrajectoriesConfig(output="", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts)
 
 
 def lookahead(weights: RowWeights, decay: float = NEXT_DECAY) -> int:
@@ -130,10 +114,7 @@ class Pool:
         weights: RowWeights = "next", decay: float = NEXT_DECAY,
     ) -> None:  # fmt: skip
         kinds = config.trajectories(seed=seed, suppress_eos=suppress_eos).decode_configs(base)
-        require(
-            config.rows >= 1 and config.rows % slices == 0 and config.rows % len(kinds) == 0,
-            f"pool.rows is {config.rows}; it must be a multiple of {slices} (slices) and {len(kinds)} (temperatures)",
-        )
+        config.check_rows(slices)
         source.check_fits(base, config.max_new_tokens)
         self.base, self.source, self.first = base, source, first
         self.length, self.rollout, self.groups = length, rollout, config.rows // slices

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adjust_dlm.train.checkpoint import NAME
+from adjust_dlm.train.config import CHECKPOINT
 from adjust_dlm.train.record import BEST, LAST
 from adjust_dlm.train.run import Run
 
@@ -145,7 +145,7 @@ def disk_bytes(run: Run, folder: Path) -> dict[str, int]:
     """
     weights = sum(p.numel() for p in run.sampler.parameters())
     checkpoint = 4 * weights + optimizer_bytes(run) + (0 if run.pool is None else run.world * run.pool.saved_bytes)
-    there = [folder / NAME, *(file for name in (LAST, BEST) for file in (folder / name).glob("*.safetensors"))]
+    there = [folder / CHECKPOINT, *(file for name in (LAST, BEST) for file in (folder / name).glob("*.safetensors"))]
     kept = sum(path.stat().st_size for path in there if path.is_file())
     needed = max(0, 2 * checkpoint + 3 * 2 * weights - kept)
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

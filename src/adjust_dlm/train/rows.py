@@ -24,7 +24,6 @@ def open_rows(
         InputError: no folder, another base or vocabulary, nothing to learn from, nothing left to train on, or rows that
             stand in both: the same seed, row number, tokens and order.
     """
-    require(bool(folders), "no trajectories: give folders written by `adjust trajectories`")
     data = open_checked(folders, base)
     if not heldout_folders:
         require(

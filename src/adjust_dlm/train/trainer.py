@@ -22,7 +22,6 @@ from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
 from adjust_dlm.train.blocks import BlockSlices, random_blocks
-from adjust_dlm.train.checkpoint import NAME as CHECKPOINT
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
@@ -52,6 +51,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
         FloatingPointError: the loss is not finite; the step is named.
         OSError: no room on the disk, before the first step or when something is to be saved.
     """
+    config.check_files()
     rank, world, _ = distributed.start()
     run = _prepare(config, base, rank, world)
     folder = Path(config.output)
@@ -109,10 +109,9 @@ def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> R
         data, held = open_rows(config.trajectories, config.heldout_trajectories, config.heldout, base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        resumes = config.resume == "auto" and (Path(config.output) / CHECKPOINT).is_file()
-        sampler = start_sampler(base, config.sampler_config(), "fresh" if resumes else config.init)
+        sampler = start_sampler(base, config.sampler_config(), "fresh" if config.resumes else config.init)
     run = Run(config, base, sampler.to(base.device), data, rank, world, base.device, pool=pool, held=held)
-    if config.init != "fresh" and not resumes:
+    if config.init != "fresh" and not config.resumes:
         run.started_from = read_config(Path(config.init))
         check_unseen(run)
     run.optimizers = build_optimizers(sampler, config.optimizer, config.lr)

@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.losses import (
+from adjust_dlm.losses import Delta, Student, kl_and_delta, row_weights, weighted_kl
+from adjust_dlm.types import (
+    MASKED,
     NEXT_DECAY,
     NEXT_SHARE,
-    Delta,
-    RowWeights,
-    Student,
-    kl_and_delta,
-    row_weights,
-    weighted_kl,
-)  # fmt: skip
-from adjust_dlm.types import MASKED, State
+    RowWeights,  # fmt: skip
+    State,
+)
 
 NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
 Step = Callable[[Tensor, State], Tensor]

@@ -25,12 +25,12 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.adjust import AdjustOptions
 from adjust_dlm.decoders.fast.blocks import load
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import Work, length_bucket, slot_bucket
 from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.options import AdjustOptions
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 

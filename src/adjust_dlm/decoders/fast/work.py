@@ -9,11 +9,12 @@ from typing import Any
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import renew
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.adjust import AdjustOptions, sparse_step
+from adjust_dlm.decoders.adjust import sparse_step
 from adjust_dlm.decoders.fast import blocks
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.pick import pick
+from adjust_dlm.options import AdjustOptions
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 

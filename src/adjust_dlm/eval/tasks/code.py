@@ -11,15 +11,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from adjust_dlm.bases import Base
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, with_shots
+from adjust_dlm.eval.downstream import Scores, Task, evaluate, with_shots
 from adjust_dlm.eval.generation import over_ranks
 from adjust_dlm.eval.tasks.extract import answered, between_marks, continued, told
 from adjust_dlm.eval.tasks.sandbox import PROTECTIONS, Limits, run_programs
-from adjust_dlm.eval.tasks.task_files import Row, first_rows, read_rows
+from adjust_dlm.eval.tasks.settings import CodeConfig, HumanEvalConfig, MbppConfig
+from adjust_dlm.eval.tasks.task_files import Problem, Row, first_rows, read_rows
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import require
 
@@ -28,65 +29,6 @@ BEGIN, DONE = "[BEGIN]", "[DONE]"
 EXAMPLE_IDS = (2, 3, 4, 1, 5, 6, 7, 8, 9, 10)  # MBPP's own examples, those of the usual three first
 TEST_IDS = range(11, 511)
 _CALLED = re.compile(r"\b([A-Za-z_]\w*)\s*\(")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeConfig(DownstreamConfig):
-    """Settings of tasks whose answers are programs.
-
-    Attributes:
-        allow_code_execution: run the programs that the base writes on this machine; nothing runs without it.
-        ks: k of every pass@k; each needs as many samples.
-        timeout: seconds a program may run; the slowest solution of MBPP (123) takes 3.5 s alone on a core.
-        memory_mb: memory of a program.
-        workers: programs run at once; 0 is one per CPU.
-    """
-
-    temperature: float = 0.2
-    max_new_tokens: int = 512
-    allow_code_execution: bool = False
-    ks: tuple[int, ...] = (1,)
-    timeout: float = 15.0
-    memory_mb: int = 2048
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks what would otherwise be found out after decoding."""
-        super().__post_init__()
-        right = self.ks and all(1 <= k <= self.num_samples for k in self.ks)
-        require(bool(right), f"ks is {self.ks}; every k must lie in 1..{self.num_samples}, the num_samples")
-        self.require_at_least(workers=0)
-        self.limits()
-
-    def limits(self) -> Limits:
-        """Of one program."""
-        return Limits(seconds=self.timeout, memory_mb=self.memory_mb)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HumanEvalConfig(CodeConfig):
-    """Settings of `adjust eval humaneval`; the defaults are the paper's for Dream-Coder, but for its examples.
-
-    Attributes:
-        examples: file of the same form whose first problems, solved, are the `shots`; HumanEval has none of its own.
-    """
-
-    data: str = "openai/openai_humaneval:openai_humaneval/*.parquet"
-    output: str = "runs/humaneval"
-    top_p: float = 0.9
-    examples: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MbppConfig(CodeConfig):
-    """Settings of `adjust eval mbpp`; the defaults are the paper's for base models.
-
-    The smaller form that was checked by hand is google-research-datasets/mbpp:sanitized/*.parquet.
-    """
-
-    data: str = "google-research-datasets/mbpp:full/*.parquet"
-    output: str = "runs/mbpp"
-    shots: int = 3
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -99,11 +41,7 @@ def run(
 ) -> dict[str, Any]:
     """`adjust eval humaneval` and `mbpp`: see `evaluate`; `sandbox` says what the programs were kept from."""
     task = MBPP if isinstance(config, MbppConfig) else HUMANEVAL
-    require(
-        config.allow_code_execution,
-        f"{task.name} runs programs that the base writes on this machine; read docs/code-execution.md, then say "
-        "--allow-code-execution",
-    )
+    config.check_files()
     [tried] = run_programs([["assert 1"]], Limits(seconds=30, memory_mb=config.memory_mb))
     if tried.status != "passed":
         raise RuntimeError(f"the sandbox cannot run a program of one line: {tried.message}")
@@ -140,8 +78,6 @@ def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
     """The problems of a file of HumanEval's form, with `shots` solved ones before each."""
     fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
     rows = read_rows(config.data, fields, texts=fields[1:])
-    said = "HumanEval has no examples of its own; name a file of them with --examples"
-    require(not config.shots or bool(config.examples), said)
     ask = _ask_to_complete if config.chat else str
     shots = [
         (ask(row["prompt"]), _fence(row["prompt"] + row["canonical_solution"]) if config.chat

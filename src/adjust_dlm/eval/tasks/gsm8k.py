@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, cut_at_stop, evaluate, with_shots
-from adjust_dlm.eval.tasks.task_files import BUILTIN, EXAMPLES, Row, first_rows, read_rows
+from adjust_dlm.eval.downstream import Scores, Task, cut_at_stop, evaluate, with_shots
+from adjust_dlm.eval.tasks.settings import Gsm8kConfig
+from adjust_dlm.eval.tasks.task_files import BUILTIN, EXAMPLES, Problem, Row, first_rows, read_rows
 from adjust_dlm.types import require
 
 END_WORDS = ("</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>")  # end tokens that a model has spelled out
@@ -41,24 +41,6 @@ FORMS = {
     "cot": Form("Q: {question}\nA:", " The answer is {number}.", re.compile(f"The answer is ({_NUMBER})")),
     "hashes": Form("Question: {question}\nAnswer:", "\n#### {number}", re.compile(f"#### ({_NUMBER})")),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gsm8kConfig(DownstreamConfig):
-    """Settings of `adjust eval gsm8k`; the defaults are the paper's for base models.
-
-    `--data builtin` takes twelve problems of our own, and examples of our own with them: a first run, no measurement.
-
-    Attributes:
-        shots_data: file of the examples in the prompt: problems, or a list of question and target.
-        form: cot for "The answer is 18.", hashes for "#### 18".
-    """
-
-    output: str = "runs/gsm8k"
-    data: str = "openai/gsm8k:main/test-00000-of-00001.parquet"
-    shots_data: str = "openai/gsm8k:main/train-00000-of-00001.parquet"
-    shots: int = 8
-    form: Literal["cot", "hashes"] = "cot"
 
 
 def run(config: Gsm8kConfig) -> dict[str, Any]:

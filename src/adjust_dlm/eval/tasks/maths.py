@@ -9,50 +9,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 from adjust_dlm.eval.by_value import all_verified
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate, with_shots
+from adjust_dlm.eval.downstream import Scores, Task, evaluate, with_shots
 from adjust_dlm.eval.generation import over_ranks
 from adjust_dlm.eval.tasks.gsm8k import END_WORDS
 from adjust_dlm.eval.tasks.sandbox import available_workers
-from adjust_dlm.eval.tasks.task_files import Row, first_rows, read_rows
+from adjust_dlm.eval.tasks.settings import MathConfig
+from adjust_dlm.eval.tasks.task_files import Problem, Row, first_rows, read_rows
 from adjust_dlm.types import require
 
 STOP = ("Problem:", *END_WORDS)
 _BOX = re.compile(r"(?<!\\)\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is none
 _FINAL = re.compile(r"Final Answer: The final answer is\s*(.*?)\.?\s*(?:I hope|\n|\Z)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MathConfig(DownstreamConfig):
-    """Settings of `adjust eval math`; the defaults are those of Minerva's evaluation of base models.
-
-    Attributes:
-        shots_data: file of the examples, of which the prompt shows the first; needed where shots are asked for.
-        per_subject: problems of each subject at most, the first ones; 0 is all.
-    """
-
-    output: str = "runs/math"
-    data: str = "HuggingFaceH4/MATH-500:test.jsonl"
-    shots_data: str = ""
-    shots: int = 4
-    max_new_tokens: int = 512
-    per_subject: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks what reading would find out late."""
-        super().__post_init__()
-        self.require_at_least(per_subject=0)
-        require(
-            not self.shots or bool(self.shots_data),
-            f"{self.shots} examples are asked for and no file of them is named: give --shots-data FILE or --shots 0",
-        )
-        require(find_spec("math_verify") is not None, "MATH needs math-verify: pip install 'adjust-dlm[maths]'")
 
 
 def run(config: MathConfig) -> dict[str, Any]:

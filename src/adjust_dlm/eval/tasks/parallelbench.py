@@ -12,77 +12,24 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from adjust_dlm.bases import Base, load_base
-from adjust_dlm.eval.downstream import DownstreamConfig, Problem, Scores, Task, evaluate
+from adjust_dlm.eval.downstream import Scores, Task, evaluate
 from adjust_dlm.eval.generation import COSTS
 from adjust_dlm.eval.tasks.parallelbench_tasks import group_of, make_problem, read_list, read_problems, select
+from adjust_dlm.eval.tasks.settings import Grammar, ParallelBenchConfig
+from adjust_dlm.eval.tasks.task_files import Problem
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import EVALUATION_ROWS
 from adjust_dlm.train import distributed
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import EVALUATION_ROWS, InputError, require
 
 log = logging.getLogger(__name__)
-NEW_TOKENS = {"waiting_line": 32, "waiting_line_n15": 128, "puzzle": 64, "words_to_sentence": 64}
 Facts = dict[str, Any]
-Grammar = Literal["auto", "off", "languagetool"]
 Check = Callable[[str], list[Any]]  # what is wrong with a text
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelBenchConfig(DownstreamConfig):
-    """Settings of `adjust eval parallelbench`.
-
-    Attributes:
-        tasks: names of tasks (copy, sudoku, easy, ...) or groups (waiting_line, puzzle, words_to_sentence, all).
-        n: rows of every task; of files, spread evenly over each. 0 is 100 rows, or every row of the files.
-        people: sizes of the lists in generated rows, in turn. Above 6 people, the group is called waiting_line_n<size>.
-        task_seed: of generated rows; `seed` is that of decoding.
-        grammar: LanguageTool for sentences (auto: where it starts; off; languagetool: an error where it does not).
-        data: folder of the benchmark's own files; generated rows unless given.
-        max_new_tokens: canvas of a reply; 0 is 32 for lists (128 above 6 people) and 64 for the others.
-        shots: worked examples before a list or a puzzle.
-        limit: problems of a group at most, the first ones; 0 is all. `n` keeps tasks and sizes balanced.
-    """
-
-    output: str = "runs/parallelbench"
-    tasks: tuple[str, ...] = ("all",)
-    n: int = 0
-    people: tuple[int, ...] = (3, 4, 5, 6)
-    task_seed: int = 0
-    grammar: Grammar = "auto"
-    max_new_tokens: int = 0
-    shots: int = 1
-    chat: bool = True
-
-    def __post_init__(self) -> None:
-        """Tasks, sizes, and what decoding says of every group's settings."""
-        require(bool(self.tasks), "name at least one task, or all")
-        self.require_at_least(n=0)
-        require(0 <= self.shots <= 8, f"shots is {self.shots}; it must be 0 to 8")
-        good = bool(self.people) and all(2 <= size <= 100 for size in self.people)
-        require(good, f"people is {list(self.people)}; give sizes from 2 to 100")
-        groups = select(self.tasks)
-        if self.max_new_tokens:
-            super().__post_init__()
-        else:
-            for group in groups:
-                self.for_group(self.group_name(group))
-
-    def for_group(self, name: str) -> ParallelBenchConfig:
-        """Settings of one group's run, in its own folder."""
-        tokens = self.max_new_tokens or NEW_TOKENS.get(name, NEW_TOKENS["waiting_line_n15"])
-        return replace(self, max_new_tokens=tokens, output=str(Path(self.output) / name))
-
-    def group_name(self, group: str) -> str:
-        """`waiting_line_n15` for lists of 15 people."""
-        most = max(self.people)
-        return f"{group}_n{most}" if group == "waiting_line" and most > 6 else group
 
 
 def run_parallelbench(

@@ -21,10 +21,9 @@ from typing import Any
 
 import yaml
 
-from adjust_dlm.data.corpus import read_text
 from adjust_dlm.data.lists import ANSWERS, FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
-from adjust_dlm.eval.downstream import Problem
-from adjust_dlm.eval.tasks.task_files import read_rows
+from adjust_dlm.data.texts import read_text
+from adjust_dlm.eval.tasks.task_files import Problem, read_rows
 from adjust_dlm.types import InputError, require
 
 LISTS = (
@@ -39,6 +38,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 FIRST, LAST = FIRST_NAMES[::HELD_OUT_EVERY], LAST_NAMES[::HELD_OUT_EVERY]
 SIZE = 4  # of squares and grids
 BLANKS = 4  # open cells of a Sudoku; 12 are given
+CONFIG = "task_config.yaml"  # of a group, in the public folder
 FILES = {"latin_square": "latin_square_n4", "sudoku": "sudoku_n4_12"}  # where a public file is not called as its task
 Row = tuple[str, dict[str, Any], str]  # prompt, facts, a right reply
 
@@ -224,7 +224,7 @@ def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int
         InputError: a file that is missing or holds something else.
     """
     name = FILES.get(task, task)
-    template = _template(folder / group / "task_config.yaml", f"{group}/{name}")
+    template = _template(folder / group / CONFIG, f"{group}/{name}")
     path = folder / group / f"{name}.jsonl"
     rows = read_rows(str(path))
     n, out = min(n, len(rows)) or len(rows), []

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.bases.hub import is_hub_id, snapshot
-from adjust_dlm.data.corpus import PACKED, json_value, lines_of, read_text
+from adjust_dlm.data.texts import PACKED, json_value, lines_of, read_text
+from adjust_dlm.hub import is_hub_id, snapshot
 from adjust_dlm.types import InputError, require
 
 Row = dict[str, Any]
 BUILTIN = "builtin"  # twelve word problems of our own, for a first run without a network
 EXAMPLES = "builtin-examples"
 _OWN = Path(__file__).with_name("builtin")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question.
+
+    Attributes:
+        id: unique within its task.
+        prompt: what the user says, examples included; a chat template goes around it where one is asked for.
+        facts: whatever scoring needs; plain JSON.
+        kind: the group it is counted in beside the whole, such as a subject.
+        turns: messages before the prompt, user and assistant in turn (examples of a chat).
+    """
+
+    id: str
+    prompt: str
+    facts: dict[str, Any]
+    kind: str = ""
+    turns: tuple[str, ...] = ()
 
 
 def read_rows(spec: str, fields: Sequence[str] = (), *, texts: Sequence[str] = ()) -> list[Row]:
@@ -53,15 +73,23 @@ def find_files(spec: str) -> list[Path]:
     Raises:
         InputError: nothing there.
     """
-    own = {BUILTIN: _OWN / "problems.jsonl", EXAMPLES: _OWN / "examples.jsonl"}
-    path = own.get(spec, Path(spec))
-    if path.is_file():
+    if path := local_file(spec):
         return [path]
     name, _, inside = spec.partition(":")
-    require(bool(inside) and is_hub_id(name), f"no file {spec!r}; give a path, or owner/name:path of a Hub data set")
     found = sorted(snapshot(name, [inside], kind="dataset").glob(inside))
     require(bool(found), f"the Hub's data set {name!r} has no file {inside!r}")
     return found
+
+
+def local_file(spec: str) -> Path | None:
+    """The path that is given, None for files on the Hub; raises InputError for neither."""
+    own = {BUILTIN: _OWN / "problems.jsonl", EXAMPLES: _OWN / "examples.jsonl"}
+    path = own.get(spec, Path(spec))
+    if path.is_file():
+        return path
+    name, _, inside = spec.partition(":")
+    require(bool(inside) and is_hub_id(name), f"no file {spec!r}; give a path, or owner/name:path of a Hub data set")
+    return None
 
 
 def _read(path: Path, spec: str) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from adjust_dlm.types import InputError, require
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
+SAMPLER = "sampler.json"  # the config of a g
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -56,6 +57,42 @@ def local(name: Path | str, files: Sequence[str], *, revision: str | None = None
         require(revision is None, f"revision is {revision!r}, but {path} is no Hub id; folders have no revisions")
         return path
     return snapshot(path.as_posix(), files, revision=revision)
+
+
+def require_device(name: str) -> None:
+    """Raises InputError for what is no name of a device."""
+    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
+    require(known is not None, f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
+
+
+def require_sampler(folder: Path) -> Path:
+    """The config file of a sampler's folder; raises InputError where there is none."""
+    require((folder / SAMPLER).is_file(), f"{folder} holds no sampler ({SAMPLER} is missing)")
+    return folder / SAMPLER
+
+
+def require_ar(folder: Path, source: str) -> None:
+    """Raises InputError unless a folder, named by its source, holds an autoregressive model."""
+    require((folder / "config.json").is_file(), f"no autoregressive model at {source!r} (config.json is missing)")
+
+
+def check_named(settings: object) -> None:
+    """Raises InputError for no device, and for a sampler or an AR model that is neither there nor a Hub id."""
+    require_device(getattr(settings, "device", "auto"))
+    for name in ("sampler", "judge", "partner", "ar"):
+        source = str(getattr(settings, name, None) or "smol")
+        if source == "smol" or (is_hub_id(source) and not Path(source).exists()):
+            continue
+        if name == "sampler":
+            require_sampler(Path(source))
+        else:
+            require_ar(Path(source), source)
+
+
+def require_init(init: str) -> None:
+    """Raises InputError unless training can start there."""
+    good = init == "fresh" or Path(init).is_dir()
+    require(good, f"init is {init!r}; it must be fresh or the folder of a sampler")
 
 
 def snapshot(name: str, files: Sequence[str], *, revision: str | None = None, kind: str = "model") -> Path:

@@ -1,0 +1,332 @@
+"""Settings that one decoder alone has: a dataclass each, checked without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from adjust_dlm.types import is_number, require, require_count, require_kinds
+
+EdlmRule = Literal["best", "resample"]
+EndSwitch = Literal["off", "faithful", "sane"]
+Remasking = Literal["low_confidence_static", "low_confidence_dynamic", "sequential"]
+Keep = Literal["random", "left_to_right"]
+Reference = Literal["causal", "remasked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdjustOptions:
+    """Settings of `adjust`.
+
+    Attributes:
+        sparse: run g at the `candidates` of a round and at the columns that see its tokens; everything else keeps its
+            state and g's keys and values from the round's first step. Exact once the candidates are the whole canvas.
+    """
+
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.sparse, bool), f"sparse is {self.sparse!r}; it must be true or false")
+
+    def check(self, sampler: object, candidates: int | None) -> None:
+        """Raises InputError where a sparse step is asked for that cannot be made."""
+        require(
+            not self.sparse or candidates != 0, "sparse steps run at candidates: candidates must not be 0, which is all"
+        )
+        able = not self.sparse or hasattr(sampler, "carriers")
+        require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptions:
+    """Settings of `adaptive`.
+
+    Attributes:
+        gamma: nats; what the entropies of a round's tokens from g may sum to. The first token of a round is the base's
+            own and costs nothing; infinity is `adjust` with `most` tokens a round.
+        most: tokens a round at most; None is no limit.
+    """
+
+    gamma: float = 1.0
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
+        require_count("most", self.most, 1, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedOptions:
+    """Settings of `verified`.
+
+    Attributes:
+        depth: canvases of a row that one pass looks at: the present one and depth - 1 drafts; 1 is `joint`.
+        match: "token": a draft stands where the base's own draw, by the same uniform, is the same token. The text is
+            that of `joint`. "law": it stands as often as the law of the text allows. The text has the law of `joint`,
+            is another at T > 0, and takes fewer passes. At T = 0 both are the same.
+    """
+
+    depth: int = 4
+    match: Literal["token", "law"] = "token"
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+        require_count("depth", self.depth, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeOptions:
+    """Settings of `cascade`.
+
+    Attributes:
+        tau: the base's pass commits every token with at least this probability (and always the likeliest).
+        tau_g: a call of g commits every token with at least this one; None is `tau`.
+        calls: of g in a round, at most; None goes on until g is certain of nothing.
+    """
+
+    tau: float = 0.9
+    tau_g: float | None = None
+    calls: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tau", self.tau), ("tau_g", self.tau if self.tau_g is None else self.tau_g)):
+            require(is_number(value) and 0 < value < math.inf, f"{name} is {value}; it must be a number above 0")
+        require_count("calls", self.calls, 0, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThresholdOptions:
+    """Settings of `threshold`.
+
+    Attributes:
+        tau: commit every token with at least this probability; above 1 it is one token a pass.
+        score: whose probability that is: "drawn", the token's own (the release's rule), or "likeliest", that of the
+            position's likeliest token, so that what was drawn does not decide whether it stays. The same at T = 0.
+    """
+
+    tau: float = 0.9
+    score: Literal["drawn", "likeliest"] = "drawn"
+
+    def __post_init__(self) -> None:
+        require(is_number(self.tau) and 0 < self.tau < math.inf, f"tau is {self.tau}; it must be a number above 0")
+        require(self.score in ("drawn", "likeliest"), f"score is {self.score!r}; it must be drawn or likeliest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorOptions:
+    """Settings of `factor`.
+
+    Attributes:
+        f: commit the n most certain tokens while (n + 1) (1 - p_n) < f, p_n the n-th probability.
+    """
+
+    f: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(is_number(self.f) and 0 <= self.f < math.inf, f"f is {self.f}; it must be a number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyBoundOptions:
+    """Settings of `entropy_bound`.
+
+    Attributes:
+        gamma: nats; what the entropies of a pass's tokens, the largest left out, may sum to.
+    """
+
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlassOptions:
+    """Settings of `klass`; the defaults are the release's.
+
+    Attributes:
+        tau: commit tokens with at least this probability; above 1 it is one token a pass.
+        epsilon_kl: nats; a position is calm in a pass if KL(this pass || the one before) < epsilon_kl.
+        history: passes in a row that a position must have been calm; 0 is `threshold`.
+    """
+
+    tau: float = 0.9
+    epsilon_kl: float = 0.01
+    history: int = 2
+
+    def __post_init__(self) -> None:
+        tau, epsilon = self.tau, self.epsilon_kl
+        require(is_number(tau) and 0 < tau < math.inf, f"tau is {tau}; it must be a number above 0")
+        require(is_number(epsilon) and epsilon > 0, f"epsilon_kl is {epsilon}; it must be a number above 0")
+        require_count("history", self.history, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdlmOptions:
+    """Settings of `edlm`; those behind `completions` belong to the rule "resample" alone.
+
+    Attributes:
+        rule: "best" keeps the completion of lowest energy (the ADJUST paper's baseline), "resample" draws one by its
+            importance weight (EDLM's own).
+        completions: how many are drawn each round; 1 is `parallel`.
+        importance_temperature: of the weights softmax(-E / temperature).
+        window_start, window_end: shares of a row's masks still there; outside of them (bounds count as inside) a round
+            is `parallel`. EDLM's window of length w is (1, 1 - w), w = 0.2; its released config says (0.6, 0.4).
+        as_released: what the public code computes: softmax(+E), E of the masked positions alone.
+    """
+
+    rule: EdlmRule = "best"
+    completions: int = 2
+    importance_temperature: float = 1.0
+    window_start: float = 1.0
+    window_end: float = 0.8
+    as_released: bool = False
+
+    def __post_init__(self) -> None:
+        heat, start, end = self.importance_temperature, self.window_start, self.window_end
+        require_kinds(self)
+        require_count("completions", self.completions, 1)
+        require(0 < heat < math.inf, f"importance_temperature is {heat}; it must be a finite number above 0")
+        require(0 <= end <= start <= 1, f"the window runs from {start} to {end}; it must fall, within 1 and 0")
+        given = [f.name for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        require(self.rule == "resample" or not given, f"rule 'best' takes no {', '.join(given)}; 'resample' does")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OriginOptions:
+    """Settings of `origin`.
+
+    Attributes:
+        eps: the time at which its steps end, in [0, 1).
+    """
+
+    eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        require(is_number(self.eps) and 0 <= self.eps < 1, f"eps is {self.eps}; it must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftOrderOptions:
+    """Settings of `soft_order`.
+
+    Attributes:
+        alg_temp: temperature of the choice of positions; 0 takes the best ones.
+    """
+
+    alg_temp: float = 0.0
+
+    def __post_init__(self) -> None:
+        good = is_number(self.alg_temp) and 0 <= self.alg_temp < math.inf
+        require(good, f"alg_temp is {self.alg_temp}; it must be a finite number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidedOptions:
+    """Settings of `guided`.
+
+    Attributes:
+        cfg_scale: w >= 0 of un + (w + 1)(cond - un); costs a second pass.
+        logits_eos_inf: never draw the EOS token.
+        confidence_eos_eot_inf: commit EOS and EOT last. "faithful" does what the release does, where at T > 0 EOS keeps
+            its confidence; "sane" holds both back at every T and under every order.
+        eos_eot: ids of these two; None: the base's first two end ids (EOT is EOS where there is one only).
+    """
+
+    cfg_scale: float = 0.0
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: EndSwitch = "off"
+    eos_eot: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        ids: Any = self.eos_eot
+        pair = ids is None or (isinstance(ids, list | tuple) and [type(i) for i in ids] == [int, int])
+        require(pair, f"eos_eot is {ids!r}; it must be two token ids, or none")
+        object.__setattr__(self, "eos_eot", ids and tuple(ids))  # a list in a file
+        require_kinds(self)
+        scale = self.cfg_scale
+        require(0 <= scale < math.inf, f"cfg_scale is {scale}; it must be a finite number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastDllmOptions:
+    """Settings of `fast_dllm`.
+
+    Attributes:
+        threshold: commit every token above this probability, and always the best one; from 1 on it is one a pass.
+    """
+
+    threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        value = self.threshold
+        require(is_number(value) and 0 <= value < math.inf, f"threshold is {value}; it must be a finite number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SdarOptions:
+    """Settings of `sdar`.
+
+    Attributes:
+        remasking: "low_confidence_static" commits the n best tokens of a pass; "low_confidence_dynamic" all above the
+            threshold if these are more; "sequential" the n leftmost.
+        denoising_steps: D; pass t of a block of S has n = S // D, one more if t < S % D, and at least 1.
+        confidence_threshold: of "low_confidence_dynamic".
+    """
+
+    remasking: Remasking = "low_confidence_dynamic"
+    denoising_steps: int = 4
+    confidence_threshold: float = 0.85
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+        require_count("denoising_steps", self.denoising_steps, 1)
+        value = self.confidence_threshold
+        require(
+            is_number(value) and 0 <= value < math.inf,
+            f"confidence_threshold is {value}; it must be a finite number >= 0",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApdOptions:
+    """Settings of `apd`.
+
+    Attributes:
+        mixture: R in [0, 1], weight of the base in the target (paper, eq. 8). At 1 every draft is accepted; the lower,
+            the fewer. The paper sweeps it; 0.7 is the published demo's.
+        lookahead: M, tokens drafted per pass at most; None is all. The base still sees every mask (the paper also cuts
+            those behind the draft off its input, for speed).
+        correct: a mismatch commits the target's token, as in speculative decoding. The paper's rule, False, ends the
+            round before it.
+    """
+
+    mixture: float = 0.7
+    lookahead: int | None = None
+    correct: bool = False
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+        require(0 <= self.mixture <= 1, f"mixture is {self.mixture}; it must lie in [0, 1]")
+        require_count("lookahead", self.lookahead, 1, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DcdOptions:
+    """Settings of `dcd`.
+
+    Attributes:
+        keep: which positions of a completion a round commits: at random, or the leftmost. The others are drawn anew.
+        reference: where the marginals given the left context come from: `causal` is one pass of the base under a
+            causal mask; `remasked` hides what stands right of each gap, a pass a gap, and works for every base.
+        alpha: weight of the base's correction; 0 is the partner alone.
+    """
+
+    keep: Keep = "random"
+    reference: Reference = "causal"
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_kinds(self)
+        require(0 <= self.alpha < math.inf, f"alpha is {self.alpha}; it must be a finite number >= 0")
