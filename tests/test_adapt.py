@@ -272,6 +272,21 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(
     assert error < 0.02 < 0.2 < learned
 
 
+def test_training_starts_from_an_adapter(tmp_path: Path) -> None:
+    """The first evaluation of the second run is the last of the first, but for bf16; other ranks are refused."""
+    save_tiny(tmp_path / "ar")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and " * 200)
+    first = adapt(run_config(tmp_path, steps=40))["ce"]["files"]
+    config = run_config(tmp_path, "again", init=tmp_path / "out", steps=1, lr=1e-9)
+    adapt(config)
+    begun = json.loads((config.output / "metrics.jsonl").read_text().splitlines()[0])["ce"]["files"]
+    assert begun == pytest.approx(first, abs=0.03)
+    with pytest.raises(InputError, match=r"has another rank or is of another model: .*lora_A"):
+        adapt(run_config(tmp_path, "other", init=tmp_path / "out", lora_rank=2))
+    with pytest.raises(InputError, match=r"holds no adapter_model\.safetensors"):
+        run_config(tmp_path, init=tmp_path).check_files()
+
+
 def test_the_adapter_loads_through_peft_alone(tmp_path: Path) -> None:
     from peft import PeftModel
 

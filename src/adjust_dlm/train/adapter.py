@@ -16,7 +16,7 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.files import write_whole
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, block_views_mask, ce_chunk, chunked_ce
-from adjust_dlm.types import require
+from adjust_dlm.types import InputError, require
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -120,6 +120,25 @@ class AdapterModel(nn.Module):
             a_RD, b_OR = part.lora_A["default"].weight, part.lora_B["default"].weight
             fresh_RD = nn.init.kaiming_uniform_(torch.empty(a_RD.shape), a=5**0.5, generator=generator)
             a_RD.data, b_OR.data = fresh_RD.to(a_RD.device), b_OR.data.float().zero_()
+
+    def start_from(self, folder: Path) -> None:
+        """Takes adapter and MASK of a folder that `save` wrote; raises InputError where they do not fit."""
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            found, mask_D = load_file(folder / ADAPTER), load_file(folder / MASK_EMBEDDING)["mask_embedding"]
+        except (OSError, KeyError, SafetensorError) as error:
+            raise InputError(f"cannot read the adapter in {folder}: {error}") from error
+        own = {name: w.shape for name, w in get_peft_model_state_dict(self.peft, save_embedding_layers=False).items()}
+        odd = sorted(
+            name for name in own.keys() | found.keys() if own.get(name) != getattr(found.get(name), "shape", None)
+        )
+        odd += ["mask_embedding"] if mask_D.shape != self.mask_D.shape else []
+        require(not odd, f"the adapter in {folder} has another rank or is of another model: {odd[0] if odd else ''}")
+        set_peft_model_state_dict(self.peft, found)
+        self.mask_D.data.copy_(mask_D)
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         """Writes the folder that `load_base` reads: the adapter in peft's format as bf16, MASK, and the facts last."""

@@ -240,6 +240,7 @@ class AdaptConfig(CorpusConfig):
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
+        init: folder of a base that `adapt` made from the same model at the same rank: training starts from its adapter.
         mask_id: id that becomes MASK; None: the first known unused token of the tokenizer.
         eval_every: steps between evaluations; 0: only before and after training.
         log_every: steps between lines of the log; the loss, the clock and signals are looked at then, and before an
@@ -268,6 +269,7 @@ class AdaptConfig(CorpusConfig):
     suffix: float = 0.0
     lora_rank: int = 64
     lora_alpha: int = 64
+    init: Path | None = None
     mask_id: int | None = None
     eval_every: int = 0
     log_every: int = 20
@@ -306,6 +308,8 @@ class AdaptConfig(CorpusConfig):
         """The folder of the corpus, too, and whether the processes can share a batch."""
         super().check_files()
         self.canvases_of_a_pass(int(os.environ.get("WORLD_SIZE", "1")))
+        lost = self.init is not None and not (self.init / "adapter_model.safetensors").is_file()
+        require(not lost, f"init is {self.init}, which holds no adapter_model.safetensors")
         good = self.corpus is None or not self.corpus.exists() or self.corpus.is_dir()
         require(good, f"corpus is {self.corpus}, which is not a folder")
 
@@ -327,4 +331,5 @@ class AdaptConfig(CorpusConfig):
     def run(self) -> dict[str, Any]:
         """The settings that a resumed run must share."""
         fields = {k: v for k, v in asdict(self).items() if k not in ADAPT_FREE}
-        return fields | {"text_files": [str(path) for path in self.text_files]}
+        own = {"text_files": [str(path) for path in self.text_files]}
+        return fields | own | {"init": None if self.init is None else str(self.init)}
