@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Makes a block base for GSM8K, MATH, HumanEval and MBPP from an autoregressive chat model, and a g for it
+# (docs/results/coder.md has what came out).
+#
+#   AR=FOLDER DATA=DIR recipes/coder.sh OUTPUT [GPUS]
+#
+# AR is a folder or Hub id of a Qwen2, Qwen3 or Llama model with tied embeddings (ours: recipes/coder_ar.py). DATA is as in
+# recipes/coder_tasks.py. Every stage but the replies resumes; INIT=FOLDER goes on from an adapter. Times are seconds of
+# training: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS. STAGES picks some of: ar replies adapt joint
+# trajectories train tables.
+set -euo pipefail
+out=$1
+gpus=${2:-1}
+mkdir -p "$out"
+run() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
+stage() { [[ " ${STAGES:-ar replies adapt joint trajectories train tables} " == *" $1 "* ]]; }
+here=$(dirname "$0")
+limit=${LIMIT:-0}
+
+if stage ar; then python3 "$here/coder_tasks.py" score "$AR" --data "$DATA" --output "$out/ar.jsonl" ${LIMIT:+--limit "$LIMIT"}; fi
+
+if stage replies; then
+    waits=()
+    for ((i = 0; i < gpus; i++)); do
+        CUDA_VISIBLE_DEVICES=$i python3 "$here/coder_tasks.py" replies "$AR" --data "$DATA" --output "$out/replies-$i.jsonl" --share "$i/$gpus" \
+            --samples "${SAMPLES:-4}" --new-tokens "${REPLY_TOKENS:-320}" --batch-size "${REPLY_BATCH:-1024}" ${LIMIT:+--limit "$LIMIT"} &
+        waits+=($!)
+    done
+    for pid in "${waits[@]}"; do wait "$pid"; done
+fi
+
+if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${BLOCK:-32}" --length "${LENGTH:-384}" --text "${TEXT:-8192}" --chat "${CHAT:-24576}" \
+    --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-text 0.1 --share-chat 0.3 --share-files 0.6 \
+    --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-256}" --micro-batch "${MICRO:-32}" --lora-rank "${RANK:-64}" --lora-alpha "${RANK:-64}" \
+    --lr "${LR:-1e-3}" --order left_to_right --suffix "${SUFFIX:-0.5}" --sample-batch "${SAMPLE_BATCH:-2048}" --eval-every 0 \
+    ${INIT:+--init "$INIT"} ${CORPUS:+--corpus "$CORPUS"}; fi
+
+base=${BASE:-$out/base}
+asked=(--base "$base" --shots 0 --chat --batch-size "${EVAL_BATCH:-256}")
+[ "$limit" = 0 ] || asked+=(--limit "$limit")
+tasks() { # folder, flags
+    run eval gsm8k "${asked[@]}" --data "$DATA/gsm8k/test.jsonl" --max-new-tokens "${NEW:-320}" --output "$1/gsm8k" "${@:2}"
+    run eval humaneval "${asked[@]}" --data "$DATA/humaneval/HumanEval.jsonl.gz" --max-new-tokens "${NEW:-320}" --output "$1/humaneval" --allow-code-execution "${@:2}"
+    [ -n "${FEW:-}" ] && return
+    run eval math "${asked[@]}" --data "$DATA/math/math500_test.jsonl" --max-new-tokens "${NEW_MATH:-512}" --output "$1/math" "${@:2}"
+    run eval mbpp "${asked[@]}" --data "$DATA/mbpp/mbpp.jsonl" --max-new-tokens "${NEW:-320}" --output "$1/mbpp" --allow-code-execution "${@:2}"
+}
+if stage joint; then tasks "$out/joint" --decoders joint --tokens-per-step 1 --temperature 0; fi
+
+if stage trajectories; then
+    rows() { run trajectories --base "$base" --batch-size "${DECODE_BATCH:-512}" --shard-rows "${DECODE_BATCH:-512}" --output "$out/$1" "${@:2}"; }
+    cat "$out"/replies-*.jsonl >"$out/prompts.jsonl"
+    cool=(--prompts "$out/prompts.jsonl" --chat --temperature 0.1 0.2 --top-p 0.9 --max-new-tokens "${ROW_TOKENS:-256}")  # as the paper's instruct recipe
+    rows cool --num "${NUM:-8192}" "${cool[@]}"
+    rows warm --num "${NUM:-8192}" --prompts "$out/prompts.jsonl" --chat --max-new-tokens "${ROW_TOKENS:-256}" --seed 1
+    rows heldout --num "${HELDOUT:-128}" "${cool[@]}" --seed 12
+fi
+
+if stage train; then
+    g() { run train --base "$base" --trajectories "$out"/{cool,warm} --heldout-trajectories "$out/heldout" --layers "${LAYERS:-2}" \
+        --features ${FEATURES:-8 16} --rows 2 --next-share 1 --next-decay 0.2 --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 \
+        --output "$out/$1" --max-seconds "${@:2}"; }
+    g one "${TRAIN_SECONDS:-300}" --slices 4 --slice-states 35 --lr 2e-3 --warmup 50
+    g deep "${DEEP_SECONDS:-130}" --slices 2 --slice-states 39 --rollout 7 --lr 1e-3 --init "$out/one/sampler"
+    g back "${BACK_SECONDS:-90}" --slices 2 --slice-states 39 --rollout 7 --reverse 0.5 --lr 1e-3 --init "$out/deep/sampler"
+fi
+
+if stage tables; then
+    g=${SAMPLER:-$out/back/sampler}
+    every=(--sampler "$g" --decoders joint:tokens_per_step=1 parallel adjust threshold:tau=0.9 factor:f=1 entropy_bound:gamma=0.1 adaptive verified --tokens-per-step 2 4 8)
+    for temperature in ${TEMPERATURES:-0 0.2}; do tasks "$out/t$temperature" "${every[@]}" --temperature "$temperature"; done
+    run eval humaneval "${asked[@]}" --data "$DATA/humaneval/HumanEval.jsonl.gz" --max-new-tokens "${NEW:-320}" --output "$out/t1" --allow-code-execution \
+        "${every[@]}" --temperature 1 --top-p 1 --num-samples "${PASS_SAMPLES:-10}" --ks 1 "${PASS_SAMPLES:-10}"
+fi
