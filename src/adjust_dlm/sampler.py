@@ -23,7 +23,7 @@ from adjust_dlm.bases import Base, adapted
 from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.hub import once
 from adjust_dlm.bases.layers import BidirectionalLayer, Linear
-from adjust_dlm.bases.memory import Memory, at_columns
+from adjust_dlm.bases.memory import Memory, at_columns, side_by_side
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import check_finite, read_header
 from adjust_dlm.files import write_whole
@@ -161,7 +161,7 @@ class Sampler(nn.Module):
         for n, layer in enumerate(self.layers):
             if n:
                 z_BLD = self.layers[n - 1](z_BLD, state)
-            memory.kept.append(torch.stack(layer.keys(z_BLD, state), 1))
+            memory.kept.append(side_by_side(*layer.keys(z_BLD, state)))
         return memory
 
     def rows(
