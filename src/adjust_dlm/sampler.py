@@ -177,12 +177,15 @@ class Sampler(nn.Module):
             column_BN: the columns, all different in a row.
             keys: of all columns, from this step or an earlier one; made anew at these columns, in place.
             valid_BN: False where a column only fills up its row: its keys stay, what it gives means nothing. Without
-                this, filling up would change what other columns see of it in the layers behind the first.
+                this, filling up would change what other columns see of it in the layers behind the first. On a block
+                base the others are as `visible_blocks` wants them.
         """
         h_BND = at_columns(h_BLD, column_BN)
         z_BND = self._mixed(h_BND, self._paired(state).gather(1, column_BN))
+        sees, place_BN = self.layer.sees(state, z_BND, column_BN, valid_BN, keys.seen), state.positions_BL
+        place_BN = place_BN.gather(1, column_BN)
         for n, layer in enumerate(self.layers):
-            z_BND = layer(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
+            z_BND = layer.beside(z_BND, place_BN, sees, keys.keep(n, column_BN, valid_BN))
         return self._out(h_BND, z_BND)
 
     def beside(self, h_BND: Tensor, tokens_BN: Tensor, positions_BN: Tensor, keys: Memory, mask_BHNM: Tensor) -> Tensor:

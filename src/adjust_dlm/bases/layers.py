@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
-from adjust_dlm.bases.blocks import block_mask
+from adjust_dlm.bases.attention import Rotary, Seen, attend, causal_mask, fuses, turn, turned, visible, visible_blocks
 from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
@@ -150,12 +149,12 @@ class Attention(_Joins):
             self.q_norm, self.k_norm = Norm(d, shape.rms_norm_eps), Norm(d, shape.rms_norm_eps)
 
     def forward(
-        self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
     ) -> Tensor:
         """Same shape; `keep` adds the keys and values of before.
 
-        `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see, or is what
-        `visible` gives.
+        A mask broadcasts to [B, heads, L, L] and is False on keys that a query may not see; nothing sees those behind
+        its last column.
         """
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
         if self.shape.qk_norm:
@@ -164,7 +163,8 @@ class Attention(_Joins):
         q, k = turned(q, k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
-            mask_BHLL = None if mask_BHLL is None else mask_BHLL[..., : k.shape[2]]
+            if isinstance(mask_BHLL, Tensor):
+                k, v = (part[:, :, : mask_BHLL.shape[-1]] for part in (k, v))
         return self.o_proj(attend(q, k, v, mask_BHLL))
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
-        self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
     ) -> Tensor:
         """Same shape."""
         mixed_BLD = self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep)
@@ -227,7 +227,7 @@ def join_projections(model: nn.Module) -> None:
             part.join()
 
 
-def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return layer(h_BLD, mask_BHLL, rotary)
 
 
@@ -257,7 +257,7 @@ class Body(_WithRotary):
     def forward(
         self, tokens_BN: Tensor, real_BL: Tensor | None, positions_BN: Tensor, *,
         remember: Callable[[int], KeepKeys] | None = None, causal: bool = False, keep: tuple[int, ...] = (),
-        compiled: bool = False, mask_BHNL: Tensor | None = None,
+        compiled: bool = False, mask_BHNL: Seen = None,
     ) -> Tensor:  # fmt: skip
         """Post-final-norm states [B, N, D], row i at position i.
 
@@ -268,14 +268,14 @@ class Body(_WithRotary):
             remember: what each layer does with its keys and values, to see those of other columns.
             causal: row i sees positions up to i; not with `remember`.
             compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with `remember`.
-            mask_BHNL: False on what a column may not see, in place of `real_BL`.
+            mask_BHNL: what columns see, in place of `real_BL`: False on what one may not see, or runs.
             keep: numbers of layers, from 1, whose states follow behind the D columns: [B, N, (1 + len(keep)) D].
         """
         h_BND = self.embed_tokens(tokens_BN)
         if mask_BHNL is None:
-            mask_BHNL = visible(real_BL, h_BND, self.config, masks=compiled or causal or remember is not None)
+            mask_BHNL = visible(real_BL, h_BND, self.config, masks=compiled or causal)
         if causal:
-            mask_BHNL = causal_mask(tokens_BN, mask_BHNL)
+            mask_BHNL = causal_mask(tokens_BN, None if real_BL is None else real_BL[:, None, None])
         rotary = self.rotary(positions_BN, h_BND.dtype)
         kept: list[Tensor] = []
         call = _compiled_layer() if compiled else _call_layer
@@ -345,21 +345,26 @@ class BidirectionalLayer(_WithRotary):
 
         With `column_BN`, z stands at these columns alone, and `keep` knows the keys and values of all.
         """
-        shape, positions_BN = self.layer.self_attn.shape, state.positions_BL
-        if shape.block is None:
-            real_BL = state.real_BL if state.padded else None
-            mask_BHNL = visible(real_BL, z_BND, shape, masks=self.compiled or keep is not None)
-        else:
-            mask_BHNL = block_mask(state, shape.block, column_BN)
+        mask_BHNL, positions_BN = self.sees(state, z_BND, column_BN), state.positions_BL
         if column_BN is not None:
             positions_BN = positions_BN.gather(1, column_BN)
-        rotary = self.rotary(positions_BN, z_BND.dtype)
         if keep is not None:
-            return self.layer(z_BND, mask_BHNL, rotary, keep)
+            return self.beside(z_BND, positions_BN, mask_BHNL, keep)
+        rotary = self.rotary(positions_BN, z_BND.dtype)
         return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BND, mask_BHNL, rotary)
 
-    def beside(self, z_BND: Tensor, positions_BN: Tensor, mask_BHNM: Tensor, keep: KeepKeys) -> Tensor:
-        """As `forward`, for columns that see others' keys, which `keep` knows, as a mask says."""
+    def sees(
+        self, state: State, z_BND: Tensor, column_BN: Tensor | None = None, valid_BN: Tensor | None = None,
+        seen: int | None = None,
+    ) -> Seen:  # fmt: skip
+        """What columns see in a step: see `visible`, on a block base `visible_blocks`."""
+        shape = self.layer.self_attn.shape
+        if shape.block is None:
+            return visible(state.real_BL if state.padded else None, z_BND, shape, masks=self.compiled)
+        return visible_blocks(state, z_BND, shape, column_BN, valid_BN, seen)
+
+    def beside(self, z_BND: Tensor, positions_BN: Tensor, mask_BHNM: Seen, keep: KeepKeys) -> Tensor:
+        """As `forward`, for columns that see others' keys, which `keep` knows, as told."""
         return self.layer(z_BND, mask_BHNM, self.rotary(positions_BN, z_BND.dtype), keep)
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,7 @@ class Memory:
         """What layer n of a pass over some columns does with their keys and values [B, heads, N, d]."""
 
         def written(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            known = self.write(n, side_by_side(k, v), column_BN, valid_BN)
-            return apart(known[:, : self.seen], k.shape[-1])
+            return apart(self.write(n, side_by_side(k, v), column_BN, valid_BN), k.shape[-1])
 
         return written
 
@@ -129,7 +128,7 @@ def renew(old: Tensor, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None =
         if valid_BN is not None and not bool(valid_BN.all()):
             new, column_N = new[:, valid_BN[0]], column_N[valid_BN[0]]
         return old.index_copy_(1, column_N, new)
-    index = column_BN.to(new.device)[..., None].expand_as(new)
+    at_BN = torch.arange(len(new), device=new.device)[:, None], column_BN.to(new.device)
     if valid_BN is not None:
-        new = torch.where(valid_BN.to(new.device)[..., None], new, old.gather(1, index))
-    return old.scatter_(1, index, new)
+        new = torch.where(valid_BN.to(new.device)[..., None], new, old[at_BN])
+    return old.index_put_(at_BN, new)

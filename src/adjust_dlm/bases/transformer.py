@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adjust_dlm.bases.attention import visible_blocks
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.blocks import block_mask, to_edge
 from adjust_dlm.bases.layers import shift_right
@@ -92,7 +93,10 @@ class TransformerBase(Base):
     def renew(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
         """`hidden_again`, but the states [B, L, D or more] before the frame, where they stand in the memory."""
         parts = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
-        h_BND = self._states(state, *parts, column_BN=column_BN, remember=lambda n: memory.keep(n, column_BN, valid_BN))
+        h_BND = self._states(
+            state, *parts, column_BN=column_BN, valid_BN=valid_BN, seen=memory.seen,
+            remember=lambda n: memory.keep(n, column_BN, valid_BN),
+        )  # fmt: skip
         return memory.write(len(self.model.layers), h_BND, column_BN, valid_BN)
 
     @torch.no_grad()
@@ -104,11 +108,11 @@ class TransformerBase(Base):
         A filling sees itself and the blocks before, and leaves nothing in the memory. The state comes with its surplus
         columns; `place_BS` are those of the open block. States [B, L, D] of the memory's columns, and [B, J, S, D].
         """
-        size, count = self.spec.block or 1, column_BN.shape[1]
+        size, count, seen = self.spec.block or 1, column_BN.shape[1], memory.seen
         views = token_BJS.shape[1]
         every_BN = torch.cat([column_BN, place_BS.repeat(1, views)], 1)
         tokens_BN = torch.cat([state.tokens_BL.gather(1, column_BN), token_BJS.flatten(1)], 1)
-        own_BNL = block_mask(state, size, every_BN)[:, 0, :, : memory.seen]
+        own_BNL = block_mask(state, size, every_BN)[:, 0, :, :seen]
         earlier_BL = torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1]
         own_BNL[:, count:] &= earlier_BL[:, None]
         view_N = torch.arange(views * size, device=every_BN.device) // size
@@ -119,7 +123,7 @@ class TransformerBase(Base):
             keep = memory.keep(n, column_BN, valid_BN)
 
             def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-                known_k, known_v = keep(k[:, :, :count], v[:, :, :count])
+                known_k, known_v = (part[:, :, :seen] for part in keep(k[:, :, :count], v[:, :, :count]))
                 return torch.cat([known_k, k[:, :, count:]], 2), torch.cat([known_v, v[:, :, count:]], 2)
 
             return joined
@@ -142,12 +146,14 @@ class TransformerBase(Base):
         return self.model(tokens_BN, None, positions_BN, remember=memory.beside, mask_BHNL=mask_BHNM, keep=self.keep)
 
     def _states(
-        self, state: State, tokens_BN: Tensor, positions_BN: Tensor, *, column_BN: Tensor | None = None, **how: Any
-    ) -> Tensor:
+        self, state: State, tokens_BN: Tensor, positions_BN: Tensor, *, column_BN: Tensor | None = None,
+        valid_BN: Tensor | None = None, seen: int | None = None, **how: Any,
+    ) -> Tensor:  # fmt: skip
         """Of some columns, each at its own position."""
         how = {name: value for name, value in {"keep": self.keep, **how}.items() if value}
         if self.spec.block is not None and "causal" not in how:
-            how["mask_BHNL"] = block_mask(state, self.spec.block, column_BN)
+            shape = self.layer_config
+            how["mask_BHNL"] = visible_blocks(state, self.head_matrix, shape, column_BN, valid_BN, seen)
         return self.model(tokens_BN, state.real_BL if state.padded else None, positions_BN, **how)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
