@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import attention
-from adjust_dlm.bases.attention import Runs, attend, visible_blocks
+from adjust_dlm.bases.attention import Runs, attend, visible
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import apart
 from adjust_dlm.bases.transformer import TransformerBase
@@ -88,7 +88,7 @@ def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int)
     k, v = apart(kept, head_dim)
     shape = replace(tiny_base("dream", block=32).layer_config, head_dim=head_dim)
     with torch.no_grad():
-        runs = visible_blocks(state, q, shape, column_BN, valid_BN)
+        runs = visible(state, q, shape, column_BN, valid_BN)
         assert isinstance(runs, Runs)
         got = attend(q, k, v, runs)
         wanted = attend(q.float(), k.float(), v.float(), block_mask(state, 32, column_BN))

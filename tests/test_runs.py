@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adjust_dlm.bases.attention import Runs, attend, visible_blocks
+from adjust_dlm.bases.attention import Runs, attend, visible
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import apart, side_by_side
 from adjust_dlm.decoders import DECODERS, decode
@@ -78,7 +78,7 @@ def check(state: State, size: int, column_BN: Tensor | None, valid_BN: Tensor) -
     with pytest.MonkeyPatch.context() as patch:
         by_runs(patch)
         chosen = None if column_BN is None else valid_BN
-        runs = visible_blocks(state, q, shape, column_BN, chosen)
+        runs = visible(state, q, shape, column_BN, chosen)
         assert isinstance(runs, Runs) and len(runs.seen_G) == len(valid_BN) * -(-valid_BN.shape[1] // size)
         got = attend(q, kept_k, kept_v, runs)
     wanted = attend(q, k, v, block_mask(state, size, column_BN))
@@ -153,5 +153,5 @@ def test_other_columns_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     base, state = tiny_base("dream", block=2), left_pad([[BOS, 5, 6], [BOS, 7, 8, 9]])
     by_runs(monkeypatch)
     column_BN = torch.tensor([[3, 1], [0, 2]])
-    sees = visible_blocks(state, torch.zeros(1), base.layer_config, column_BN, seen=3)
+    sees = visible(state, torch.zeros(1), base.layer_config, column_BN, seen=3)
     assert isinstance(sees, Tensor) and torch.equal(sees, block_mask(state, 2, column_BN)[..., :3])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, adapted
+from adjust_dlm.bases.attention import visible
 from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.hub import once
 from adjust_dlm.bases.layers import BidirectionalLayer, Linear
@@ -148,7 +149,9 @@ class Sampler(nn.Module):
                 new_BLD if self.block is None else torch.where(open_block(state, self.block)[..., None], new_BLD, h_BLD)
             )
         keys = last.keys(z_BLD, state)
-        z_BND = last(at_columns(z_BLD, column_BN), state, column_BN, lambda *_: keys)
+        sees = visible(state, z_BLD, last.layer.self_attn.shape, column_BN)
+        place_BN = state.positions_BL.gather(1, column_BN)
+        z_BND = last.beside(at_columns(z_BLD, column_BN), place_BN, sees, lambda *_: keys)
         return self._out(at_columns(h_BLD, column_BN), z_BND)
 
     def on(self, base: Base) -> Base:
@@ -178,12 +181,12 @@ class Sampler(nn.Module):
             keys: of all columns, from this step or an earlier one; made anew at these columns, in place.
             valid_BN: False where a column only fills up its row: its keys stay, what it gives means nothing. Without
                 this, filling up would change what other columns see of it in the layers behind the first. On a block
-                base the others are as `visible_blocks` wants them.
+                base the others are as `visible` wants them.
         """
         h_BND = at_columns(h_BLD, column_BN)
         z_BND = self._mixed(h_BND, self._paired(state).gather(1, column_BN))
-        sees, place_BN = self.layer.sees(state, z_BND, column_BN, valid_BN, keys.seen), state.positions_BL
-        place_BN = place_BN.gather(1, column_BN)
+        sees = visible(state, z_BND, self.layer.layer.self_attn.shape, column_BN, valid_BN, keys.seen)
+        place_BN = state.positions_BL.gather(1, column_BN)
         for n, layer in enumerate(self.layers):
             z_BND = layer.beside(z_BND, place_BN, sees, keys.keep(n, column_BN, valid_BN))
         return self._out(h_BND, z_BND)

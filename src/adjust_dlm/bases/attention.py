@@ -107,15 +107,35 @@ class Runs(NamedTuple):
 Seen = Tensor | Runs | None  # by queries: a mask, runs, or everything
 
 
-def _runs(real_BL: Tensor, count: int, block_BN: Tensor | None = None, size: int = 1) -> Runs:
-    """Of N = `count` queries a row that see all of its real columns, or with blocks those up to the end of their own.
+def visible(
+    state: State, h: Tensor, shape: Shape, column_BN: Tensor | None = None, valid_BN: Tensor | None = None,
+    seen: int | None = None, *, masks: bool = False,
+) -> Seen:  # fmt: skip
+    """What all columns of a canvas see, or some: its real columns; on a block base those up to the end of their block.
 
-    The blocks of a row's queries must not descend. Those below its ceil(N / S) last ones see too much.
+    Args:
+        state: the canvas [B, L]; on a block base with pads on both sides.
+        h: any tensor of the pass's dtype and device.
+        shape: of the layers.
+        column_BN: the columns.
+        valid_BN: which are wanted; the others see something that means nothing. On a block base there are no runs
+            without it: those of a row ascend, and stand in at most ceil(N / S) blocks that follow each other.
+        seen: on a block base no wanted column sees this one or later ones.
+        masks: no runs.
     """
+    size, real_BL = shape.block, state.real_BL
+    if size is None and not state.padded:
+        return None
+    if masks or not _flash(h, shape) or (size is not None and column_BN is not None and valid_BN is None):
+        return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
+    count = (real_BL if column_BN is None else column_BN).shape[1]
     (rows, length), device = real_BL.shape, real_BL.device
     row_B1 = torch.arange(rows, device=device)[:, None]
     edge_BG, seen_BG = torch.zeros_like(row_B1), real_BL.sum(-1, keepdim=True)
-    if block_BN is not None:
+    if size is not None:
+        block_BN = state.positions_BL // size
+        if column_BN is not None and valid_BN is not None:
+            block_BN = torch.where(valid_BN, block_BN.gather(1, column_BN), -1).cummax(-1).values
         own_BG = block_BN[:, -1:] - torch.arange(-(-count // size) - 1, -1, -1, device=device)
         edge_BG = (block_BN[:, None] < own_BG[..., None]).sum(-1)
         edge_BG[:, 0] = 0
@@ -123,37 +143,6 @@ def _runs(real_BL: Tensor, count: int, block_BN: Tensor | None = None, size: int
     key_BG = (row_B1 * length + real_BL.long().argmax(-1, keepdim=True)).expand_as(seen_BG)
     query_E = F.pad((row_B1 * count + edge_BG).flatten(), (0, 1), value=rows * count)
     return Runs(query_E.int(), F.pad(key_BG.flatten(), (0, 1)).int(), seen_BG.clamp_min(1).flatten().int())
-
-
-def visible(real_BL: Tensor | None, h_BND: Tensor, shape: Shape, *, masks: bool) -> Seen:
-    """What hides left pads: None without any; a mask [B, 1, 1, L]; or runs, where they are possible without `masks`."""
-    if real_BL is None:
-        return None
-    return real_BL[:, None, None, :] if masks or not _flash(h_BND, shape) else _runs(real_BL, h_BND.shape[1])
-
-
-def visible_blocks(
-    state: State, h: Tensor, shape: Shape, column_BN: Tensor | None = None, valid_BN: Tensor | None = None,
-    seen: int | None = None,
-) -> Tensor | Runs:  # fmt: skip
-    """What columns of a block base see, all or N of them: a mask [B, 1, N, `seen`]; or runs, where they are possible.
-
-    Args:
-        state: the canvas, L columns; pads to the left and to the right of its rows.
-        h: any tensor of the pass's dtype and device.
-        shape: of the layers.
-        column_BN: the columns.
-        valid_BN: which of these are wanted. Only with it there are runs: the wanted columns of a row ascend, and stand
-            in at most ceil(N / S) blocks that follow each other. The others see something, which means nothing.
-        seen: wanted columns look at no later ones; L without.
-    """
-    size = shape.block or 1
-    if not _flash(h, shape) or (column_BN is not None and valid_BN is None):
-        return block_mask(state, size, column_BN)[..., :seen]
-    block_BN = state.positions_BL // size
-    if column_BN is not None and valid_BN is not None:
-        block_BN = torch.where(valid_BN, block_BN.gather(1, column_BN), -1).cummax(-1).values
-    return _runs(state.real_BL, block_BN.shape[1], block_BN, size)
 
 
 def _flash(h: Tensor, shape: Shape) -> bool:

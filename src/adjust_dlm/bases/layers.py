@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adjust_dlm.bases.attention import Rotary, Seen, attend, causal_mask, fuses, turn, turned, visible, visible_blocks
+from adjust_dlm.bases.attention import Rotary, Seen, attend, fuses, turn, turned, visible
 from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
@@ -255,35 +255,28 @@ class Body(_WithRotary):
         self.rotary = Rotary(shape)
 
     def forward(
-        self, tokens_BN: Tensor, real_BL: Tensor | None, positions_BN: Tensor, *,
-        remember: Callable[[int], KeepKeys] | None = None, causal: bool = False, keep: tuple[int, ...] = (),
-        compiled: bool = False, mask_BHNL: Seen = None,
+        self, tokens_BN: Tensor, sees: Seen, positions_BN: Tensor, *,
+        remember: Callable[[int], KeepKeys] | None = None, keep: tuple[int, ...] = (), compiled: bool = False,
     ) -> Tensor:  # fmt: skip
         """Post-final-norm states [B, N, D], row i at position i.
 
         Args:
             tokens_BN: ids of the columns to compute: all, unless others are remembered.
-            real_BL: False on pads, of all columns; None promises that there are none.
+            sees: what they see, see `visible`.
             positions_BN: 0 on the first real token.
             remember: what each layer does with its keys and values, to see those of other columns.
-            causal: row i sees positions up to i; not with `remember`.
             compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with `remember`.
-            mask_BHNL: what columns see, in place of `real_BL`: False on what one may not see, or runs.
             keep: numbers of layers, from 1, whose states follow behind the D columns: [B, N, (1 + len(keep)) D].
         """
         h_BND = self.embed_tokens(tokens_BN)
-        if mask_BHNL is None:
-            mask_BHNL = visible(real_BL, h_BND, self.config, masks=compiled or causal)
-        if causal:
-            mask_BHNL = causal_mask(tokens_BN, None if real_BL is None else real_BL[:, None, None])
         rotary = self.rotary(positions_BN, h_BND.dtype)
         kept: list[Tensor] = []
         call = _compiled_layer() if compiled else _call_layer
         for n, layer in enumerate(self.layers):
             if remember is not None:
-                h_BND = layer(h_BND, mask_BHNL, rotary, remember(n))
+                h_BND = layer(h_BND, sees, rotary, remember(n))
             else:
-                h_BND = call(layer, h_BND, mask_BHNL, rotary)
+                h_BND = call(layer, h_BND, sees, rotary)
             if n + 1 in keep:
                 kept.append(h_BND)
         return torch.cat([self.norm(h_BND), *kept], -1) if keep else self.norm(h_BND)
@@ -338,34 +331,15 @@ class BidirectionalLayer(_WithRotary):
         self.layer, self.rotary, self.compiled = Layer(shape), Rotary(shape), False
         _draw_weights(self.layer, shape.initializer_range)
 
-    def forward(
-        self, z_BND: Tensor, state: State, column_BN: Tensor | None = None, keep: KeepKeys | None = None
-    ) -> Tensor:
-        """Same shape out; pads are invisible as keys.
+    def forward(self, z_BLD: Tensor, state: State) -> Tensor:
+        """Same shape out; pads are invisible as keys."""
+        sees = visible(state, z_BLD, self.layer.self_attn.shape, masks=self.compiled)
+        rotary = self.rotary(state.positions_BL, z_BLD.dtype)
+        return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BLD, sees, rotary)
 
-        With `column_BN`, z stands at these columns alone, and `keep` knows the keys and values of all.
-        """
-        mask_BHNL, positions_BN = self.sees(state, z_BND, column_BN), state.positions_BL
-        if column_BN is not None:
-            positions_BN = positions_BN.gather(1, column_BN)
-        if keep is not None:
-            return self.beside(z_BND, positions_BN, mask_BHNL, keep)
-        rotary = self.rotary(positions_BN, z_BND.dtype)
-        return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BND, mask_BHNL, rotary)
-
-    def sees(
-        self, state: State, z_BND: Tensor, column_BN: Tensor | None = None, valid_BN: Tensor | None = None,
-        seen: int | None = None,
-    ) -> Seen:  # fmt: skip
-        """What columns see in a step: see `visible`, on a block base `visible_blocks`."""
-        shape = self.layer.self_attn.shape
-        if shape.block is None:
-            return visible(state.real_BL if state.padded else None, z_BND, shape, masks=self.compiled)
-        return visible_blocks(state, z_BND, shape, column_BN, valid_BN, seen)
-
-    def beside(self, z_BND: Tensor, positions_BN: Tensor, mask_BHNM: Seen, keep: KeepKeys) -> Tensor:
+    def beside(self, z_BND: Tensor, positions_BN: Tensor, sees: Seen, keep: KeepKeys) -> Tensor:
         """As `forward`, for columns that see others' keys, which `keep` knows, as told."""
-        return self.layer(z_BND, mask_BHNM, self.rotary(positions_BN, z_BND.dtype), keep)
+        return self.layer(z_BND, sees, self.rotary(positions_BN, z_BND.dtype), keep)
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""

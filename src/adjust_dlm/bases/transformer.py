@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adjust_dlm.bases.attention import visible_blocks
+from adjust_dlm.bases.attention import causal_mask, visible
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.blocks import block_mask, to_edge
 from adjust_dlm.bases.layers import shift_right
@@ -72,15 +73,17 @@ class TransformerBase(Base):
         self.check_length(state)
         size, length = self.spec.block, state.tokens_BL.shape[1]
         whole = state if size is None else to_edge(state, size, self.spec.mask_id)
-        h_BLD = self._states(whole, whole.tokens_BL, whole.positions_BL, compiled=self.compiled)
+        sees = visible(whole, self.head_matrix, self.layer_config, masks=self.compiled)
+        h_BLD = self.model(whole.tokens_BL, sees, whole.positions_BL, keep=self.keep, compiled=self.compiled)
         return self.to_frame(h_BLD[:, :length], state)
 
     @torch.no_grad()
     def hidden_causal(self, state: State) -> Tensor:
         """See `Base.hidden_causal`: one pass under a causal attention mask, which the model was not trained with."""
         self.check_length(state)
-        parts = (state.tokens_BL, state.positions_BL)
-        return self.to_frame(self._states(state, *parts, causal=True, compiled=self.compiled), state)
+        sees = causal_mask(state.tokens_BL, state.real_BL[:, None, None] if state.padded else None)
+        h_BLD = self.model(state.tokens_BL, sees, state.positions_BL, keep=self.keep, compiled=self.compiled)
+        return self.to_frame(h_BLD, state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
@@ -92,11 +95,10 @@ class TransformerBase(Base):
     @torch.no_grad()
     def renew(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
         """`hidden_again`, but the states [B, L, D or more] before the frame, where they stand in the memory."""
-        parts = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
-        h_BND = self._states(
-            state, *parts, column_BN=column_BN, valid_BN=valid_BN, seen=memory.seen,
-            remember=lambda n: memory.keep(n, column_BN, valid_BN),
-        )  # fmt: skip
+        sees = visible(state, self.head_matrix, self.layer_config, column_BN, valid_BN, memory.seen)
+        tokens_BN, place_BN = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
+        remember = functools.partial(memory.keep, column_BN=column_BN, valid_BN=valid_BN)
+        h_BND = self.model(tokens_BN, sees, place_BN, remember=remember, keep=self.keep)
         return memory.write(len(self.model.layers), h_BND, column_BN, valid_BN)
 
     @torch.no_grad()
@@ -129,7 +131,7 @@ class TransformerBase(Base):
             return joined
 
         place_BN = state.positions_BL.gather(1, every_BN)
-        h_BND = self.model(tokens_BN, None, place_BN, remember=remember, mask_BHNL=mask_BNM, keep=self.keep)
+        h_BND = self.model(tokens_BN, mask_BNM, place_BN, remember=remember, keep=self.keep)
         states_BLD = memory.write(len(self.model.layers), h_BND[:, :count], column_BN, valid_BN)
         return states_BLD.clone(), h_BND[:, count:].unflatten(1, (views, size))
 
@@ -143,18 +145,7 @@ class TransformerBase(Base):
             memory: of a pass of `hidden_again`.
             mask_BHNM: False on what a column may not see of both, the memory's first.
         """
-        return self.model(tokens_BN, None, positions_BN, remember=memory.beside, mask_BHNL=mask_BHNM, keep=self.keep)
-
-    def _states(
-        self, state: State, tokens_BN: Tensor, positions_BN: Tensor, *, column_BN: Tensor | None = None,
-        valid_BN: Tensor | None = None, seen: int | None = None, **how: Any,
-    ) -> Tensor:  # fmt: skip
-        """Of some columns, each at its own position."""
-        how = {name: value for name, value in {"keep": self.keep, **how}.items() if value}
-        if self.spec.block is not None and "causal" not in how:
-            shape = self.layer_config
-            how["mask_BHNL"] = visible_blocks(state, self.head_matrix, shape, column_BN, valid_BN, seen)
-        return self.model(tokens_BN, state.real_BL if state.padded else None, positions_BN, **how)
+        return self.model(tokens_BN, mask_BHNM, positions_BN, remember=memory.beside, keep=self.keep)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
         """See `Base.to_frame`."""
