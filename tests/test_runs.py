@@ -22,6 +22,7 @@ from flash import by_runs
 from helpers import BOS, CORE, FAMILIES, left_pad, tiny_base, tiny_sampler
 from test_block_bases import NO_END, played, prompts
 from test_fast import Replayed
+from test_fast_blocks import _NoQuestions
 
 SAME = ("tokens_BL", "order_BL", "base_calls_B", "sampler_calls_B")
 
@@ -155,3 +156,12 @@ def test_other_columns_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     column_BN = torch.tensor([[3, 1], [0, 2]])
     sees = visible(state, torch.zeros(1), base.layer_config, column_BN, seen=3)
     assert isinstance(sees, Tensor) and torch.equal(sees, block_mask(state, 2, column_BN)[..., :3])
+
+
+def test_runs_are_found_without_a_question_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, state = tiny_base("dream", block=2), left_pad([[BOS, 5, 6], [BOS, 7, 8, 9]])
+    by_runs(monkeypatch)
+    column_BN = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    with _NoQuestions():
+        runs = visible(state, torch.zeros(1), base.layer_config, column_BN, column_BN > 1)
+    assert [part.tolist() for part in runs or ()] == [[0, 2, 3, 4, 6], [1, 1, 4, 4, 0], [2, 3, 2, 4]]
