@@ -170,7 +170,7 @@ class _Pointer(nn.Module):
         self.config, self.ahead = Shape.of({**config.to_dict(), "model_type": "llama"}), ahead
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
-    def forward(self, tokens_BL: Tensor, real_BL: Tensor | None, positions_BL: Tensor) -> Tensor:
+    def forward(self, tokens_BL: Tensor, sees: Tensor | None, positions_BL: Tensor, **_: Any) -> Tensor:
         return 20.0 * nn.functional.one_hot(positions_BL + self.ahead, self.config.hidden_size)
 
 

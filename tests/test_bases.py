@@ -12,6 +12,7 @@ from torch import nn
 from transformers import LlamaModel, Qwen2Model, Qwen3Model
 
 from adjust_dlm.bases import cut_at_end, known_bases, load_base
+from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.exact import ExactBase
 from adjust_dlm.bases.family import DreamBase, dream_config, llada_config
 from adjust_dlm.bases.layers import BidirectionalLayer, new_model, shift_right
@@ -44,7 +45,8 @@ PLAIN = {"dream": Qwen2Model, "llada": LlamaModel, "sdar": Qwen3Model}
 def states(base: TransformerBase, rows: list[list[int]]) -> torch.Tensor:
     """The body's states in its own frame, before any shift."""
     state = left_pad(rows)
-    return base.model(state.tokens_BL, state.real_BL if state.padded else None, state.positions_BL)
+    sees = state.real_BL[:, None, None] if state.padded else None
+    return base.model(state.tokens_BL, sees, state.positions_BL)
 
 
 def changed(a: torch.Tensor, b: torch.Tensor) -> list[bool]:
@@ -114,7 +116,8 @@ def test_the_body_is_that_of_transformers(family: str, changes: dict[str, Any], 
     plain.config.is_causal = False
     state = left_pad([[*ROW * 7, 3, 4], ROW])
     with torch.no_grad():
-        ours = body(state.tokens_BL, state.real_BL, state.positions_BL)
+        sees = state.real_BL[:, None, None]
+        ours = body(state.tokens_BL, sees, state.positions_BL)
         padding = {"attention_mask": state.real_BL.long(), "position_ids": state.positions_BL}
         theirs = plain(input_ids=state.tokens_BL, **padding)[0]
         alone = body(torch.tensor([ROW]), None, torch.arange(8)[None])
@@ -125,7 +128,7 @@ def test_the_body_is_that_of_transformers(family: str, changes: dict[str, Any], 
         torch.testing.assert_close(alone, alone_theirs, atol=1e-5, rtol=0)
         return
     with torch.no_grad():  # bf16: as near to the fp32 states of the same weights as transformers is
-        exact = body.float()(state.tokens_BL, state.real_BL, state.positions_BL)[state.real_BL]
+        exact = body.float()(state.tokens_BL, sees, state.positions_BL)[state.real_BL]
     error, error_theirs = ((x[state.real_BL].float() - exact).square().mean().sqrt() for x in (ours, theirs))
     assert error < 1.2 * error_theirs
 
@@ -180,7 +183,8 @@ def test_the_layer_of_g_has_the_norms_of_the_bases_heads_in_both_of_its_ways_to_
         nn.init.uniform_(norm.weight, 0.5, 1.5)
     z_BLD, made = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0)), list[torch.Tensor]()
     with torch.no_grad():
-        before = layer(z_BLD, state, torch.arange(8)[None], lambda k, v: (made.extend((k, v)), (k, v))[1])
+        place_BL, sees = state.positions_BL, block_mask(state, 8)
+        before = layer.beside(z_BLD, place_BL, sees, lambda k, v: (made.extend((k, v)), (k, v))[1])
         torch.testing.assert_close(before, layer(z_BLD, state))
         for own, there in zip(layer.keys(z_BLD, state), made, strict=True):
             torch.testing.assert_close(own, there)

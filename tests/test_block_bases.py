@@ -305,7 +305,7 @@ def cached_and_whole(base: TransformerBase, size: int) -> Iterator[tuple[Tensor,
         assert bool((upto_BL | ~canvas.seen_BL).all())
         behind_BL = torch.nn.functional.pad(place_BL > canvas.block_B[:, None], (0, size - 1), value=False)
         for part in canvas.memory.kept:  # keys, values and states to the right are never looked at
-            part.movedim(-2, 1)[behind_BL] = 1e3
+            part[behind_BL] = 1e3
         canvas.start_round()
         row_B = torch.arange(len(canvas.rows_B), device=base.device)
         position_B1 = canvas.open_BL.long().argmax(-1, keepdim=True)
@@ -351,12 +351,12 @@ def test_finished_rows_compute_nothing_and_final_keys_are_written_once() -> None
     again = base.hidden_again
 
     def spy(state: State, memory: Any, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
-        kept = [part[..., :4, :].clone() for part in memory.kept]  # the long row's first block
+        kept = [part[:, :4].clone() for part in memory.kept]  # the long row's first block
         done = int(memory.counts_B3[0, 0])
         assert not valid_BN[~canvas.open_B].any()
         out = again(state, memory, column_BN, valid_BN)
         if kept and final:
-            assert all(torch.equal(old[0], part[0, ..., :4, :]) for old, part in zip(kept, memory.kept, strict=True))
+            assert all(torch.equal(old[0], part[0, :4]) for old, part in zip(kept, memory.kept, strict=True))
         if done >= 4:
             final.append(out)
         return out
@@ -511,7 +511,7 @@ def test_verified_books_what_a_row_would_cost_alone_and_leaves_the_keys_that_adj
     assert final >= 4
     right = g.keys(base.hidden(canvas), canvas).kept
     for kept, whole in zip(canvas.sampler_memory.kept, right, strict=True):
-        torch.testing.assert_close(kept[..., :final, :], whole[..., :final, :], rtol=0, atol=2e-5)
+        torch.testing.assert_close(kept[:, :final], whole[:, :final], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("decoder", ["joint", "verified"])

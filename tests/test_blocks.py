@@ -307,14 +307,14 @@ def test_a_row_that_enters_a_block_is_computed_whole() -> None:
 @pytest.mark.parametrize("valid", [None, (True, True, True), (True, False, True), (False, False, False)])
 def test_columns_are_written_as_they_are_in_several_rows(rows: int, valid: tuple[bool, ...] | None) -> None:
     """One row takes a path of its own on a CPU."""
-    old, new = torch.zeros(rows, 2, 5, 4), torch.rand(rows, 2, 3, 4)
+    old, new = torch.zeros(rows, 5, 4), torch.rand(rows, 3, 4)
     column_BN = torch.tensor([[4, 0, 3], [1, 2, 0]])[:rows]
     valid_BN = None if valid is None else torch.tensor(valid).expand(rows, -1)
     out = renew(old, new, column_BN, valid_BN)
-    wanted = torch.zeros(rows, 2, 5, 4)
+    wanted = torch.zeros(rows, 5, 4)
     for b, n in itertools.product(range(rows), range(3)):
         if valid is None or valid[n]:
-            wanted[b, :, int(column_BN[b, n])] = new[b, :, n]
+            wanted[b, int(column_BN[b, n])] = new[b, n]
     assert out is old and torch.equal(out, wanted)
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from adjust_dlm.bases import attention
+from adjust_dlm.bases.attention import Runs, attend, visible
+from adjust_dlm.bases.blocks import block_mask
+from adjust_dlm.bases.memory import apart
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.fast.engine import captures
-from adjust_dlm.types import DecodeConfig
+from adjust_dlm.types import DecodeConfig, State
 from helpers import tiny_base, tiny_sampler
-from test_block_bases import prompts
+from test_block_bases import NO_END, cached_and_whole, prompts
 from test_fast_blocks import ROWS
 from test_fast_rounds import lockstep
+from test_runs import canvas_of
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +64,77 @@ def test_single_captured_rounds_in_blocks_are_the_references(decoder: str) -> No
         config = DecodeConfig(tokens_per_step=3, temperature=temperature)
         lockstep(base, tiny_sampler(base), config, decoder, rows=ROWS)
     assert base.workspace.graphs.works and captures(base) > 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("count", [1, 32, 64, 200])
+def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int) -> None:
+    """bf16, 14 heads that share 2, S = 32; rows of four lengths, the last one closed. Off by .005 and 2 % at most.
+
+    What no wanted query may see is large.
+    """
+    left, real = [0, 17, 100, 250], [300, 250, 170, 40]
+    state = State(*(getattr(canvas_of(left, real, 300), n).cuda() for n in ("tokens_BL", "real_BL", "masked_BL")))
+    edge_B1, left_B1 = torch.tensor([left, real]).sum(0)[:, None], torch.tensor(left)[:, None]
+    last_B1 = (torch.tensor(real)[:, None] - 1) // 32
+    place_BN = edge_B1 - count + torch.arange(count)
+    valid_BN = place_BN >= left_B1 + (last_B1 + 1 - -(-count // 32)).clamp_min(0) * 32
+    valid_BN[3] = False
+    column_BN, valid_BN = (place_BN % 300).cuda(), valid_BN.cuda()
+    draw = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(4, count, 14, head_dim, generator=draw, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    kept = torch.randn(4, 300, 4 * head_dim, generator=draw, device="cuda", dtype=torch.bfloat16)
+    kept[~state.real_BL] = 1e3
+    k, v = apart(kept, head_dim)
+    shape = replace(tiny_base("dream", block=32).layer_config, head_dim=head_dim)
+    with torch.no_grad():
+        runs = visible(state, q, shape, column_BN, valid_BN)
+        assert isinstance(runs, Runs)
+        got = attend(q, k, v, runs)
+        wanted = attend(q.float(), k.float(), v.float(), block_mask(state, 32, column_BN))
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got[valid_BN].float(), wanted[valid_BN], rtol=0.02, atol=0.005)
+
+
+def half(family: str, size: int) -> TransformerBase:
+    base = tiny_base(family, block=size, max_position_embeddings=256, end_ids=NO_END, device="cuda")
+    base.model.to(torch.bfloat16)
+    base.head_matrix = base.head_matrix.to(torch.bfloat16)
+    return base
+
+
+@pytest.mark.parametrize("family", ["dream", "llada", "sdar"])
+def test_cached_states_by_runs_are_those_of_the_whole_canvas_under_a_mask(family: str) -> None:
+    """bf16: off by 5 % of their norm at most."""
+    base = half(family, 16)
+
+    def masked(state: State) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "_flash", lambda h, shape: False)
+            return TransformerBase.hidden(base, state)
+
+    base.hidden = masked  # type: ignore[method-assign]
+    for h_RD, whole_RD in cached_and_whole(base, 16):
+        assert (h_RD - whole_RD).float().norm() <= 0.05 * whole_RD.float().norm()
+
+
+@pytest.mark.parametrize("decoder", ["joint", "adjust"])
+def test_captured_decodes_in_half_precision_attend_by_runs(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding may lead some rows to another text, not half of them."""
+    base, real, calls = half("dream", 8), attention._attend_runs, list[int]()
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
+        calls.append(len(runs.seen_G))
+        return real(q, k, v, runs)
+
+    g = tiny_sampler(base).to(torch.bfloat16)
+    config = DecodeConfig(max_new_tokens=19, tokens_per_step=1 if decoder == "joint" else 3, temperature=0.0)
+    how: dict[str, Any] = {"decoder": decoder, "sampler": g}
+    monkeypatch.setattr(attention, "_flash", lambda h, shape: False)
+    slow = decode(base, prompts(8), config, eager=True, **how)
+    monkeypatch.undo()
+    monkeypatch.setattr(attention, "_attend_runs", spy)
+    quick = decode(base, prompts(8), config, eager=False, **how)
+    assert calls and captures(base) > 0 and base.workspace.graphs.works
+    same_B = (slow.tokens_BL == quick.tokens_BL).all(-1)
+    assert int(same_B.sum()) > len(same_B) // 2, same_B.tolist()

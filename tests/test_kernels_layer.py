@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch.nn import functional as F
 
 from adjust_dlm.bases import attention, layers
 from adjust_dlm.bases.layers import Norm
+from flash import by_runs
 from helpers import BOS, FAMILIES, MASK, left_pad, tiny_base
 
 pytest.importorskip("triton")
@@ -99,17 +98,6 @@ def test_gated_mlp_of_joined_and_of_separate_projections(dtype: torch.dtype, wid
     assert_same(silu_mul(gate.contiguous(), up.contiguous()), wanted)
 
 
-def runs(q: Tensor, k: Tensor, v: Tensor, edge_E: Tensor, edge_too_E: Tensor, *_: Any) -> list[Tensor]:
-    """What flash attention gives for runs of columns: plain attention within each."""
-    assert edge_E.dtype == torch.int32 and torch.equal(edge_E, edge_too_E)
-    share, out = q.shape[1] // k.shape[1], torch.full_like(q, torch.nan)
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    for a, b in zip(edge_E[:-1].tolist(), edge_E[1:].tolist(), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[a:b]) / q.shape[-1] ** 0.5
-        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[a:b])
-    return [out]
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, "sdar"])
 @pytest.mark.parametrize("joined", [False, True])
 def test_states_are_those_of_the_plain_forms(monkeypatch: pytest.MonkeyPatch, family: str, joined: bool) -> None:
@@ -123,11 +111,11 @@ def test_states_are_those_of_the_plain_forms(monkeypatch: pytest.MonkeyPatch, fa
         layers.join_projections(base.model)
     for module in (layers, attention):
         monkeypatch.setattr(module, "fuses", lambda h: True)
-    monkeypatch.setattr(attention, "_flash", lambda head_dim, device: False)
+    monkeypatch.setattr(attention, "_flash", lambda h, shape: False)
     torch.testing.assert_close(base.hidden(state)[state.real_BL], wanted[state.real_BL], rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr(attention, "_flash", lambda head_dim, device: True)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", runs)
+    seen = by_runs(monkeypatch)
     torch.testing.assert_close(base.hidden(state)[state.real_BL], wanted[state.real_BL], rtol=1e-4, atol=1e-5)
+    assert len(seen) == len(base.model.layers)
 
 
 def test_only_half_precision_on_a_card_takes_them() -> None:

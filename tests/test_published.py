@@ -65,7 +65,8 @@ def own_logits(base: TransformerBase, tokens_BL: Tensor, real_BL: Tensor | None 
     """Row i at position i, as the published forward returns them."""
     seen_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if real_BL is None else real_BL
     state = State(tokens_BL, seen_BL, tokens_BL == MASK, padded=real_BL is not None)
-    return base.head(base.model(tokens_BL, real_BL, state.positions_BL))
+    sees = None if real_BL is None else real_BL[:, None, None]
+    return base.head(base.model(tokens_BL, sees, state.positions_BL))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases import Base, adapted
+from adjust_dlm.bases.attention import visible
 from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.layers import BidirectionalLayer, Linear
-from adjust_dlm.bases.memory import Memory, at_columns
+from adjust_dlm.bases.memory import Memory, at_columns, side_by_side
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import check_finite, read_header
 from adjust_dlm.files import write_whole
@@ -102,7 +103,9 @@ class Sampler(nn.Module):
                 new_BLD if self.block is None else torch.where(open_block(state, self.block)[..., None], new_BLD, h_BLD)
             )
         keys = last.keys(z_BLD, state)
-        z_BND = last(at_columns(z_BLD, column_BN), state, column_BN, lambda *_: keys)
+        sees = visible(state, z_BLD, last.layer.self_attn.shape, column_BN)
+        place_BN = state.positions_BL.gather(1, column_BN)
+        z_BND = last.beside(at_columns(z_BLD, column_BN), place_BN, sees, lambda *_: keys)
         return self._out(at_columns(h_BLD, column_BN), z_BND)
 
     def on(self, base: Base) -> Base:
@@ -115,7 +118,7 @@ class Sampler(nn.Module):
         for n, layer in enumerate(self.layers):
             if n:
                 z_BLD = self.layers[n - 1](z_BLD, state)
-            memory.kept.append(torch.stack(layer.keys(z_BLD, state), 1))
+            memory.kept.append(side_by_side(*layer.keys(z_BLD, state)))
         return memory
 
     def rows(
@@ -131,12 +134,15 @@ class Sampler(nn.Module):
             column_BN: the columns, all different in a row.
             keys: of all columns, from this step or an earlier one; made anew at these columns, in place.
             valid_BN: False where a column only fills up its row: its keys stay, what it gives means nothing. Without
-                this, filling up would change what other columns see of it in the layers behind the first.
+                this, filling up would change what other columns see of it in the layers behind the first. On a block
+                base the others are as `visible` wants them.
         """
         h_BND = at_columns(h_BLD, column_BN)
         z_BND = self._mixed(h_BND, self._paired(state).gather(1, column_BN))
+        sees = visible(state, z_BND, self.layer.layer.self_attn.shape, column_BN, valid_BN, keys.seen)
+        place_BN = state.positions_BL.gather(1, column_BN)
         for n, layer in enumerate(self.layers):
-            z_BND = layer(z_BND, state, column_BN, keys.keep(n, column_BN, valid_BN))
+            z_BND = layer.beside(z_BND, place_BN, sees, keys.keep(n, column_BN, valid_BN))
         return self._out(h_BND, z_BND)
 
     def beside(self, h_BND: Tensor, tokens_BN: Tensor, positions_BN: Tensor, keys: Memory, mask_BHNM: Tensor) -> Tensor:

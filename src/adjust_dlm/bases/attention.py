@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.kernels import HAS_TRITON
+from adjust_dlm.types import State
 
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -84,34 +87,79 @@ def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return q, k
 
 
-def visible(real_BL: Tensor | None, h_BLD: Tensor, shape: Shape, *, masks: bool) -> Tensor | None:
-    """What hides left pads: None without any; a mask [B, 1, 1, L]; or int32 [2 B + 1], the edges of runs of columns.
+class Runs(NamedTuple):
+    """What queries see where flash attention can do it: neighbours among them are a group, which sees one run of keys.
 
-    With a mask, scores go through a slow kernel and keys are copied for every head that shares them. Where flash
-    attention can do it, a row is therefore two runs of the B L columns that do not see each other: pads, and the rest.
-    With `masks` it stays a mask.
+    With a mask, scores go through a slow kernel, keys are copied for every head that shares them, and time follows the
+    length of the canvas instead of that of its rows.
+
+    Attributes:
+        query_E: int32 [G + 1], where groups begin among the B N queries, and the end of these. Groups may be empty.
+        key_E: int32 [G + 1], where their runs begin among the B L keys; the last entry means nothing.
+        seen_G: int32 [G], how many keys a run has, at least one. Runs may overlap.
     """
-    if real_BL is None:
+
+    query_E: Tensor
+    key_E: Tensor
+    seen_G: Tensor
+
+
+Seen = Tensor | Runs | None  # by queries: a mask, runs, or everything
+
+
+def visible(
+    state: State, h: Tensor, shape: Shape, column_BN: Tensor | None = None, valid_BN: Tensor | None = None,
+    seen: int | None = None, *, masks: bool = False,
+) -> Seen:  # fmt: skip
+    """What all columns of a canvas see, or some: its real columns; on a block base those up to the end of their block.
+
+    Args:
+        state: the canvas [B, L]; on a block base with pads on both sides.
+        h: any tensor of the pass's dtype and device.
+        shape: of the layers.
+        column_BN: the columns.
+        valid_BN: which are wanted; the others see something that means nothing. On a block base there are no runs
+            without it: those of a row ascend, and stand in at most ceil(N / S) blocks that follow each other.
+        seen: on a block base no wanted column sees this one or later ones.
+        masks: no runs.
+    """
+    size, real_BL = shape.block, state.real_BL
+    if size is None and not state.padded:
         return None
-    if masks or not fuses(h_BLD) or not _flash(shape.head_dim, h_BLD.device):
-        return real_BL[:, None, None, :]
-    rows, length = real_BL.shape
-    start_B = torch.arange(0, rows * length, length, device=real_BL.device)
-    edge_E = torch.stack([start_B, start_B + length - real_BL.sum(-1)], 1).flatten()
-    return F.pad(edge_E, (0, 1), value=rows * length).int()
+    if masks or not _flash(h, shape) or (size is not None and column_BN is not None and valid_BN is None):
+        return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
+    count = (real_BL if column_BN is None else column_BN).shape[1]
+    (rows, length), device = real_BL.shape, real_BL.device
+    row_B1 = torch.arange(rows, device=device)[:, None]
+    edge_BG, seen_BG = torch.zeros_like(row_B1), real_BL.sum(-1, keepdim=True)
+    if size is not None:
+        block_BN = state.positions_BL // size
+        if column_BN is not None and valid_BN is not None:
+            block_BN = torch.where(valid_BN, block_BN.gather(1, column_BN), -1).cummax(-1).values
+        own_BG = block_BN[:, -1:] - torch.arange(-(-count // size) - 1, -1, -1, device=device)
+        edge_BG = (block_BN[:, None] < own_BG[..., None]).sum(-1)
+        edge_BG[:, 0] = 0
+        seen_BG = seen_BG.minimum((own_BG + 1) * size)
+    key_BG = (row_B1 * length + real_BL.long().argmax(-1, keepdim=True)).expand_as(seen_BG)
+    query_E = F.pad((row_B1 * count + edge_BG).flatten(), (0, 1), value=rows * count)
+    return Runs(query_E.int(), F.pad(key_BG.flatten(), (0, 1)).int(), seen_BG.clamp_min(1).flatten().int())
 
 
-def _flash(head_dim: int, device: torch.device) -> bool:
-    """Whether torch's flash attention takes heads of that width there."""
-    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
+def _flash(h: Tensor, shape: Shape) -> bool:
+    """Whether torch's flash attention takes such heads there."""
+    able = fuses(h) and shape.head_dim % 8 == 0 and shape.head_dim <= 256
+    return able and torch.cuda.get_device_capability(h.device) >= (8, 0)
 
 
-def _attend_runs(q: Tensor, k: Tensor, v: Tensor, edge_E: Tensor) -> Tensor:
-    """Attention within the runs of `visible`: [B, L, heads * d]."""
-    rows, _, length, _ = q.shape
-    parts = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B L, heads, d]
-    out = torch.ops.aten._flash_attention_forward(*parts, edge_E, edge_E, length, length, 0.0, False, False)[0]
-    return out.reshape(rows, length, -1)
+def _attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
+    """Attention by runs: [B, N, heads * d]."""
+    rows, _, count, _ = q.shape
+    parts = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B N, heads, d] and [B L, heads, d]
+    most = max(count, 2)  # told that groups have one query, it would lay them out anew
+    out = torch.ops.aten._flash_attention_forward(
+        *parts, runs.query_E, runs.key_E, most, k.shape[2], 0.0, False, False, seqused_k=runs.seen_G
+    )[0]
+    return out.reshape(rows, count, -1)
 
 
 def causal_mask(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:
@@ -121,9 +169,9 @@ def causal_mask(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:
     return earlier_LL if mask_B11L is None else earlier_LL & mask_B11L | own_LL
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Tensor | None) -> Tensor:
-    """Softmax attention of [B, heads, L, d]: [B, L, heads * d]; the mask is one, or what `visible` gives."""
-    if mask_BHLL is not None and mask_BHLL.dtype == torch.int32:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Seen) -> Tensor:
+    """Softmax attention of queries [B, heads, N, d] to keys [B, heads, L, d]: [B, N, heads * d]."""
+    if isinstance(mask_BHLL, Runs):
         return _attend_runs(q, k, v, mask_BHLL)
     share = q.shape[1] // k.shape[1]
     # With a mask, grouped heads would send CUDA to the slow kernel.

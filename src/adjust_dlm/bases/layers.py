@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adjust_dlm.bases.attention import Rotary, attend, causal_mask, fuses, turn, turned, visible
-from adjust_dlm.bases.blocks import block_mask
+from adjust_dlm.bases.attention import Rotary, Seen, attend, fuses, turn, turned, visible
 from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
@@ -150,12 +149,12 @@ class Attention(_Joins):
             self.q_norm, self.k_norm = Norm(d, shape.rms_norm_eps), Norm(d, shape.rms_norm_eps)
 
     def forward(
-        self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
     ) -> Tensor:
         """Same shape; `keep` adds the keys and values of before.
 
-        `mask_BHLL` broadcasts to [B, heads, L, L] and is False on keys that a query may not see, or is what
-        `visible` gives.
+        A mask broadcasts to [B, heads, L, L] and is False on keys that a query may not see; nothing sees those behind
+        its last column.
         """
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
         if self.shape.qk_norm:
@@ -164,7 +163,8 @@ class Attention(_Joins):
         q, k = turned(q, k, *rotary)
         if keep is not None:
             k, v = keep(k, v)
-            mask_BHLL = None if mask_BHLL is None else mask_BHLL[..., : k.shape[2]]
+            if isinstance(mask_BHLL, Tensor):
+                k, v = (part[:, :, : mask_BHLL.shape[-1]] for part in (k, v))
         return self.o_proj(attend(q, k, v, mask_BHLL))
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
-        self, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
+        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
     ) -> Tensor:
         """Same shape."""
         mixed_BLD = self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep)
@@ -227,7 +227,7 @@ def join_projections(model: nn.Module) -> None:
             part.join()
 
 
-def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def _call_layer(layer: nn.Module, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return layer(h_BLD, mask_BHLL, rotary)
 
 
@@ -255,35 +255,28 @@ class Body(_WithRotary):
         self.rotary = Rotary(shape)
 
     def forward(
-        self, tokens_BN: Tensor, real_BL: Tensor | None, positions_BN: Tensor, *,
-        remember: Callable[[int], KeepKeys] | None = None, causal: bool = False, keep: tuple[int, ...] = (),
-        compiled: bool = False, mask_BHNL: Tensor | None = None,
+        self, tokens_BN: Tensor, sees: Seen, positions_BN: Tensor, *,
+        remember: Callable[[int], KeepKeys] | None = None, keep: tuple[int, ...] = (), compiled: bool = False,
     ) -> Tensor:  # fmt: skip
         """Post-final-norm states [B, N, D], row i at position i.
 
         Args:
             tokens_BN: ids of the columns to compute: all, unless others are remembered.
-            real_BL: False on pads, of all columns; None promises that there are none.
+            sees: what they see, see `visible`.
             positions_BN: 0 on the first real token.
             remember: what each layer does with its keys and values, to see those of other columns.
-            causal: row i sees positions up to i; not with `remember`.
             compiled: call the layers compiled: the first pass takes 10-30 s, other shapes none. Not with `remember`.
-            mask_BHNL: False on what a column may not see, in place of `real_BL`.
             keep: numbers of layers, from 1, whose states follow behind the D columns: [B, N, (1 + len(keep)) D].
         """
         h_BND = self.embed_tokens(tokens_BN)
-        if mask_BHNL is None:
-            mask_BHNL = visible(real_BL, h_BND, self.config, masks=compiled or causal or remember is not None)
-        if causal:
-            mask_BHNL = causal_mask(tokens_BN, mask_BHNL)
         rotary = self.rotary(positions_BN, h_BND.dtype)
         kept: list[Tensor] = []
         call = _compiled_layer() if compiled else _call_layer
         for n, layer in enumerate(self.layers):
             if remember is not None:
-                h_BND = layer(h_BND, mask_BHNL, rotary, remember(n))
+                h_BND = layer(h_BND, sees, rotary, remember(n))
             else:
-                h_BND = call(layer, h_BND, mask_BHNL, rotary)
+                h_BND = call(layer, h_BND, sees, rotary)
             if n + 1 in keep:
                 kept.append(h_BND)
         return torch.cat([self.norm(h_BND), *kept], -1) if keep else self.norm(h_BND)
@@ -338,29 +331,15 @@ class BidirectionalLayer(_WithRotary):
         self.layer, self.rotary, self.compiled = Layer(shape), Rotary(shape), False
         _draw_weights(self.layer, shape.initializer_range)
 
-    def forward(
-        self, z_BND: Tensor, state: State, column_BN: Tensor | None = None, keep: KeepKeys | None = None
-    ) -> Tensor:
-        """Same shape out; pads are invisible as keys.
+    def forward(self, z_BLD: Tensor, state: State) -> Tensor:
+        """Same shape out; pads are invisible as keys."""
+        sees = visible(state, z_BLD, self.layer.self_attn.shape, masks=self.compiled)
+        rotary = self.rotary(state.positions_BL, z_BLD.dtype)
+        return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BLD, sees, rotary)
 
-        With `column_BN`, z stands at these columns alone, and `keep` knows the keys and values of all.
-        """
-        shape, positions_BN = self.layer.self_attn.shape, state.positions_BL
-        if shape.block is None:
-            real_BL = state.real_BL if state.padded else None
-            mask_BHNL = visible(real_BL, z_BND, shape, masks=self.compiled or keep is not None)
-        else:
-            mask_BHNL = block_mask(state, shape.block, column_BN)
-        if column_BN is not None:
-            positions_BN = positions_BN.gather(1, column_BN)
-        rotary = self.rotary(positions_BN, z_BND.dtype)
-        if keep is not None:
-            return self.layer(z_BND, mask_BHNL, rotary, keep)
-        return (_compiled_layer() if self.compiled else _call_layer)(self.layer, z_BND, mask_BHNL, rotary)
-
-    def beside(self, z_BND: Tensor, positions_BN: Tensor, mask_BHNM: Tensor, keep: KeepKeys) -> Tensor:
-        """As `forward`, for columns that see others' keys, which `keep` knows, as a mask says."""
-        return self.layer(z_BND, mask_BHNM, self.rotary(positions_BN, z_BND.dtype), keep)
+    def beside(self, z_BND: Tensor, positions_BN: Tensor, sees: Seen, keep: KeepKeys) -> Tensor:
+        """As `forward`, for columns that see others' keys, which `keep` knows, as told."""
+        return self.layer(z_BND, sees, self.rotary(positions_BN, z_BND.dtype), keep)
 
     def keys(self, z_BLD: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """The keys and values that `forward` would make of z: [B, heads, L, d] each."""

@@ -16,8 +16,8 @@ class Memory:
     """Keys and values of every layer, row by row: it is taken apart and joined with the rows that it belongs to.
 
     Attributes:
-        kept: of each layer its keys and values [B, 2, heads, L, d]; behind them, where they are kept, the final states
-            [B, L, D]. Empty before the first pass.
+        kept: of each layer its keys and values [B, L, 2 heads d], see `side_by_side`; behind them, where they are kept,
+            the final states [B, L, D]. Empty before the first pass.
         width: L, where the first pass is not over all columns; zeros stand at the others.
         seen: how many columns passes see, where nothing may look behind them; None: all.
         counts_B3: of each row, for the prefix cache: passes since it was computed whole (0: never was), the block it
@@ -33,20 +33,19 @@ class Memory:
         self.counts_B3 = torch.zeros(rows, 3, dtype=torch.long, device=device)
 
     def write(self, n: int, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Puts [B, ..., N, D] of a pass into entry n, see `renew`, and returns the entry."""
+        """Puts [B, N, D] of a pass into entry n, see `renew`, and returns the entry."""
         if n == len(self.kept):
             if self.width is None:
                 self.kept.append(new)
                 return new
-            self.kept.append(new.new_zeros(*new.shape[:-2], self.width, new.shape[-1]))
+            self.kept.append(new.new_zeros(len(new), self.width, new.shape[-1]))
         return renew(self.kept[n], new, column_BN, valid_BN)
 
     def keep(self, n: int, column_BN: Tensor, valid_BN: Tensor | None = None) -> KeepKeys:
         """What layer n of a pass over some columns does with their keys and values [B, heads, N, d]."""
 
         def written(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            k, v = self.write(n, torch.stack([k, v], 1), column_BN, valid_BN)[..., : self.seen, :].unbind(1)
-            return k, v
+            return apart(self.write(n, side_by_side(k, v), column_BN, valid_BN), k.shape[-1])
 
         return written
 
@@ -57,8 +56,8 @@ class Memory:
         """
 
         def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            known = (part.repeat(len(k) // len(part), 1, 1, 1) for part in self.kept[n].unbind(1))
-            return torch.cat([next(known), k], 2), torch.cat([next(known), v], 2)
+            known = self.kept[n].repeat(len(k) // len(self.kept[n]), 1, 1)
+            return apart(torch.cat([known, side_by_side(k, v)], 1), k.shape[-1])
 
         return joined
 
@@ -71,22 +70,21 @@ class Memory:
     def make_room(self, other: Memory, columns: int) -> None:
         """Zeros for all rows where nothing is kept yet, with more columns than the other memory has."""
         if not self.kept:
-            shapes = [(len(self.counts_B3), *p.shape[1:-2], p.shape[-2] + columns, p.shape[-1]) for p in other.kept]
-            self.kept = [part.new_zeros(shape) for part, shape in zip(other.kept, shapes, strict=True)]
+            rows = len(self.counts_B3)
+            self.kept = [part.new_zeros(rows, part.shape[1] + columns, part.shape[2]) for part in other.kept]
             self.width = None if other.width is None else other.width + columns
 
     def load(self, rows: slice, other: Memory, index: slice | list[int]) -> None:
         """Copies rows of another memory into these, where both keep something; columns count from the right."""
         self.counts_B3[rows] = other.counts_B3[index]
         for mine, theirs in zip(self.kept, other.kept, strict=False):
-            width = theirs.shape[-2]
-            mine[rows, ..., -width:, :] = theirs[index]
+            mine[rows, -theirs.shape[1] :] = theirs[index]
 
     def take(self, index_B: Tensor, first: int) -> Memory:
         """A copy of some rows, without the columns left of `first`."""
         out = Memory()
         out.counts_B3 = self.counts_B3[index_B]
-        out.kept = [part[..., first:, :][index_B] for part in self.kept]
+        out.kept = [part[:, first:][index_B] for part in self.kept]
         out.width = None if self.width is None else self.width - first
         return out
 
@@ -100,8 +98,19 @@ class Memory:
         for n, like in enumerate(known):
             own = [part.kept[n] if part.kept else like.new_zeros(len(part.counts_B3), *like.shape[1:])
                    for part in parts]  # fmt: skip
-            out.kept.append(torch.cat([F.pad(part, (0, 0, width - part.shape[-2], 0)) for part in own]))
+            out.kept.append(torch.cat([F.pad(part, (0, 0, width - part.shape[1], 0)) for part in own]))
         return out
+
+
+def side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values [B, heads, N, d] each, those of a column together: [B, N, 2 heads d]."""
+    return torch.stack([k.transpose(1, 2), v.transpose(1, 2)], 2).flatten(2)
+
+
+def apart(known: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The two again, views."""
+    k, v = known.unflatten(-1, (2, -1, head_dim)).transpose(1, 3).unbind(2)
+    return k, v
 
 
 def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
@@ -110,17 +119,16 @@ def at_columns(h_BLD: Tensor, column_BN: Tensor) -> Tensor:
 
 
 def renew(old: Tensor, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-    """Writes [B, ..., N, D] over the columns of [B, ..., L, D] that they stand for, in place, and returns these.
+    """Writes [B, N, D] over the columns of [B, L, D] that they stand for, in place, and returns these.
 
     The columns of a row are all different; they stay as they are where `valid_BN` is False.
     """
     if len(new) == 1 and not new.is_cuda:  # where a question to the device costs less than a whole scatter
         column_N = column_BN[0]
         if valid_BN is not None and not bool(valid_BN.all()):
-            new, column_N = new[..., valid_BN[0], :], column_N[valid_BN[0]]
-        return old.index_copy_(-2, column_N, new)
-    shape = (len(new), *[1] * (new.ndim - 3), new.shape[-2], 1)
-    index = column_BN.to(new.device).view(shape).expand_as(new)
+            new, column_N = new[:, valid_BN[0]], column_N[valid_BN[0]]
+        return old.index_copy_(1, column_N, new)
+    at_BN = torch.arange(len(new), device=new.device)[:, None], column_BN.to(new.device)
     if valid_BN is not None:
-        new = torch.where(valid_BN.to(new.device).view(shape), new, old.gather(-2, index))
-    return old.scatter_(-2, index, new)
+        new = torch.where(valid_BN.to(new.device)[..., None], new, old[at_BN])
+    return old.index_put_(at_BN, new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adjust_dlm.bases.attention import causal_mask, visible
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.blocks import block_mask, to_edge
 from adjust_dlm.bases.layers import shift_right
@@ -71,15 +73,17 @@ class TransformerBase(Base):
         self.check_length(state)
         size, length = self.spec.block, state.tokens_BL.shape[1]
         whole = state if size is None else to_edge(state, size, self.spec.mask_id)
-        h_BLD = self._states(whole, whole.tokens_BL, whole.positions_BL, compiled=self.compiled)
+        sees = visible(whole, self.head_matrix, self.layer_config, masks=self.compiled)
+        h_BLD = self.model(whole.tokens_BL, sees, whole.positions_BL, keep=self.keep, compiled=self.compiled)
         return self.to_frame(h_BLD[:, :length], state)
 
     @torch.no_grad()
     def hidden_causal(self, state: State) -> Tensor:
         """See `Base.hidden_causal`: one pass under a causal attention mask, which the model was not trained with."""
         self.check_length(state)
-        parts = (state.tokens_BL, state.positions_BL)
-        return self.to_frame(self._states(state, *parts, causal=True, compiled=self.compiled), state)
+        sees = causal_mask(state.tokens_BL, state.real_BL[:, None, None] if state.padded else None)
+        h_BLD = self.model(state.tokens_BL, sees, state.positions_BL, keep=self.keep, compiled=self.compiled)
+        return self.to_frame(h_BLD, state)
 
     @torch.no_grad()
     def hidden_again(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
@@ -91,8 +95,10 @@ class TransformerBase(Base):
     @torch.no_grad()
     def renew(self, state: State, memory: Memory, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
         """`hidden_again`, but the states [B, L, D or more] before the frame, where they stand in the memory."""
-        parts = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
-        h_BND = self._states(state, *parts, column_BN=column_BN, remember=lambda n: memory.keep(n, column_BN, valid_BN))
+        sees = visible(state, self.head_matrix, self.layer_config, column_BN, valid_BN, memory.seen)
+        tokens_BN, place_BN = (part_BL.gather(1, column_BN) for part_BL in (state.tokens_BL, state.positions_BL))
+        remember = functools.partial(memory.keep, column_BN=column_BN, valid_BN=valid_BN)
+        h_BND = self.model(tokens_BN, sees, place_BN, remember=remember, keep=self.keep)
         return memory.write(len(self.model.layers), h_BND, column_BN, valid_BN)
 
     @torch.no_grad()
@@ -104,11 +110,11 @@ class TransformerBase(Base):
         A filling sees itself and the blocks before, and leaves nothing in the memory. The state comes with its surplus
         columns; `place_BS` are those of the open block. States [B, L, D] of the memory's columns, and [B, J, S, D].
         """
-        size, count = self.spec.block or 1, column_BN.shape[1]
+        size, count, seen = self.spec.block or 1, column_BN.shape[1], memory.seen
         views = token_BJS.shape[1]
         every_BN = torch.cat([column_BN, place_BS.repeat(1, views)], 1)
         tokens_BN = torch.cat([state.tokens_BL.gather(1, column_BN), token_BJS.flatten(1)], 1)
-        own_BNL = block_mask(state, size, every_BN)[:, 0, :, : memory.seen]
+        own_BNL = block_mask(state, size, every_BN)[:, 0, :, :seen]
         earlier_BL = torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1]
         own_BNL[:, count:] &= earlier_BL[:, None]
         view_N = torch.arange(views * size, device=every_BN.device) // size
@@ -119,13 +125,13 @@ class TransformerBase(Base):
             keep = memory.keep(n, column_BN, valid_BN)
 
             def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-                known_k, known_v = keep(k[:, :, :count], v[:, :, :count])
+                known_k, known_v = (part[:, :, :seen] for part in keep(k[:, :, :count], v[:, :, :count]))
                 return torch.cat([known_k, k[:, :, count:]], 2), torch.cat([known_v, v[:, :, count:]], 2)
 
             return joined
 
         place_BN = state.positions_BL.gather(1, every_BN)
-        h_BND = self.model(tokens_BN, None, place_BN, remember=remember, mask_BHNL=mask_BNM, keep=self.keep)
+        h_BND = self.model(tokens_BN, mask_BNM, place_BN, remember=remember, keep=self.keep)
         states_BLD = memory.write(len(self.model.layers), h_BND[:, :count], column_BN, valid_BN)
         return states_BLD.clone(), h_BND[:, count:].unflatten(1, (views, size))
 
@@ -139,16 +145,7 @@ class TransformerBase(Base):
             memory: of a pass of `hidden_again`.
             mask_BHNM: False on what a column may not see of both, the memory's first.
         """
-        return self.model(tokens_BN, None, positions_BN, remember=memory.beside, mask_BHNL=mask_BHNM, keep=self.keep)
-
-    def _states(
-        self, state: State, tokens_BN: Tensor, positions_BN: Tensor, *, column_BN: Tensor | None = None, **how: Any
-    ) -> Tensor:
-        """Of some columns, each at its own position."""
-        how = {name: value for name, value in {"keep": self.keep, **how}.items() if value}
-        if self.spec.block is not None and "causal" not in how:
-            how["mask_BHNL"] = block_mask(state, self.spec.block, column_BN)
-        return self.model(tokens_BN, state.real_BL if state.padded else None, positions_BN, **how)
+        return self.model(tokens_BN, mask_BHNM, positions_BN, remember=memory.beside, keep=self.keep)
 
     def to_frame(self, states_BLD: Tensor, state: State) -> Tensor:
         """See `Base.to_frame`."""

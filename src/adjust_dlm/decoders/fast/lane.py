@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import Layer
-from adjust_dlm.bases.memory import Memory, renew
+from adjust_dlm.bases.memory import Memory, at_columns, renew
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.machinery.cache import surplus
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, columns_of
@@ -170,19 +170,17 @@ class Lane(Canvas):
         two_N = torch.arange(2 * (self.base.spec.block or 1), device=first_B.device)
         for theirs, mine in known:
             lacks = self.tokens_BL.shape[1] - length
-            parts = [part[:count, ..., lacks:, :] for part in mine.kept]
+            parts = [part[:count, lacks:] for part in mine.kept]
             if parts and not theirs.kept:
-                theirs.kept, theirs.width = [part.clone() for part in parts], parts[0].shape[-2]
+                theirs.kept, theirs.width = [part.clone() for part in parts], parts[0].shape[1]
                 continue
             column_BN = (first_B + theirs.counts_B3[:, 0])[:, None] + two_N
             for old, part in zip(theirs.kept, parts, strict=False):
-                width = part.shape[-2]
+                width = part.shape[1]
                 if len(two_N) >= width:
                     old.copy_(part)
-                    continue
-                at_BN = column_BN % width
-                shape = (count, *[1] * (part.ndim - 3), len(two_N), 1)
-                renew(old, part.gather(-2, at_BN.view(shape).expand(*part.shape[:-2], -1, part.shape[-1])), at_BN)
+                else:
+                    renew(old, at_columns(part, column_BN % width), column_BN % width)
 
     def refuse_nan(self) -> None:
         """Raises FloatingPointError once a NaN was seen (waits for the device)."""
@@ -228,9 +226,10 @@ class Lane(Canvas):
 
     @staticmethod
     def _keys(layers: list[Layer], states_BLD: Tensor) -> list[Tensor]:
-        """Zeros for the keys and values [B, 2, heads, L, d] of each layer."""
-        (slots, length, _), shapes = states_BLD.shape, [layer.self_attn.shape for layer in layers]
-        return [states_BLD.new_zeros(slots, 2, shape.num_key_value_heads, length, shape.head_dim) for shape in shapes]
+        """Zeros for the keys and values of each layer, as wide as `Memory` has them."""
+        shapes = [layer.self_attn.shape for layer in layers]
+        widths = [2 * shape.num_key_value_heads * shape.head_dim for shape in shapes]
+        return [states_BLD.new_zeros(*states_BLD.shape[:2], width) for width in widths]
 
     def begin_round(self) -> None:
         """As `Canvas.start_round`, from the schedule in the buffers."""
