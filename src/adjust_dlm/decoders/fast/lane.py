@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from adjust_dlm.kernels.commit import Draws
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
-_COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B", "looked_B")
+_COUNTS = (
+    "rows_B",
+    "seeds_B",
+    "new_B",
+    "commits_B",
+    "base_calls_B",
+    "sampler_calls_B",
+    "rounds_B",
+    "quota_B",
+    "looked_B",
+)
 
 
 def _nobody() -> None:

@@ -71,9 +71,7 @@ class Rounds:
         self._device, self._compiled, self._tokens = base.device, base.compiled, tokens
 
     @torch.no_grad()
-    def play(
-        self, canvas: Canvas, *, decoder: str, options: AdjustOptions | VerifiedOptions | None = None
-    ) -> None:
+    def play(self, canvas: Canvas, *, decoder: str, options: AdjustOptions | VerifiedOptions | None = None) -> None:
         """One round of every open row, as the decoder of that name has it; after a failure the canvas is as before.
 
         Raises:
