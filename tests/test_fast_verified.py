@@ -16,7 +16,7 @@ from adjust_dlm.decoders.fast import lane
 from adjust_dlm.decoders.fast.rounds import Rounds
 from adjust_dlm.decoders.machinery.rows import RoundCanvas
 from adjust_dlm.types import DecodeConfig, InputError
-from helpers import BOS, MASK, RULES, row_of, tiny_base, tiny_sampler
+from helpers import BOS, MASK, row_of, tiny_base, tiny_sampler
 from test_block_bases import NO_END, prompts
 from test_fast import FORMS, PROMPTS, Replayed, both
 from test_fast_blocks import ROWS, TOKENS, NoQuestions
@@ -26,7 +26,7 @@ from test_properties import configs
 KINDS = ["dream", "llada", "sdar"]
 SIZES = [None, 1, 2, 4, 8]
 MATCHES = st.sampled_from(["token", "law"])
-DEPTHS = st.sampled_from([1, 2, 4, 8])
+DEPTHS = st.sampled_from([1, 2, 4])
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +73,12 @@ def able(config: DecodeConfig, size: int | None, parts: int, match: str) -> Deco
 def test_every_depth_and_both_matches(family: str, size: int | None, temperature: float) -> None:
     """Left pads, rows in different blocks, waiting rows, texts to the end and texts that end early."""
     base, g = PAIRS[family, size]
-    for (depth, match), ends in itertools.product(itertools.product((1, 2, 4, 8), ("token", "law")), (False, True)):
+    for depth, match in itertools.product((1, 2, 4, 8), ("token", "law") if temperature else ("token",)):
         config = DecodeConfig(
-            max_new_tokens=2 * (size or 4) + 3, temperature=temperature, seed=depth, order="entropy", suppress_eos=ends
-        )
-        how: dict[str, Any] = {"sampler": g, "depth": depth, "match": match, "slots": (None, 3)[depth % 4 // 2]}
+            max_new_tokens=(size or 4) + 3, temperature=temperature, seed=depth, order="entropy",
+            suppress_eos=depth == 4,
+        )  # fmt: skip
+        how: dict[str, Any] = {"sampler": g, "depth": depth, "match": match, "slots": {2: 3}.get(depth)}
         both(base, texts(size), config, "verified", **how)
 
 
@@ -92,7 +93,7 @@ def test_rounds_commit_several_tokens(size: int | None, match: str) -> None:
         assert int(result.rounds_B.sum()) < 0.8 * 4 * 24
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     size=st.sampled_from(SIZES), config=configs, given_=st.lists(st.lists(TOKENS, max_size=11), min_size=1, max_size=5),
     parts=st.integers(0, 3), slots=st.sampled_from([None, 1, 2]), form=st.sampled_from(sorted(FORMS)),
@@ -174,22 +175,23 @@ def test_rows_that_are_left_move_to_a_smaller_batch_with_their_drafts(
 def test_a_law_needs_an_order_that_looks_at_no_draw() -> None:
     base, g = PAIRS["dream", None]
     for eager in (True, False):
-        with pytest.raises(InputError, match="match is 'law', and at temperature 1.0 order confidence"):
+        with pytest.raises(InputError, match=r"match is 'law', and at temperature .* order confidence"):
             decode(
                 base, [[BOS]], DecodeConfig(max_new_tokens=2, order="confidence"), decoder="verified", sampler=g,
                 eager=eager, match="law",
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("temperature", "match"), [(0.0, "token"), (0.7, "token"), (1.0, "law")])
+@pytest.mark.parametrize(
+    ("rule", "temperature", "match"),
+    [("entropy", 0.0, "token"), ("margin", 0.7, "token"), ("confidence", 0.7, "token"), ("entropy", 1.0, "law"),
+     ("random", 1.0, "law")],
+)  # fmt: skip
 def test_the_kernels_give_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, rule: Any, temperature: float, match: str
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(lane, "has_kernels", lambda device: True)
-    if (rule, match) == ("confidence", "law"):
-        return
     for size in (None, 4):
         base, g = alike(size=size, end_ids=(1, 5))
         config = DecodeConfig(max_new_tokens=5, temperature=temperature, order=rule, suppress_eos=size is None)
@@ -199,7 +201,7 @@ def test_the_kernels_give_the_same_tokens(
 # Single rounds -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=12)
 @given(
     size=st.sampled_from(SIZES), config=configs, together=st.integers(1, 5), chance=st.booleans(),
     form=st.sampled_from(sorted(FORMS)), parts=st.integers(0, 3), depth=DEPTHS, match=MATCHES,
@@ -219,7 +221,7 @@ def test_the_reference_may_take_over_between_rounds(size: int | None) -> None:
     plan = make_plan(base, config, decoder="verified", sampler=g)
     rounds = Rounds(base, g, tokens=1 << 20)
     want, canvas = (RoundCanvas(plan.base, texts(size), config) for _ in "ab")
-    turns = itertools.cycle([True, False, False, True, True])
+    turns = itertools.chain([False] * 2, [True] * 3, itertools.repeat(False))
     while super(RoundCanvas, want).open:
         with torch.no_grad():
             want.play(plan.run)

@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 class Rounds:
-    """Plays a round of `joint`, `parallel`, `adjust` or `verified` on buffers of few shapes: see `fast.why_not` for what may.
+    """Plays a round of a decoder that has a fast form (see `fast.why_not`) on buffers of few shapes.
 
     For other decoders there are `passes`, on bases that see whole canvases.
 

@@ -1,8 +1,7 @@
 """A round of `verified` on a lane: the reference's own, in shapes that hold for any number of commits.
 
-How many tokens a row commits is known to the device alone. So every round drafts `depth` - 1 tokens for every row, those
-without an open position to draft included, and on a block base computes two blocks of each row, since any may have
-entered one.
+How many tokens a row commits is known to the device alone. So a round drafts `depth` - 1 tokens for every row, even
+those with nothing to draft, and on a block base it computes two blocks of each row, since any may have entered one.
 """
 
 from __future__ import annotations
