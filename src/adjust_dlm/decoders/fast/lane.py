@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.layers import Layer
 from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.bases.transformer import TransformerBase
@@ -127,9 +128,11 @@ class Lane(Canvas):
                 mine.counts_B3[slots] = theirs.counts_B3[index]
                 if self._follows() is not canvas.memory:
                     mine.load(slots, theirs, index)
-        if canvas.last_BLD is not None:  # of a row that no pass has looked at there are none
+        if canvas.last_BLD is not None:  # where drafts may begin; before a row's open block its memory knows better
+            size, here_BL = self.base.spec.block, (canvas.looked_B == canvas.part_B)[:, None]
+            here_BL = here_BL.expand_as(canvas.real_BL) if size is None else here_BL & open_block(canvas, size)
             old_BLD = self.h_BLD[slots, pad:]
-            old_BLD.copy_(torch.where(self.looked_B[slots, None, None] >= 0, canvas.last_BLD[index], old_BLD))
+            old_BLD.copy_(torch.where(here_BL[index][..., None], canvas.last_BLD[index], old_BLD))
         self.forget()
         self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
         self._count_positions()

@@ -147,14 +147,14 @@ class Rounds:
         lane = self._lane(base, canvas, config)
         lane.noting = canvas.chance_BL is not None
         work, enters = Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options), False
-        drafts = isinstance(options, VerifiedOptions)
         count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)
         if base.spec.block is not None and isinstance(base, TransformerBase):
-            enters = catch_up(base, sampler if count > 1 or drafts else None, canvas, lane)
+            steps = min(options.depth, base.spec.block) if isinstance(options, VerifiedOptions) else count
+            enters = catch_up(base, sampler if steps > 1 else None, canvas, lane)
         lane.load(canvas, list(range(rows)), 0)
         work.round(count, most, enters=enters)
         lane.refuse_nan()
-        lane.give(canvas, drafts=drafts)
+        lane.give(canvas, drafts=isinstance(options, VerifiedOptions))
 
     def _look(self) -> None:
         """Says what is held once there are more shapes."""
