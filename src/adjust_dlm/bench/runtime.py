@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.base import pick_device
 from adjust_dlm.bases.placement import check_placement, quantize_body
 from adjust_dlm.bench.clock import ceilings, limit
-from adjust_dlm.bench.measure import COMPONENTS, FORMS, Bench, Form, Row, component_cell, decode_cell, grid
+from adjust_dlm.bench.measure import COMPONENTS, FORMS, Bench, Cell, Form, Row, component_cell, decode_cell, grid
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
+from adjust_dlm.bench.waits import check_wait, wait_cell
 from adjust_dlm.decoders import read_variant
 from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
@@ -47,6 +49,8 @@ class RuntimeConfig:
         temperature: 0 is argmax.
         top_p: nucleus mass.
         order: rule of the next position; the base's own by default. confidence has no kernels at T > 0.
+        tokens_per_wait: what a row of `verified` is assumed to commit a round. In the fast form a round is timed then,
+            not a decode, whose number of rounds says nothing where weights are random.
         suppress_eos: never end a text, so that every row is full; without it only tokens before the end count.
         seed: of every decode.
         runs: timed decodes of a cell at most, after a warm-up that does not count.
@@ -72,6 +76,7 @@ class RuntimeConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     order: OrderRule | None = None
+    tokens_per_wait: float | None = None
     suppress_eos: bool = True
     seed: int = 0
     runs: int = 3
@@ -93,7 +98,7 @@ class RuntimeConfig:
         require(set(self.forms) <= set(FORMS), f"forms are {self.forms}; known are {', '.join(FORMS)}")
         for decoder in self.decoders:
             if decoder != COMPONENTS:
-                read_variant(decoder)
+                check_wait(decoder, self.tokens_per_wait)
         require(self.layers >= 0, f"layers is {self.layers}; it must be >= 0 (0 keeps the shape's own)")
         require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
         require_count("block", self.block, 1, optional=True)
@@ -138,7 +143,7 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
         longest = left if cell.form == "compiled" else min(left, 3 * config.cell_seconds)  # the first ones compile
         try:
             with limit(longest):
-                made = (component_cell if cell.decoder == COMPONENTS else decode_cell)(bench, cell)
+                made = _kind(bench, cell)(bench, cell)
         except (TimeoutError, RuntimeError, FloatingPointError) as error:
             if bench.clock.cuda:
                 torch.cuda.synchronize()  # what was interrupted may still write into memory that is given on
@@ -153,6 +158,14 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
         files = {"runtime.csv": to_csv(out["rows"], columns), "runtime.md": markdown(out)}
         write_whole({Path(config.output) / name: text for name, text in files.items()})
     return out
+
+
+def _kind(bench: Bench, cell: Cell) -> Callable[[Bench, Cell], list[Row]]:
+    """How a cell is measured."""
+    if cell.decoder == COMPONENTS:
+        return component_cell
+    waits = bench.tokens_per_wait and cell.form != "eager" and read_variant(cell.decoder).name == "verified"
+    return wait_cell if waits else decode_cell
 
 
 def _check_forms(config: RuntimeConfig, base: Base) -> None:
@@ -195,4 +208,4 @@ def open_bench(config: RuntimeConfig) -> Bench:
     )  # fmt: skip
     most = ceilings(base.device, base.dtype, fp8=base.quantized == "fp8-dynamic")
     prompt = [base.spec.bos_id or 0] * config.prompt_tokens
-    return Bench(base, helpers, settings, prompt, config.runs, config.cell_seconds, most)
+    return Bench(base, helpers, settings, prompt, config.runs, config.cell_seconds, most, config.tokens_per_wait)

@@ -1,0 +1,45 @@
+"""A captured round of `verified` alone, and the tokens/s that follow from an assumed number of tokens a round."""
+
+from __future__ import annotations
+
+import torch
+
+from adjust_dlm.bench.clock import forget_peak, peak_gib, spread
+from adjust_dlm.bench.measure import Bench, Cell, Row, half_filled, lane_of, require_graphs
+from adjust_dlm.decoders import read_variant
+from adjust_dlm.decoders.fast.graphs import Graphs
+from adjust_dlm.decoders.fast.work import Work
+from adjust_dlm.decoders.verified import VerifiedOptions
+from adjust_dlm.types import require
+
+
+def check_wait(decoder: str, tokens: float | None) -> None:
+    """Raises InputError for a decoder that there is not, or that cannot commit so many tokens a round."""
+    name, _, options = read_variant(decoder)
+    if tokens is not None and name == "verified":
+        depth = VerifiedOptions(**options).depth
+        require(1 <= tokens <= depth, f"tokens_per_wait is {tokens:g}; {decoder} commits 1 to {depth} tokens a round")
+
+
+@torch.no_grad()
+def wait_cell(bench: Bench, cell: Cell) -> list[Row]:
+    """One round on canvases that are half filled; it takes as long whatever is drafted, and whatever of it stands."""
+    bench.use(cell.form)
+    forget_peak(bench.base.device)
+    canvas, g, per_wait = half_filled(bench, cell), bench.helpers["sampler"], bench.tokens_per_wait or 1.0
+    base, graphs, most = g.on(bench.base), Graphs(bench.base.device), int(canvas.masked_BL[0].sum())
+    lane, restore = lane_of(base, g, canvas)
+    options = VerifiedOptions(**read_variant(cell.decoder).options)
+    work = Work(graphs, base, g, lane, decoder="verified", options=options)
+
+    def wait() -> None:
+        restore()
+        work.round(1, most)
+
+    wait()  # captures
+    require_graphs(graphs, bench.clock)
+    found = spread(bench.clock.samples(wait, runs=max(bench.runs, 5), seconds=bench.seconds))
+    return [{
+        "part": "wait", **found, "assumed_tokens_per_wait": per_wait,
+        "assumed_tokens_per_second": cell.batch * per_wait / found["seconds"], "memory_gib": peak_gib(base.device),
+    }]  # fmt: skip
