@@ -31,16 +31,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
 _COUNTS = (
-    "rows_B",
-    "seeds_B",
-    "new_B",
-    "commits_B",
-    "base_calls_B",
-    "sampler_calls_B",
-    "rounds_B",
-    "quota_B",
-    "looked_B",
-)
+    "rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B", "looked_B",
+)  # fmt: skip
 
 
 def _nobody() -> None:
@@ -81,9 +73,8 @@ class Lane(Canvas):
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         self._first_B = torch.zeros_like(self.rows_B)  # first real column
         self._positions_BL = torch.zeros_like(self.tokens_BL)
-        self._offsets = torch.tensor(
-            [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER, REDRAW))], device=device
-        )
+        streams = range(1 + max(DRAW, ORDER, REDRAW))
+        self._offsets = torch.tensor([wrapped(stream * STREAM) for stream in streams], device=device)
         self.chance_BL: Tensor = torch.full(shape, torch.nan, device=device)
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         wide = base.width * (1 + len(base.keep))
