@@ -68,7 +68,8 @@ def test_captured_rounds_of_verified_write_the_same_tokens(family: str, size: in
         return
     base, plain = alike(family, size, end_ids=(1, 5), max_position_embeddings=256, device="cuda")
     for g in (plain, tiny_sampler(base, output_norm_init=0.05, layers=2, features=(1, 2))):
-        for depth, match, seed, slots in itertools.product((1, 4), ("token", "law"), (0, 1), (None, 3)):
+        modes = ((1, "token"), (4, "token"), (4, "law"))
+        for (depth, match), (seed, slots) in itertools.product(modes, ((0, None), (1, 3))):
             config = DecodeConfig(
                 max_new_tokens=2 * (size or 8) + 3, temperature=temperature, seed=seed, order="entropy",
                 suppress_eos=seed == 1,
