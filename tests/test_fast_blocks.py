@@ -82,7 +82,7 @@ def test_the_same_results_whatever_the_settings(
     both(base, rows, config, decoder, sampler=ALL[family, size, form], slots=slots, **options)
 
 
-class _NoQuestions(TorchDispatchMode):
+class NoQuestions(TorchDispatchMode):
     """Refuses whatever would wait for a card."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,7 +96,7 @@ def test_a_round_asks_the_device_nothing(family: str, sparse: bool, monkeypatch:
     run = Replayed.run
 
     def watched(graphs: Replayed, key: Any, function: Callable[[], None], buffers: Callable[[], list[Tensor]]) -> None:
-        with _NoQuestions():
+        with NoQuestions():
             run(graphs, key, function, buffers)
 
     monkeypatch.setattr(Replayed, "run", watched)

@@ -166,10 +166,10 @@ def test_a_round_whose_results_do_not_fit_leaves_the_canvas_as_it_was(monkeypatc
             raise torch.OutOfMemoryError
         return clone(part)
 
-    def failing(buffers: lane.Lane, canvas: Any) -> None:
+    def failing(buffers: lane.Lane, canvas: Any, **how: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "clone", full)
-            give(buffers, canvas)
+            give(buffers, canvas, **how)
 
     monkeypatch.setattr(lane.Lane, "give", failing)
     with pytest.raises(torch.OutOfMemoryError):

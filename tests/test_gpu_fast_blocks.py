@@ -1,4 +1,4 @@
-"""The fast form on block bases, captured on a card: the reference's results."""
+"""The fast form on block bases, and of `verified` on all, captured on a card: the reference's results."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from helpers import tiny_base, tiny_sampler
 from test_block_bases import NO_END, cached_and_whole, prompts
 from test_fast_blocks import ROWS
 from test_fast_rounds import lockstep
+from test_fast_verified import alike, texts
 from test_runs import canvas_of
 
 pytestmark = pytest.mark.gpu
@@ -138,3 +139,37 @@ def test_captured_decodes_in_half_precision_attend_by_runs(decoder: str, monkeyp
     assert calls and captures(base) > 0 and base.workspace.graphs.works
     same_B = (slow.tokens_BL == quick.tokens_BL).all(-1)
     assert int(same_B.sum()) > len(same_B) // 2, same_B.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("size", [None, 4, 16])
+@pytest.mark.parametrize("family", ["dream", "llada", "sdar"])
+def test_captured_rounds_of_verified_write_the_same_tokens(family: str, size: int | None, temperature: float) -> None:
+    """Waiting rows, early ends, drafts that stand and that fall; the second seed replays graphs of the first."""
+    if family == "sdar" and size is None:
+        return
+    base, plain = alike(family, size, end_ids=(1, 5), max_position_embeddings=256, device="cuda")
+    for g in (plain, tiny_sampler(base, output_norm_init=0.05, layers=2, features=(1, 2))):
+        modes = ((1, "token"), (4, "token"), (4, "law"))
+        for (depth, match), (seed, slots) in itertools.product(modes, ((0, None), (1, 3))):
+            config = DecodeConfig(
+                max_new_tokens=2 * (size or 8) + 3, temperature=temperature, seed=seed, order="entropy",
+                suppress_eos=seed == 1,
+            )  # fmt: skip
+            how: dict[str, Any] = {"decoder": "verified", "sampler": g, "depth": depth, "match": match}
+            slow = decode(base, texts(size), config, eager=True, **how)
+            quick = decode(base, texts(size), config, eager=False, slots=slots, **how)
+            where = (slow.tokens_BL != quick.tokens_BL).nonzero().tolist()[:4], depth, match, seed, slots
+            for name in ("tokens_BL", "order_BL", "base_calls_B", "sampler_calls_B", "rounds_B"):
+                assert torch.equal(getattr(slow, name), getattr(quick, name)), (name, where)
+    assert captures(base) > 0 and base.workspace.graphs.works
+
+
+@pytest.mark.parametrize("match", ["token", "law"])
+@pytest.mark.parametrize("size", [None, 4])
+def test_single_captured_rounds_of_verified_are_the_references(size: int | None, match: str) -> None:
+    base, g = alike(size=size, end_ids=(1, 5), device="cuda")
+    for temperature, chance in ((0.0, False), (1.0, True)):
+        config = DecodeConfig(temperature=temperature)
+        lockstep(base, g, config, "verified", rows=ROWS, chance=chance, depth=3, match=match)
+    assert base.workspace.graphs.works and captures(base) > 0

@@ -22,7 +22,7 @@ from flash import by_runs
 from helpers import BOS, CORE, FAMILIES, left_pad, tiny_base, tiny_sampler
 from test_block_bases import NO_END, played, prompts
 from test_fast import Replayed
-from test_fast_blocks import _NoQuestions
+from test_fast_blocks import NoQuestions
 
 SAME = ("tokens_BL", "order_BL", "base_calls_B", "sampler_calls_B")
 
@@ -162,6 +162,6 @@ def test_runs_are_found_without_a_question_to_the_device(monkeypatch: pytest.Mon
     base, state = tiny_base("dream", block=2), left_pad([[BOS, 5, 6], [BOS, 7, 8, 9]])
     by_runs(monkeypatch)
     column_BN = torch.tensor([[1, 2, 3], [1, 2, 3]])
-    with _NoQuestions():
+    with NoQuestions():
         runs = visible(state, torch.zeros(1), base.layer_config, column_BN, column_BN > 1)
     assert [part.tolist() for part in runs or ()] == [[0, 2, 3, 4, 6], [1, 1, 4, 4, 0], [2, 3, 2, 4]]

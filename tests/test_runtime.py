@@ -40,6 +40,7 @@ from adjust_dlm.bench.public_loop import public_loop
 from adjust_dlm.bench.runtime import RuntimeConfig, make_runtime, open_bench
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
+from adjust_dlm.bench.waits import wait_cell
 from adjust_dlm.bench.work import (
     Work,
     base_work,
@@ -203,6 +204,47 @@ def test_the_head_of_the_table_names_each_ceiling() -> None:
     assert "ceilings: 760.1 TFLOP/s of a large product, 1235 TFLOP/s of one in fp8, 4149 GB/s of a large copy." in line
     line = markdown(out | {"ceilings": most | {"fp8_tflops": None}}).splitlines()[0]
     assert "ceilings: 760.1 TFLOP/s of a large product, 4149 GB/s of a large copy." in line
+
+
+# Waits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_wait_of_verified_gives_the_speed_that_follows_from_an_assumption(size: int | None) -> None:
+    """A row of depth 3 is looked at three times in every round."""
+    base = tiny_base("dream", block=size)
+    bench, passes = bench_on(base, tiny_sampler(base), seconds=0.2), count_passes(base)
+    bench.tokens_per_wait = 2.5
+    cell = cell_of("fast", "verified:depth=3", 4, 2, 16)
+    (row,) = wait_cell(bench, cell)
+    assert row["part"] == "wait"
+    assert row["assumed_tokens_per_second"] == pytest.approx(2 * 2.5 / row["seconds"])
+    assert size or {len(state.tokens_BL) for state in passes.seen} == {6}
+    row |= cell._asdict()
+    facts = {"card": "A card", "threads": 2, "torch": "2.11", "dtype": "bfloat16", "quantized": None}
+    most = {"gemm_tflops": 1.0, "fp8_tflops": None, "copy_gb_per_second": 1.0}
+    _, _, head, _, line = markdown({"rows": [row], "left_out": [], "machine": facts, "ceilings": most}).splitlines()
+    assert "| ms a wait | assumed tokens a wait | tokens/s if so |" in head and "| 2.5 |" in line
+
+
+def test_no_more_tokens_a_wait_are_assumed_than_can_be() -> None:
+    RuntimeConfig(decoders=("joint", "verified:depth=5"), tokens_per_wait=5)
+    for tokens in (0.5, 4.5):
+        with pytest.raises(InputError, match=f"tokens_per_wait is {tokens}; verified commits 1 to 4 tokens a round"):
+            RuntimeConfig(decoders=("joint", "verified"), tokens_per_wait=tokens)
+
+
+def test_a_wait_is_timed_in_place_of_a_decode(tmp_path: Path) -> None:
+    config = RuntimeConfig(
+        base="tiny-shape", device="cpu", decoders=("joint", "verified"), new_tokens=(8,), tokens_per_wait=2,
+        output=str(tmp_path), cell_seconds=1, runs=1, forms=("fast", "eager"),
+    )  # fmt: skip
+    out = make_runtime(config)
+    assert not out["left_out"]
+    assert [(row["form"], row["decoder"], row["part"]) for row in out["rows"]] == [
+        ("fast", "joint", "decode"), ("fast", "verified", "wait"), ("eager", "joint", "decode"),
+        ("eager", "verified", "decode"),
+    ]  # fmt: skip
 
 
 # Clock ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ The law is enumerated through the decoder's own code: every draw is replaced by 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.exact import ExactBase
-from adjust_dlm.decoders import decode, make_plan, verified
+from adjust_dlm.decoders import decode, make_plan
+from adjust_dlm.decoders import verified as module
 from adjust_dlm.decoders.machinery import pick
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.sampling import coupled, draw
@@ -35,7 +35,7 @@ from helpers import (
     tiny_sampler,
 )
 
-MODULE: Any = sys.modules[verified.__module__]  # the package gives its name to the function
+MODULE: Any = module
 G = Callable[[Tensor, State], Tensor]
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS]]
 IMPOSSIBLE = 1e-12  # chance of a token that the exact base calls impossible: it says exp(-60)

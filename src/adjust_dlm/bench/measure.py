@@ -103,6 +103,7 @@ class Bench:
         runs: decodes of a cell at most.
         seconds: a cell's timed decodes begin only before that much time.
         most: the device's ceilings.
+        tokens_per_wait: what a row of `verified` is assumed to commit a round; None: its decodes are timed.
         clock: of the device.
     """
 
@@ -113,6 +114,7 @@ class Bench:
     runs: int
     seconds: float
     most: Ceilings
+    tokens_per_wait: float | None = None
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -304,23 +306,34 @@ def eager_parts(bench: Bench, canvas: Canvas) -> Parts:
     return {name: (part, work[name]) for name, part in parts.items()}
 
 
-def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
-    """Parts of the fast form: the functions that it captures, on the buffers that it would take."""
-    g: Sampler = bench.helpers["sampler"]
-    base, config, (rows, length) = g.on(bench.base), canvas.config, canvas.tokens_BL.shape
-    scored = int(canvas.masked_BL[0].sum())
+def lane_of(base: Base, g: Sampler, canvas: Canvas) -> tuple[Lane, Callable[[], None]]:
+    """The buffers that the fast form would take, with the canvas in them, and what puts its tokens back there."""
+    rows, length = canvas.tokens_BL.shape
     slots, columns = slot_bucket(rows), length_bucket(length, rows, base.spec.context)
-    width, padded = width_bucket(scored, columns), (slots, columns) != (rows, length)
-    lane, graphs = Lane(base, slots, columns, padded=padded, config=config), Graphs(base.device)
-    lane.start(config)
-    size = base.spec.block or 0
-    if size:
+    lane = Lane(base, slots, columns, padded=(slots, columns) != (rows, length), config=canvas.config)
+    lane.start(canvas.config)
+    if base.spec.block is not None:
         lane.need_keys(g)
     load(base, g, lane, canvas, list(range(rows)), 0)
     kept = [(part, part.clone()) for part in (lane.tokens_BL, lane.masked_BL, lane.order_BL, lane.commits_B)]
     if base.device.type == "cuda":  # as the fast form does
         join_projections(base.model)  # type: ignore[attr-defined]
         join_projections(g)
+
+    def restore() -> None:
+        for part, value in kept:
+            part.copy_(value)
+
+    return lane, restore
+
+
+def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
+    """Parts of the fast form: the functions that it captures, on the buffers that it would take."""
+    g: Sampler = bench.helpers["sampler"]
+    base, config, (rows, length) = g.on(bench.base), canvas.config, canvas.tokens_BL.shape
+    scored, size = int(canvas.masked_BL[0].sum()), base.spec.block or 0
+    (lane, restore), graphs = lane_of(base, g, canvas), Graphs(base.device)
+    width = width_bucket(scored, lane.tokens_BL.shape[1])
     lane.begin_round()
     functions: dict[str, Callable[[], Any]] = {
         "begin": lane.begin_round,
@@ -335,8 +348,7 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
             graphs.run(name, functions[name], lane.buffers)
 
     def whole() -> None:
-        for part, value in kept:
-            part.copy_(value)
+        restore()
         replay("begin", "base pass", "head, scores and draw")
         replay(*("g step", "head, scores and draw") * (config.tokens_per_step - 1))
 

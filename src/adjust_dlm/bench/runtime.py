@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.base import pick_device
 from adjust_dlm.bases.placement import quantize_body
 from adjust_dlm.bench.clock import ceilings, limit
-from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell, grid
+from adjust_dlm.bench.measure import Bench, Cell, Row, component_cell, decode_cell, grid
 from adjust_dlm.bench.settings import COMPONENTS, RuntimeConfig
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
+from adjust_dlm.bench.waits import wait_cell
 from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import default_sampler, read_config
 from adjust_dlm.types import DecodeConfig, SamplerConfig, require
+from adjust_dlm.variants import read_variant
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
         longest = left if cell.form == "compiled" else min(left, 3 * config.cell_seconds)  # the first ones compile
         try:
             with limit(longest):
-                made = (component_cell if cell.decoder == COMPONENTS else decode_cell)(bench, cell)
+                made = _kind(bench, cell)(bench, cell)
         except (TimeoutError, RuntimeError, FloatingPointError) as error:
             if bench.clock.cuda:
                 torch.cuda.synchronize()  # what was interrupted may still write into memory that is given on
@@ -76,6 +79,14 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
         files = {"runtime.csv": to_csv(out["rows"], columns), "runtime.md": markdown(out)}
         write_whole({Path(config.output) / name: text for name, text in files.items()})
     return out
+
+
+def _kind(bench: Bench, cell: Cell) -> Callable[[Bench, Cell], list[Row]]:
+    """How a cell is measured."""
+    if cell.decoder == COMPONENTS:
+        return component_cell
+    waits = bench.tokens_per_wait and cell.form != "eager" and read_variant(cell.decoder).name == "verified"
+    return wait_cell if waits else decode_cell
 
 
 def _check_forms(config: RuntimeConfig, base: Base) -> None:
@@ -118,4 +129,4 @@ def open_bench(config: RuntimeConfig) -> Bench:
     )  # fmt: skip
     most = ceilings(base.device, base.dtype, fp8=base.quantized == "fp8-dynamic")
     prompt = [base.spec.bos_id or 0] * config.prompt_tokens
-    return Bench(base, helpers, settings, prompt, config.runs, config.cell_seconds, most)
+    return Bench(base, helpers, settings, prompt, config.runs, config.cell_seconds, most, config.tokens_per_wait)

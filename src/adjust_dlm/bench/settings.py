@@ -6,12 +6,21 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from adjust_dlm.bench.shapes import SHAPES
+from adjust_dlm.options import VerifiedOptions
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, check_placement, require, require_count
 from adjust_dlm.variants import read_variant
 
 Form = Literal["eager", "fast", "compiled", "public"]
 FORMS: tuple[Form, ...] = get_args(Form)
 COMPONENTS = "components"  # in the place of a decoder
+
+
+def check_wait(decoder: str, tokens: float | None) -> None:
+    """Raises InputError for a decoder that there is not, or that cannot commit so many tokens a round."""
+    name, _, options = read_variant(decoder)
+    if tokens is not None and name == "verified":
+        depth = VerifiedOptions(**options).depth
+        require(1 <= tokens <= depth, f"tokens_per_wait is {tokens:g}; {decoder} commits 1 to {depth} tokens a round")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,8 @@ class RuntimeConfig:
         temperature: 0 is argmax.
         top_p: nucleus mass.
         order: rule of the next position; the base's own by default. confidence has no kernels at T > 0.
+        tokens_per_wait: what a row of `verified` is assumed to commit a round. In the fast form a round is timed then,
+            not a decode, whose number of rounds says nothing where weights are random.
         suppress_eos: never end a text, so that every row is full; without it only tokens before the end count.
         seed: of every decode.
         runs: timed decodes of a cell at most, after a warm-up that does not count.
@@ -58,6 +69,7 @@ class RuntimeConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     order: OrderRule | None = None
+    tokens_per_wait: float | None = None
     suppress_eos: bool = True
     seed: int = 0
     runs: int = 3
@@ -79,7 +91,7 @@ class RuntimeConfig:
         require(set(self.forms) <= set(FORMS), f"forms are {self.forms}; known are {', '.join(FORMS)}")
         for decoder in self.decoders:
             if decoder != COMPONENTS:
-                read_variant(decoder)
+                check_wait(decoder, self.tokens_per_wait)
         require(self.layers >= 0, f"layers is {self.layers}; it must be >= 0 (0 keeps the shape's own)")
         require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
         require_count("block", self.block, 1, optional=True)

@@ -26,6 +26,10 @@ DECODES: Columns = (
     ("set-up s", "setup_seconds", "{:.1f}", 1), ("captures", "captures", "{:.0f}", 1),
 )  # fmt: skip
 PARTS: Columns = (*CELL, ("ms", "seconds", "{:.3f}", 1000), ("TFLOP/s", "tflops", "{:.4g}", 1), *SHARES)
+WAITS: Columns = (
+    *CELL, ("ms a wait", "seconds", "{:.3f}", 1000), ("assumed tokens a wait", "assumed_tokens_per_wait", "{:g}", 1),
+    ("tokens/s if so", "assumed_tokens_per_second", "{:.1f}", 1), ("GiB", "memory_gib", "{:.1f}", 1),
+)  # fmt: skip
 
 
 def with_ratios(rows: Iterable[Row]) -> list[Row]:
@@ -56,7 +60,7 @@ def with_ratios(rows: Iterable[Row]) -> list[Row]:
 
 
 def markdown(out: Row) -> str:
-    """Decodes, components, what was left out, and what they were measured on."""
+    """Decodes, waits, components, what was left out, and what they were measured on."""
     most, machine = out["ceilings"], out["machine"]
     text = (
         f"{machine['card'] or 'CPU'}, {machine['threads']} threads, torch {machine['torch']}, {machine['dtype']}"
@@ -65,8 +69,8 @@ def markdown(out: Row) -> str:
         + (f"{most['fp8_tflops']:.4g} TFLOP/s of one in fp8, " if most["fp8_tflops"] else "")
         + f"{most['copy_gb_per_second']:.4g} GB/s of a large copy. Medians (quartiles) of n.\n"
     )
-    for name, columns in (("decoder", DECODES), ("part", PARTS)):
-        shown = [row for row in out["rows"] if (row["part"] == "decode") == (name == "decoder")]
+    for kind, name, columns in (("decode", "decoder", DECODES), ("wait", "decoder", WAITS), ("", "part", PARTS)):
+        shown = [row for row in out["rows"] if row["part"] == kind or not (kind or row["part"] in ("decode", "wait"))]
         lines = [[row["form"], f"`{row[name]}`", *(_shown(row, *column[1:]) for column in columns)] for row in shown]
         text += "\n" + pipes(["form", name, *(head for head, *_ in columns)], lines) if lines else ""
     left = [(item["cell"], item["reason"]) for item in out["left_out"]]

@@ -32,30 +32,57 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
     what a row waits for where a pass costs as much for one canvas as for several (small batches on a GPU).
 
     Raises:
+        InputError: see `couples`.
+    """
+    law = couples(options, canvas)
+    while canvas.open:
+        last = verified_round(base, sampler, canvas, canvas.last_BLD, depth=options.depth, law=law)
+        canvas.last_BLD, canvas.looked_B = last
+
+
+def couples(options: VerifiedOptions, canvas: Canvas) -> bool:
+    """Whether draws are coupled by their laws.
+
+    Raises:
         InputError: `match="law"` where the order looks at drawn tokens, so that a token has no law of its own.
     """
-    config, law = canvas.config, options.match == "law" and canvas.config.temperature > 0
+    law = options.match == "law" and canvas.config.temperature > 0
     require(
         not law or canvas.rule != "confidence",
-        f"match is 'law', and at temperature {config.temperature} order confidence looks at the drawn tokens, which so "
-        "have no law of their own; set another order, or match=token",
+        f"match is 'law', and at temperature {canvas.config.temperature} order confidence looks at the drawn tokens, "
+        "which so have no law of their own; set another order, or match=token",
     )
-    while canvas.open:
-        # A block that no pass has looked at is not drafted: its first pass makes what stands before it final.
-        drafted_BL = canvas.seen_BL & (canvas.part_B == canvas.looked_B)[:, None]
-        states, drafts = _drafts(base, sampler, canvas, options.depth, drafted_BL, law)
-        looks = hidden_drafts(base, canvas, states[1:])
-        h_BLD = looks[0] if canvas.last_BLD is None else canvas.last_BLD
-        stands_B, part_B, seen_BL = canvas.open_B, canvas.part_B, canvas.seen_BL
-        for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
-            stands_B = stands_B & canvas.open_B & (canvas.part_B == part_B)
-            stands_B = stands_B & (canvas.tokens_BL == state.tokens_BL).all(-1)
-            canvas.start_round(stands_B.long(), same_pass=j > 0)
-            canvas.base_calls_B += (state.masked_BL & seen_BL & drafted_BL).any(-1) & (j > 0)
-            h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
-            picks = pick(base, h_BLD, canvas)
-            canvas.commit(_coupled(picks, drafts[j], canvas) if law and j < len(drafts) else picks)
-        canvas.last_BLD, canvas.looked_B = h_BLD, part_B
+    return law
+
+
+def verified_round(
+    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, last_BLD: Tensor | None, *, depth: int,
+    law: bool, pick: Callable[[Base, Tensor, Canvas], Picks] = pick,
+    look: Callable[[Base, Canvas, list[State]], list[Tensor]] = hidden_drafts, asks: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One round, by the last states that the base gave.
+
+    Nothing here asks the device but `pick`, `look`, the canvas, and, unless `asks` is False, whether a draft can go on:
+    what the host does not know is in masks, so that rows without drafts take part in every step and change nothing.
+
+    Returns:
+        What the next round needs: the last states [B, L, D or more], and the blocks [B] that the pass looked at.
+    """
+    # A block that no pass has looked at is not drafted: its first pass makes what stands before it final.
+    drafted_BL = canvas.seen_BL & (canvas.part_B == canvas.looked_B)[:, None]
+    states, drafts = _drafts(base, sampler, canvas, last_BLD, depth, drafted_BL, law, pick, asks)
+    looks = look(base, canvas, states[1:])
+    h_BLD = looks[0] if last_BLD is None else last_BLD
+    stands_B, part_B, seen_BL = canvas.open_B, canvas.part_B, canvas.seen_BL
+    for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
+        stands_B = stands_B & canvas.open_B & (canvas.part_B == part_B)
+        stands_B = stands_B & (canvas.tokens_BL == state.tokens_BL).all(-1)
+        canvas.start_round(stands_B.long(), same_pass=j > 0)
+        canvas.base_calls_B += (state.masked_BL & seen_BL & drafted_BL).any(-1) & (j > 0)
+        h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
+        picks = pick(base, h_BLD, canvas)
+        canvas.commit(_coupled(picks, drafts[j], canvas) if law and j < len(drafts) else picks)
+    return h_BLD, part_B
 
 
 def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:
@@ -71,8 +98,9 @@ def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:
 
 
 def _drafts(
-    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, depth: int, drafted_BL: Tensor, law: bool
-) -> tuple[list[State], list[Picks]]:
+    base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor | None, depth: int,
+    drafted_BL: Tensor, law: bool, pick: Callable[[Base, Tensor, Canvas], Picks], asks: bool,
+) -> tuple[list[State], list[Picks]]:  # fmt: skip
     """The present canvas and, one commit by g after another, those that may follow: by masks of `drafted_BL` alone.
 
     Also these commits, if their law will be asked for: the logits of the row that each was drawn from are kept.
@@ -83,9 +111,8 @@ def _drafts(
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
     states, commits = [_now(draft, elsewhere_BL)], list[Picks]()
-    h_BLD = canvas.last_BLD
     for _ in range(depth - 1):
-        if h_BLD is None or not bool(draft.open_B.any()):
+        if h_BLD is None or (asks and not bool(draft.open_B.any())):
             break
         draft.start_round(torch.ones_like(draft.commits_B))
         canvas.sampler_calls_B += draft.open_B

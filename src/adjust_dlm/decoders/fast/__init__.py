@@ -1,1 +1,1 @@
-"""The fast form of `joint`, `parallel` and `adjust`: fixed buffers, captured steps, no waiting inside a round."""
+"""The fast form of `joint`, `parallel`, `adjust`, `verified`: fixed buffers, captured steps, no waiting in a round."""

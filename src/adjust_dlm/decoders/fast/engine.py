@@ -1,9 +1,9 @@
-"""joint, parallel and adjust on fixed buffers: the same results, without waiting for the device inside a round.
+"""joint, parallel, adjust, verified on fixed buffers: the same results, without waiting for the device in a round.
 
 The reference (`parallel.py`, `adjust.py`) asks the device how many positions are open and gathers exactly
-those. Here the host knows an upper bound instead: a row that has not ended has committed what its schedule says. So
-every step has a fixed shape, is captured once as a CUDA graph, and is replayed; rows that ended early are found out one
-round late, and their slots are given to rows that wait.
+those. Here the host knows an upper bound instead: a row that has not ended has committed what its schedule says, in
+`verified` one token a round at least. So every step has a fixed shape, is captured once as a CUDA graph, and is
+replayed; rows that ended early are found out one round late, and their slots are given to rows that wait.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import Work, length_bucket, slot_bucket
 from adjust_dlm.decoders.machinery.canvas import Canvas
-from adjust_dlm.options import AdjustOptions
+from adjust_dlm.options import AdjustOptions, VerifiedOptions
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 
-COVERED = ("joint", "parallel", "adjust")
+COVERED = ("joint", "parallel", "adjust", "verified")
+_WITH_G = ("adjust", "verified")
 MOST_LANES = 16  # as prompts of very different lengths have, with those that their last rows move to
 COMPACT = 1024  # tokens of a pass from which on fewer rows make it faster
 _PAYS = 32  # masks of a row that are worth new graphs
@@ -59,7 +60,7 @@ def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch:
         return "cache_period needs passes of changing shapes"
     if watch is not None:
         return "a watched canvas is looked at after every commit"
-    if decoder == "adjust" and not isinstance(sampler, Sampler):
+    if decoder in _WITH_G and not isinstance(sampler, Sampler):
         return f"the sampler is a {type(sampler).__name__}"
     if len({parameter.device for parameter in base.model.parameters()} | {base.device}) > 1:
         return "the layers of the base are spread over devices"
@@ -78,8 +79,8 @@ def log_fallback(reason: str) -> None:
 
 
 def run_fast(
-    base: Base, sampler: Sampler | None, canvas: Canvas, *, decoder: str, options: AdjustOptions | None = None,
-    slots: int | None = None,
+    base: Base, sampler: Sampler | None, canvas: Canvas, *, decoder: str,
+    options: AdjustOptions | VerifiedOptions | None = None, slots: int | None = None,
 ) -> None:  # fmt: skip
     """Fills the canvas as the decoder of that name does: see `why_not` for what may be.
 
@@ -88,13 +89,22 @@ def run_fast(
 
     Raises:
         FloatingPointError: the states gave NaN.
+        InputError: options that go with no such g, or with no such order.
     """
-    options = options or AdjustOptions()
-    options.check(sampler, canvas.config.candidates)
-    sampler = sampler if decoder == "adjust" else None
+    sampler, options = heeds(decoder, sampler, options, canvas)
     with on_device(base.device):
         engine, seen = engine_of(base, sampler), base if sampler is None else sampler.on(base)
         engine.fill(seen, sampler, canvas, _Plan(decoder, canvas, options), slots)
+
+
+def heeds(
+    decoder: str, sampler: Sampler | None, options: AdjustOptions | VerifiedOptions | None, canvas: Canvas
+) -> tuple[Sampler | None, AdjustOptions | VerifiedOptions]:
+    """The sampler where the decoder takes one, and its options, checked."""
+    options = options or AdjustOptions()
+    if isinstance(options, AdjustOptions):
+        options.check(sampler, canvas.config.candidates)
+    return sampler if decoder in _WITH_G else None, options
 
 
 def captures(base: Base) -> int:
@@ -126,7 +136,7 @@ def _places(model: torch.nn.Module) -> tuple[int, ...]:
 
 @dataclass
 class _Row:
-    """What the host knows of a row in a slot: all of it, unless the row ended early."""
+    """What the host knows of a row in a slot: all of it, unless the row ended early; of `verified` the least."""
 
     number: int
     left: list[int]  # masks of each block
@@ -150,12 +160,13 @@ class _Row:
 
 
 class _Plan:
-    """How many commits the next round of each row has."""
+    """How many commits the next round of each row has; of `verified`, how many at least."""
 
-    def __init__(self, decoder: str, canvas: Canvas, options: AdjustOptions) -> None:
+    def __init__(self, decoder: str, canvas: Canvas, options: AdjustOptions | VerifiedOptions) -> None:
         self.decoder, self.options, config = decoder, options, canvas.config
         self.candidates = config.candidates
-        schedule = canvas.schedule
+        self._exact = decoder != "verified"
+        schedule = canvas.schedule if self._exact else 1
         self._schedule = schedule if isinstance(schedule, int) else schedule.tolist()
         size = canvas.base.spec.block
         length = config.block_length or size or config.max_new_tokens
@@ -168,7 +179,7 @@ class _Plan:
         number_BL = place_BL // length
         left_BN = number_BL.new_zeros(len(number_BL), int(number_BL.max()) + 1)
         self._left = left_BN.scatter_add_(1, number_BL, canvas.masked_BL.long()).tolist()
-        self.may_end = bool(canvas.base.spec.end_ids) and not config.suppress_eos
+        self.may_end = not self._exact or (bool(canvas.base.spec.end_ids) and not config.suppress_eos)
 
     def rows(self) -> deque[_Row]:
         """All rows with something to fill, before their first round."""
@@ -182,6 +193,13 @@ class _Plan:
             steps = self._schedule[row.number]
             wanted = steps[min(row.rounds, len(steps) - 1)]
         return min(wanted, row.open, self.candidates + 1 if self.candidates else row.open)
+
+    def bounds(self, rows: list[_Row]) -> tuple[int, int, bool]:
+        """Of the next round: what `Work.round` takes. A row that may be in any later block has its longest open."""
+        if not self._exact:
+            return 1, max(max(row.left) for row in rows), True
+        enters = any(row.block > row.seen for row in rows)
+        return max(self.commits(row) for row in rows), max(row.open for row in rows), enters
 
     def advance(self, row: _Row) -> None:
         """The round is over."""
@@ -275,9 +293,8 @@ class Engine:
         work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
         load(base, sampler, lane, canvas, [row.number for row in living if row], 0)
         for number in itertools.count():
-            rows = [row for row in living if row]
-            enters = any(row.block > row.seen for row in rows)
-            work.round(max(plan.commits(row) for row in rows), max(row.open for row in rows), enters=enters)
+            count, most, enters = plan.bounds([row for row in living if row])
+            work.round(count, most, enters=enters)
             over = plan.over(living, mail.exchange(number) if plan.may_end else None)
             for b in over:
                 row, living[b] = living[b], None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
+from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.layers import Layer
 from adjust_dlm.bases.memory import Memory, at_columns, renew
 from adjust_dlm.bases.transformer import TransformerBase
@@ -22,14 +23,16 @@ from adjust_dlm.decoders.machinery.canvas import Canvas, Picks, columns_of
 from adjust_dlm.decoders.machinery.pick import nan_message
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.sampling import DRAW, ORDER, STREAM, wrapped
+from adjust_dlm.sampling import DRAW, ORDER, REDRAW, STREAM, wrapped
 from adjust_dlm.types import GIVEN, DecodeConfig, State
 
 if TYPE_CHECKING:
     from adjust_dlm.kernels.commit import Draws
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
-_COUNTS = ("rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B")
+_COUNTS = (
+    "rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B", "looked_B",
+)  # fmt: skip
 
 
 def _nobody() -> None:
@@ -46,7 +49,8 @@ class Lane(Canvas):
 
     Attributes:
         h_BLD: states now; behind their D columns features, where the base gives them. On a block base they lie in
-            `memory`, and steps of g write over those of the open block, which every pass makes anew.
+            `memory`, and steps of g write over those of the open block, which every pass makes anew. Between rounds of
+            `verified` they are the canvas' `last_BLD`.
         shape: slots, columns, whether padded, and features: lanes of one shape do the same work.
         slot_B: 0 to B - 1.
         kernels: take the Triton forms of what has one.
@@ -69,9 +73,8 @@ class Lane(Canvas):
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         self._first_B = torch.zeros_like(self.rows_B)  # first real column
         self._positions_BL = torch.zeros_like(self.tokens_BL)
-        self._offsets = torch.tensor(
-            [wrapped(stream * STREAM) for stream in range(1 + max(DRAW, ORDER))], device=device
-        )
+        streams = range(1 + max(DRAW, ORDER, REDRAW))
+        self._offsets = torch.tensor([wrapped(stream * STREAM) for stream in streams], device=device)
         self.chance_BL: Tensor = torch.full(shape, torch.nan, device=device)
         self.report_N = torch.zeros(slots + 1, dtype=torch.bool, device=device)
         wide = base.width * (1 + len(base.keep))
@@ -88,7 +91,7 @@ class Lane(Canvas):
 
         Rows are loaded or looked at behind it, which counts positions anew.
         """
-        for part in () if self._clean else (*self.memory.kept, *self.sampler_memory.kept):
+        for part in () if self._clean else (self.h_BLD, *self.memory.kept, *self.sampler_memory.kept):
             part.zero_()  # what is NaN spoils a row even where it is masked
             self.forget()
         self.config, self.noting, self._clean = config, False, False
@@ -116,6 +119,11 @@ class Lane(Canvas):
                 mine.counts_B3[slots] = theirs.counts_B3[index]
                 if self._follows() is not canvas.memory:
                     mine.load(slots, theirs, index)
+        if canvas.last_BLD is not None:  # where drafts may begin; before a row's open block its memory knows better
+            size, here_BL = self.base.spec.block, (canvas.looked_B == canvas.part_B)[:, None]
+            here_BL = here_BL.expand_as(canvas.real_BL) if size is None else here_BL & open_block(canvas, size)
+            old_BLD = self.h_BLD[slots, pad:]
+            old_BLD.copy_(torch.where(here_BL[index][..., None], canvas.last_BLD[index], old_BLD))
         self.forget()
         self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
         self._count_positions()
@@ -147,12 +155,16 @@ class Lane(Canvas):
         self._count_positions()
         self.h_BLD.zero_()
 
-    def give(self, canvas: Canvas) -> None:
-        """Copies the first slots back into all rows of the canvas that they were loaded from."""
+    def give(self, canvas: Canvas, *, drafts: bool = False) -> None:
+        """Copies the first slots back into all rows of the canvas that they were loaded from.
+
+        With the last states, if its next round `drafts` from them.
+        """
         count, length = canvas.tokens_BL.shape
         columns = (*_COLUMNS, *(("chance_BL",) if self.noting else ()))
         new = {name: getattr(self, name)[:count, -length:].clone() for name in columns}
         new |= {name: getattr(self, name)[:count].clone() for name in _COUNTS}
+        new |= {"last_BLD": self.h_BLD[:count, -length:].clone()} if drafts else {}
         known = [(getattr(canvas, name), getattr(self, name)) for name in ("memory", "sampler_memory")]
         counts = [mine.counts_B3[:count].clone() for _, mine in known]
         if self.memory.kept:
@@ -191,6 +203,7 @@ class Lane(Canvas):
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
         self.load(other, slots, 0)
+        self.h_BLD[: len(slots)] = other.h_BLD[slots]
         self._round_B[: len(slots)] = other._round_B[slots]
         self.bad.copy_(other.bad)
 
@@ -244,6 +257,13 @@ class Lane(Canvas):
         at_B = self._round_B.clamp_max(self.schedule_BL.shape[1] - 1)
         self._begin(self.schedule_BL.gather(1, at_B[:, None])[:, 0])
         self._round_B += 1
+
+    def start_round(self, wanted_B: Tensor | None = None, *, same_pass: bool = False) -> int:
+        """As `Canvas.start_round`, for one commit of a row at most: nobody is asked."""
+        assert wanted_B is not None
+        self._begin(wanted_B, booked=not same_pass)
+        self.wide = 1
+        return 1
 
     def commit(self, picks: Picks) -> None:
         """See `Canvas.commit`."""

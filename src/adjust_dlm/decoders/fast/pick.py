@@ -21,9 +21,16 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
 
     The `first` pick of a round narrows it to its candidates.
     """
+    lane.commit(picks(base, lane.h_BLD, lane, width, count, first=first))
+
+
+def picks(
+    base: Base, h_BLD: Tensor, lane: Lane, width: int, count: int = 1, *, first: bool = False, plain: bool = False
+) -> Picks:
+    """What `pick` commits, by any states; `plain` ones have the logits that their tokens were drawn from."""
     column_BN, open_BN = lane.open_columns(width)
     row_BN = lane.slot_B[:, None].expand_as(column_BN)
-    rows = (Fused if fused(lane) else Plain)(base, lane)
+    rows = (Fused if fused(lane) and not plain else Plain)(base, h_BLD, lane)
     score_BN = rows.scores(row_BN.flatten(), column_BN.flatten()).view_as(column_BN)
     if base.lag:
         score_BN = score_BN.masked_fill(lane.lead_BL.gather(1, column_BN) & (score_BN > -torch.inf), torch.inf)
@@ -36,7 +43,7 @@ def pick(base: Base, lane: Lane, width: int, count: int, *, first: bool = False)
     if lane.noting:
         old_BC = lane.chance_BL.gather(1, position_BC)
         lane.chance_BL.scatter_(1, position_BC, torch.where(valid_BC, rows.chance_R.view_as(old_BC), old_BC))
-    lane.commit(Picks(position_BC, token_R.view_as(position_BC), valid_BC))
+    return Picks(position_BC, token_R.view_as(position_BC), valid_BC, rows.processed_RV)
 
 
 def fused(lane: Lane) -> bool:
@@ -48,14 +55,16 @@ def fused(lane: Lane) -> bool:
 class Plain(Rows):
     """Scored and drawn as the reference does; faults are noted, not raised."""
 
-    def __init__(self, base: Base, lane: Lane) -> None:
-        super().__init__(base, lane.h_BLD, lane)
+    processed_RV: Tensor | None = None  # what tokens were drawn from
+
+    def __init__(self, base: Base, h_BLD: Tensor, lane: Lane) -> None:
+        super().__init__(base, h_BLD, lane)
         self.lane = lane
         self.chance_R = torch.empty(0)  # of the tokens drawn, if anyone wants to know
 
     def draw(self, row_R: Tensor, column_R: Tensor, index_R: Tensor, u_R: Tensor) -> Tensor:
         """Tokens of chosen rows, `index_R` among those that were scored; notes a row without a softmax."""
-        processed_RV = self.processed(row_R, column_R, index_R)
+        self.processed_RV = processed_RV = self.processed(row_R, column_R, index_R)
         token_R = draw(processed_RV, u_R, self.config.temperature)
         if self.lane.noting:
             self.chance_R = confidence(processed_RV, token_R)

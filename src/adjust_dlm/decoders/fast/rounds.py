@@ -14,11 +14,11 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.fast.blocks import catch_up
-from adjust_dlm.decoders.fast.engine import engine_of, on_device
+from adjust_dlm.decoders.fast.engine import engine_of, heeds, on_device
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import Work, slot_bucket
 from adjust_dlm.decoders.machinery.canvas import Canvas
-from adjust_dlm.options import AdjustOptions
+from adjust_dlm.options import AdjustOptions, VerifiedOptions
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, State
 
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
 
 class Rounds:
-    """Plays a round of `joint`, `parallel` or `adjust` on buffers of few shapes: see `fast.why_not` for what may.
+    """Plays a round of a decoder that has a fast form (see `fast.why_not`) on buffers of few shapes.
 
     For other decoders there are `passes`, on bases that see whole canvases.
 
@@ -70,20 +70,20 @@ class Rounds:
         self._device, self._compiled, self._tokens = base.device, base.compiled, tokens
 
     @torch.no_grad()
-    def play(self, canvas: Canvas, *, decoder: str, options: AdjustOptions | None = None) -> None:
+    def play(self, canvas: Canvas, *, decoder: str, options: AdjustOptions | VerifiedOptions | None = None) -> None:
         """One round of every open row, as the decoder of that name has it; after a failure the canvas is as before.
 
         Raises:
             FloatingPointError: the states gave NaN.
-            InputError: sparse steps that cannot be made.
+            InputError: as `run_fast`.
         """
-        options = options or AdjustOptions()
-        options.check(self.sampler, canvas.config.candidates)
-        most = int(canvas.open_BL.sum(-1).max())  # waits for the device
+        sampler, options = heeds(decoder, self.sampler, options, canvas)
+        # Waits for the device. A round of `verified` may come into the next sub-block.
+        most = int((canvas.seen_BL if decoder == "verified" else canvas.open_BL).sum(-1).max())
         if most == 0:
             return
         with on_device(self._device):
-            self._play(canvas, most, decoder, options)
+            self._play(canvas, most, decoder, sampler, options)
         self._look()
 
     def passes(self, base: Base) -> tuple[Base, Any]:
@@ -137,8 +137,10 @@ class Rounds:
         rows, length = state.tokens_BL.shape
         return lane.h_BLD[:rows, -length:].clone()
 
-    def _play(self, canvas: Canvas, most: int, decoder: str, options: AdjustOptions) -> None:
-        sampler = self.sampler if decoder == "adjust" else None
+    def _play(
+        self, canvas: Canvas, most: int, decoder: str, sampler: Sampler | None,
+        options: AdjustOptions | VerifiedOptions,
+    ) -> None:  # fmt: skip
         self._engine.meet(sampler, compiled=self._compiled)  # someone else may decode with this base, too
         base, config, rows = canvas.base, canvas.config, len(canvas.tokens_BL)
         lane = self._lane(base, canvas, config)
@@ -146,11 +148,12 @@ class Rounds:
         work, enters = Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options), False
         count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)
         if base.spec.block is not None and isinstance(base, TransformerBase):
-            enters = catch_up(base, sampler if count > 1 else None, canvas, lane)
+            steps = min(options.depth, base.spec.block) if isinstance(options, VerifiedOptions) else count
+            enters = catch_up(base, sampler if steps > 1 else None, canvas, lane)
         lane.load(canvas, list(range(rows)), 0)
         work.round(count, most, enters=enters)
         lane.refuse_nan()
-        lane.give(canvas)
+        lane.give(canvas, drafts=isinstance(options, VerifiedOptions))
 
     def _look(self) -> None:
         """Says what is held once there are more shapes."""

@@ -10,11 +10,12 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import renew
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.adjust import sparse_step
-from adjust_dlm.decoders.fast import blocks
+from adjust_dlm.decoders.fast import blocks, verified
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.pick import pick
-from adjust_dlm.options import AdjustOptions
+from adjust_dlm.decoders.verified import couples
+from adjust_dlm.options import AdjustOptions, VerifiedOptions
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
 
@@ -23,15 +24,22 @@ class Work:
     """The rounds of one decoder on one lane."""
 
     def __init__(
-        self, graphs: Graphs, base: Base, sampler: Sampler | None, lane: Lane, *, decoder: str, options: AdjustOptions
-    ) -> None:
-        """Captures nothing yet; `options` are those of adjust, whatever the decoder."""
+        self, graphs: Graphs, base: Base, sampler: Sampler | None, lane: Lane, *, decoder: str,
+        options: AdjustOptions | VerifiedOptions,
+    ) -> None:  # fmt: skip
+        """Captures nothing yet; `options` are those of adjust for decoders that have none.
+
+        Raises:
+            InputError: see `decoders.verified.couples`.
+        """
         self.graphs, self.base, self.sampler, self.lane = graphs, base, sampler, lane
-        self.decoder, self.options, config = decoder, options, lane.config
+        self.decoder, config = decoder, lane.config
+        self._sparse_steps = isinstance(options, AdjustOptions) and options.sparse
+        self._verified = (options.depth, couples(options, lane)) if isinstance(options, VerifiedOptions) else None
         self._blocks = config.block_length, config.candidates  # all that passes and steps heed
         self._settings = heeded(config)
         self._size = base.spec.block
-        if sampler is not None and (options.sparse or self._size is not None):
+        if sampler is not None and (self._sparse_steps or self._size is not None):
             lane.need_keys(sampler)
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
@@ -46,12 +54,16 @@ class Work:
         """One base pass and its commits, launched; nothing waits for them.
 
         Args:
-            count: no row commits more.
+            count: no row commits more; `verified` finds out on the device.
             most: no row has more open positions.
-            enters: on a block base, whether a row may have entered a block since its last pass.
+            enters: on a block base, whether a row may have entered a block since its last pass; of `verified` any may.
         """
         lane = self.lane
         width = width_bucket(most, lane.tokens_BL.shape[1])
+        if self._verified is not None:
+            key = ("step", "verified", width, *self._verified, lane.noting, self._settings)
+            self._run(key, functools.partial(self._play_verified, width, *self._verified))
+            return
         columns = (self._size or 0) * (1 + enters)
         self._run(("base", columns), functools.partial(self._base_pass, columns))
         if self.decoder == "parallel":
@@ -73,9 +85,13 @@ class Work:
         else:
             self.lane.h_BLD.copy_(self.base.hidden(self.lane))
 
+    def _play_verified(self, width: int, depth: int, law: bool) -> None:
+        assert self.sampler is not None
+        verified.play(self.base, self.sampler, self.lane, width, depth=depth, law=law)
+
     def _step(self, k: int, width: int, columns: int, *, last: bool) -> None:
         """g after commit k; the last call of a round only where something may still be picked."""
-        if self.options.sparse:
+        if self._sparse_steps:
             self._run(("step", "sparse", k, self.lane.wide, columns), lambda: self._sparse(k, columns))
         elif columns:
             self._run(("step", "block", columns), lambda: blocks.step(self._begin_step(), self.lane, columns))

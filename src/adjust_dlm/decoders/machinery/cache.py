@@ -61,10 +61,11 @@ def _open_blocks(base: Base, state: State) -> Tensor:
     return base.hidden_again(whole, state.memory, column_BN, valid_BN)[:, :length]
 
 
-def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State]) -> list[Tensor]:
+def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State], *, count: int | None = None) -> list[Tensor]:
     """States h_BLD of a canvas and of drafts of what may follow, by one pass.
 
     On a block base drafts differ from the canvas in its open block alone: a pass computes that block once for each.
+    `count` as in `columns_to_edge`.
     """
     size = base.spec.block
     if not drafts:
@@ -82,7 +83,7 @@ def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State]) -> list[Tenso
     token_BJS = torch.stack(
         [F.pad(s.tokens_BL, (0, lack), value=base.spec.mask_id).gather(1, place_BS) for s in drafts], 1
     )
-    column_BN, valid_BN, _ = columns_to_edge(canvas, canvas.memory, size, wide, canvas.open_B)
+    column_BN, valid_BN, _ = columns_to_edge(canvas, canvas.memory, size, wide, canvas.open_B, count=count)
     h_BLD, view_BJSD = base.hidden_drafts(whole, canvas.memory, column_BN, valid_BN, token_BJS, place_BS)
     open_BS = canvas.open_B[:, None].expand_as(place_BS)
     views = [renew(h_BLD.clone(), view_BSD, place_BS, open_BS) for view_BSD in view_BJSD.unbind(1)]
