@@ -223,3 +223,12 @@ def test_the_buffers_take_what_the_docs_say() -> None:
     wanted = slots * ((length + 3) * (3 * pair + 2 * base.width) + length * 2 * pair)
     assert sum(part.numel() for part in (*lane.memory.kept, *lane.sampler_memory.kept)) == wanted
     assert lane.held > 4 * wanted
+
+
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust", "verified"])
+def test_rounds_of_the_reference_may_stand_between_those_of_the_fast_form(decoder: str) -> None:
+    """What the reference writes into a canvas's memory, the buffers of its last round do not have."""
+    base = tiny_base("dream", block=4, end_ids=(1, 5))
+    for temperature in (0.0, 1.0):
+        config = DecodeConfig(tokens_per_step=3, temperature=temperature)
+        lockstep(base, tiny_sampler(base), config, decoder, rows=ROWS, together=5, mixed=True)

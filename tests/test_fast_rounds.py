@@ -52,20 +52,28 @@ def rows_of(base: Base, config: DecodeConfig, rows: list[Any], *, chance: bool =
 
 def lockstep(
     base: Base, sampler: Sampler, config: DecodeConfig, decoder: str, *, rows: list[Any] = ROWS, chance: bool = False,
-    together: int = 3, rounds: Rounds | None = None, **options: Any,
+    together: int = 3, rounds: Rounds | None = None, mixed: bool = False, **options: Any,
 ) -> Rounds:  # fmt: skip
-    """A row joins in every round, finished ones leave: the fast canvas is compared with the reference's each time."""
+    """A row joins in every round, finished ones leave: the fast canvas is compared with the reference's each time.
+
+    `mixed`: the reference plays every third round of the fast canvas, too.
+    """
     rounds = rounds or Rounds(base, sampler, tokens=TOKENS)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, **options)
     waiting, want, canvas = rows_of(plan.base, plan.config, rows, chance=chance), None, None
-    while waiting or canvas is not None:
+    for number in itertools.count():
+        if not waiting and canvas is None:
+            break
         if waiting and (canvas is None or len(canvas.rows_B) < together):
             more = waiting.pop(0)
             want, canvas = (join([*([] if one is None else [one]), more]) for one in (want, canvas))
         assert canvas is not None and want is not None
         with torch.no_grad():
             want.play(plan.run)
-        rounds.play(canvas, decoder=decoder, options=plan.own[0] if plan.own else None)
+            if mixed and number % 3 == 2:
+                canvas.play(plan.run)
+            else:
+                rounds.play(canvas, decoder=decoder, options=plan.own[0] if plan.own else None)
         for name in STATE:
             assert torch.equal(getattr(want, name), getattr(canvas, name)), name
         if chance:

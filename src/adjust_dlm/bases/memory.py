@@ -19,6 +19,7 @@ class Memory:
         kept: of each layer its keys and values [B, L, 2 heads d], see `side_by_side`; behind them, where they are kept,
             the final states [B, L, D]. Empty before the first pass.
         width: L, where the first pass is not over all columns; zeros stand at the others.
+        writes: how often a pass has written here.
         seen: how many columns passes see, where nothing may look behind them; None: all.
         counts_B3: of each row, for the prefix cache: passes since it was computed whole (0: never was), the block it
             was in, and how many of its last columns the next pass computes. On a block base the first of them is the
@@ -29,11 +30,13 @@ class Memory:
         """Holds nothing; g's needs no counts."""
         self.kept: list[Tensor] = []
         self.width: int | None = None
+        self.writes = 0
         self.seen: int | None = None
         self.counts_B3 = torch.zeros(rows, 3, dtype=torch.long, device=device)
 
     def write(self, n: int, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Puts [B, N, D] of a pass into entry n, see `renew`, and returns the entry."""
+        self.writes += 1
         if n == len(self.kept):
             if self.width is None:
                 self.kept.append(new)

@@ -83,7 +83,8 @@ class Lane(Canvas):
         if isinstance(base, TransformerBase) and base.spec.block is not None:
             self.memory.kept = [*self._keys(list(base.model.layers), states_BLD), states_BLD]
         self._clean = True
-        self._follows: Callable[[], Memory | None] = _nobody  # whose keys and values stand in the first slots
+        self._follows: Callable[[], Memory | None] = _nobody  # whose keys and values stand in the first slots,
+        self._since = 0  # unless passes have written there since
         self.start(config)
 
     def start(self, config: DecodeConfig) -> None:
@@ -117,7 +118,7 @@ class Lane(Canvas):
         if self.memory.kept:
             for mine, theirs in ((self.memory, canvas.memory), (self.sampler_memory, canvas.sampler_memory)):
                 mine.counts_B3[slots] = theirs.counts_B3[index]
-                if self._follows() is not canvas.memory:
+                if self._follows() is not canvas.memory or self._since != canvas.memory.writes:
                     mine.load(slots, theirs, index)
         if canvas.last_BLD is not None:  # where drafts may begin; before a row's open block its memory knows better
             size, here_BL = self.base.spec.block, (canvas.looked_B == canvas.part_B)[:, None]
@@ -173,7 +174,7 @@ class Lane(Canvas):
         if self.memory.kept:
             for (theirs, _), counts_B3 in zip(known, counts, strict=True):
                 theirs.counts_B3 = counts_B3
-            self._follows = weakref.ref(canvas.memory)
+            self._follows, self._since = weakref.ref(canvas.memory), canvas.memory.writes
 
     def _give_keys(self, canvas: Canvas, known: list[tuple[Memory, Memory]]) -> None:
         """Of a round on a block base: two blocks from what was final; what is not final is made anew in any case."""
