@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from adjust_dlm.bases.memory import apart
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.fast.engine import captures
+from adjust_dlm.decoders.machinery.pick import Rows, pick
 from adjust_dlm.types import DecodeConfig, State
 from helpers import tiny_base, tiny_sampler
 from test_block_bases import NO_END, cached_and_whole, prompts
@@ -28,14 +30,54 @@ from test_runs import canvas_of
 pytestmark = pytest.mark.gpu
 
 
+class NearTies:
+    """Where the reference's own choice hangs on rounding: its rows and commits, as {row: first such commit}.
+
+    Two scores among the best nine lie within 1e-5, or a uniform within 1e-6 of an edge of the CDF.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module: Any = sys.modules[pick.__module__]
+        ties, drawn = self, module.draw
+        self.first: dict[int, int] = {}
+
+        class Watched(Rows):
+            def scores(self, row_R: Tensor, position_R: Tensor) -> Tensor:
+                score_R, ties.canvas = super().scores(row_R, position_R), self.canvas
+                for row in row_R.unique().tolist():
+                    best = score_R[row_R == row].sort(descending=True).values[:9]
+                    ties.note(row, bool((best[:-1] - best[1:] < 1e-5).any()))
+                return score_R
+
+        def watched(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
+            cdf_RV = processed_RV.softmax(-1).double().cumsum(-1)
+            near_R = ((cdf_RV / cdf_RV[:, -1:] - u_R[:, None].double()).abs() < 1e-6).any(-1) & (temperature > 0)
+            for row, near in enumerate(near_R.view(len(ties.canvas.rows_B), -1).any(-1).tolist()):
+                ties.note(row, near)
+            return drawn(processed_RV, u_R, temperature)
+
+        monkeypatch.setattr(module, "Rows", Watched)
+        monkeypatch.setattr(module, "draw", watched)
+
+    def note(self, row: int, near: bool) -> None:
+        if near:
+            self.first.setdefault(row, int(self.canvas.commits_B[row]))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("size", [4, 16])
 @pytest.mark.parametrize("family", ["dream", "llada", "sdar"])
-def test_captured_steps_in_blocks_write_the_same_tokens(family: str, size: int, temperature: float) -> None:
-    """Prompts of every length modulo S, waiting rows, early ends; the second decode replays graphs of the first."""
+def test_captured_steps_in_blocks_write_the_same_tokens(
+    family: str, size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of every length modulo S, waiting rows, early ends; the second decode replays graphs of the first.
+
+    One row in a hundred may differ, behind a near tie of the reference's: kernels round in another order.
+    """
     base = tiny_base(
         family, block=size, end_ids=(1, 5), num_hidden_layers=3, max_position_embeddings=256, device="cuda"
     )
+    looked = other = 0
     for form, more in itertools.product(({}, {"layers": 2, "features": (1, 2)}), ({}, {"candidates": 3})):
         g = tiny_sampler(base, **form)
         for k, decoder, seed in (
@@ -49,12 +91,22 @@ def test_captured_steps_in_blocks_write_the_same_tokens(family: str, size: int, 
             config = config.but(**more) if decoder == "adjust" else config
             for options in ({}, {"sparse": True}) if decoder == "adjust" else ({},):
                 how: dict[str, Any] = {"decoder": decoder, "sampler": g, **options}
-                slow = decode(base, prompts(size), config, eager=True, **how)
+                with monkeypatch.context() as watched:
+                    ties = NearTies(watched)
+                    slow = decode(base, prompts(size), config, eager=True, **how)
                 for slots in (None, 3):
                     quick = decode(base, prompts(size), config, eager=False, slots=slots, **how)
-                    where = (slow.tokens_BL != quick.tokens_BL).nonzero().tolist()[:4], k, seed, slots, more, options
+                    same_B = torch.ones_like(slow.rounds_B, dtype=torch.bool)
                     for name in ("tokens_BL", "order_BL", "base_calls_B", "sampler_calls_B", "rounds_B"):
-                        assert torch.equal(getattr(slow, name), getattr(quick, name)), (name, where)
+                        same_B &= (getattr(slow, name) == getattr(quick, name)).view(len(same_B), -1).all(-1)
+                    looked, other = looked + len(same_B), other + int((~same_B).sum())
+                    for row in (~same_B).nonzero()[:, 0].tolist():
+                        moved_L = (slow.tokens_BL[row] != quick.tokens_BL[row]) | (
+                            slow.order_BL[row] != quick.order_BL[row]
+                        )
+                        first = int(slow.order_BL[row][moved_L & (slow.order_BL[row] >= 0)].min())
+                        assert ties.first.get(row, 999) <= first, (row, first, k, seed, slots, more, options)
+    assert other <= looked / 100, (other, looked)
     assert captures(base) > 0 and base.workspace.graphs.works
 
 
