@@ -139,7 +139,7 @@ def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int)
     kept = torch.randn(4, 300, 4 * head_dim, generator=draw, device="cuda", dtype=torch.bfloat16)
     kept[~state.real_BL] = 1e3
     k, v = apart(kept, head_dim)
-    shape = replace(tiny_base("dream", block=32).layer_config, head_dim=head_dim)
+    shape = replace(tiny_base("dream", block=32).layer_config, head_dim=head_dim, num_attention_heads=14)
     with torch.no_grad():
         runs = visible(state, q, shape, column_BN, valid_BN)
         assert isinstance(runs, Runs)

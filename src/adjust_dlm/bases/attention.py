@@ -15,6 +15,7 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.types import State
 
+_TILE = 128  # queries that flash attention looks at together
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -94,11 +95,13 @@ class Runs(NamedTuple):
     length of the canvas instead of that of its rows.
 
     Attributes:
-        query_E: int32 [G + 1], where groups begin among the B N queries, and the end of these. Groups may be empty.
+        packed: P heads that share keys count as queries of one head, so that few columns fill a tile; 1: none do.
+        query_E: int32 [G + 1], where groups begin among the B N P queries, and the end of these. Groups may be empty.
         key_E: int32 [G + 1], where their runs begin among the B L keys; the last entry means nothing.
         seen_G: int32 [G], how many keys a run has, at least one. Runs may overlap.
     """
 
+    packed: int
     query_E: Tensor
     key_E: Tensor
     seen_G: Tensor
@@ -142,7 +145,10 @@ def visible(
         seen_BG = seen_BG.minimum((own_BG + 1) * size)
     key_BG = (row_B1 * length + real_BL.long().argmax(-1, keepdim=True)).expand_as(seen_BG)
     query_E = F.pad((row_B1 * count + edge_BG).flatten(), (0, 1), value=rows * count)
-    return Runs(query_E.int(), F.pad(key_BG.flatten(), (0, 1)).int(), seen_BG.clamp_min(1).flatten().int())
+    packed = shape.num_attention_heads // shape.num_key_value_heads if count < _TILE else 1
+    return Runs(
+        packed, (packed * query_E).int(), F.pad(key_BG.flatten(), (0, 1)).int(), seen_BG.clamp_min(1).flatten().int()
+    )
 
 
 def _flash(h: Tensor, shape: Shape) -> bool:
@@ -153,13 +159,15 @@ def _flash(h: Tensor, shape: Shape) -> bool:
 
 def _attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
     """Attention by runs: [B, N, heads * d]."""
-    rows, _, count, _ = q.shape
-    parts = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B N, heads, d] and [B L, heads, d]
-    most = max(count, 2)  # told that groups have one query, it would lay them out anew
+    rows, heads, count, width = q.shape
+    few = heads // runs.packed
+    q = q.unflatten(1, (few, -1)).permute(0, 3, 2, 1, 4).reshape(-1, few, width)  # [B N P, heads / P, d]
+    k_all, v_all = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [B L, heads of keys, d]
+    most = max(count * runs.packed, 2)  # told that groups have one query, it would lay them out anew
     out = torch.ops.aten._flash_attention_forward(
-        *parts, runs.query_E, runs.key_E, most, k.shape[2], 0.0, False, False, seqused_k=runs.seen_G
+        q, k_all, v_all, runs.query_E, runs.key_E, most, k.shape[2], 0.0, False, False, seqused_k=runs.seen_G
     )[0]
-    return out.reshape(rows, count, -1)
+    return out.view(rows, count, runs.packed, few, width).transpose(2, 3).reshape(rows, count, -1)
 
 
 def causal_mask(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:
