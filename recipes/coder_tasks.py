@@ -67,6 +67,8 @@ class Model:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model: Any = AutoModelForCausalLM.from_pretrained(ar, dtype=dtype).to(device).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(ar, padding_side="left")
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
         ends = self.model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends]) | {self.tokenizer.eos_token_id}
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adjust_dlm.types import InputError
 from helpers import load_recipe
+from tiny_ar import CHAT, save_tiny
 
 
 def test_parts_are_joined_in_order_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +27,58 @@ def test_parts_are_joined_in_order_and_checked(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(coder_ar, "SHA256", hashlib.sha256(b"123456").hexdigest())
     coder_ar.join(tmp_path, tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").read_bytes() == b"123456"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_replies_are_kept_where_they_end_and_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of training questions alone: GSM8K, MATH, and of MBPP the problems from 601 on, with their programs run."""
+    recipe = load_recipe("coder_tasks")
+    data = tmp_path / "data"
+    write(data / "gsm8k" / "train.jsonl", [{"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}])
+    write(data / "math" / "math_train_part.jsonl", [{"problem": "Half of one?", "solution": "\\boxed{\\frac12}"}])
+    row = {"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "test_setup_code": ""}
+    write(data / "mbpp" / "mbpp.jsonl", [row | {"task_id": n, "text": f"Write f {n}."} for n in (20, 590, 601)])
+    said = {
+        "Two": ["It is 4.", "It is 5.", None, "It is 4."], "Half": ["\\boxed{0.5}", "\\boxed{2}", None, None],
+        "f 601": ["```python\ndef f():\n    return 1\n```", "```python\ndef f():\n    return 2\n```", None, "no"],
+    }  # fmt: skip
+    asked = []
+
+    def reply(self: Any, prompts: list[str], **how: Any) -> list[str | None]:
+        assert how["do_sample"] and len(prompts) == 4 == prompts.count(prompts[0])
+        asked.append(prompts[0])
+        return next(texts for word, texts in said.items() if word in prompts[0])
+
+    monkeypatch.setattr(recipe.Model, "reply", reply)
+    monkeypatch.setattr(sys, "argv", [
+        "coder_tasks.py", "replies", str(save_tiny(tmp_path / "ar")), "--data", str(data), "--output",
+        str(tmp_path / "replies.jsonl"),
+    ])  # fmt: skip
+    recipe.main()
+    kept = [json.loads(line)["messages"] for line in (tmp_path / "replies.jsonl").read_text().splitlines()]
+    assert [chat[1]["content"] for chat in kept] == [texts[0] for texts in said.values()]
+    assert [chat[0]["content"] for chat in kept] == asked and [chat[0]["role"] for chat in kept] == ["user"] * 3
+
+
+def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
+    """As transformers' greedy search alone; cut where it ends, None where it does not."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = save_tiny(tmp_path / "ar")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    model, ar = load_recipe("coder_tasks").Model(str(folder), torch.device("cpu")), AutoModelForCausalLM
+    prompts, alone = ["ab", "c" * 9, "", "hello"], ar.from_pretrained(folder)
+    got = model.reply(prompts, new_tokens=40, batch_size=3, do_sample=False)
+    for prompt, text in zip(prompts, got, strict=True):
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        row = alone.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :].tolist()
+        ends = [n for n, token in enumerate(row) if token in model.ends]
+        assert text == (tokenizer.decode(row[: ends[0]]) if ends else None)
