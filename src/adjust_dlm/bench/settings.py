@@ -42,8 +42,7 @@ class RuntimeConfig:
         temperature: 0 is argmax.
         top_p: nucleus mass.
         order: rule of the next position; the base's own by default. confidence has no kernels at T > 0.
-        tokens_per_wait: what a row of `verified` is assumed to commit a round. In the fast form a round is timed then,
-            not a decode, whose number of rounds says nothing where weights are random.
+        tokens_per_wait: what a row of `verified` is assumed to commit a round; a round is timed then, not a decode.
         suppress_eos: never end a text, so that every row is full; without it only tokens before the end count.
         seed: of every decode.
         runs: timed decodes of a cell at most, after a warm-up that does not count.

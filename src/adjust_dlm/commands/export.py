@@ -47,6 +47,12 @@ class ExportConfig:
     push: str | None = None
     private: bool = False
 
+    def __post_init__(self) -> None:
+        """Flags that contradict each other."""
+        both = self.sampler is not None and self.from_released is not None
+        require(not both, "--sampler and --from-released exclude each other: both name the sampler")
+        require(self.push is not None or not self.private, "--private is about --push, which is not given")
+
 
 def run(flags: ExportConfig) -> Outcome:
     """Writes the repository, uploads it if asked to, prints where it is."""
@@ -78,11 +84,8 @@ def _check(flags: ExportConfig) -> None:
     from adjust_dlm.artifacts import check_hub_id
     from adjust_dlm.sampler import default_sampler
 
-    both = flags.sampler is not None and flags.from_released is not None
-    require(not both, "--sampler and --from-released exclude each other: both name the sampler")
     named = flags.sampler or flags.from_released or default_sampler(flags.base)
     require(named is not None, f"no sampler ships for base {flags.base!r}; name one with --sampler")
-    require(flags.push is not None or not flags.private, "--private is about --push, which is not given")
     for what, name in (("push", flags.push), ("base_model", flags.base_model)):
         if name is not None:
             check_hub_id(what, name)
