@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def good_body(flags: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
 
 async def measure(connect: Connect, flags: argparse.Namespace, clients: int) -> dict[str, Any]:
     """So many clients, one request after another each, until the time is over; what is under way then still counts."""
-    latencies: list[float] = []
+    latencies, firsts, gaps = list[float](), list[float](), list[float]()
     tokens, statuses = 0, Counter[int]()
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
@@ -69,11 +70,17 @@ async def measure(connect: Connect, flags: argparse.Namespace, clients: int) -> 
         rng = random.Random(number)
         while time.perf_counter() - started < flags.seconds:
             sent = time.perf_counter()
-            answer = await client.post("/v1/completions", json=good_body(flags, rng))
-            statuses[answer.status_code] += 1
-            if answer.status_code == 200:
+            if flags.stream:
+                status, used, times = await streamed(client, good_body(flags, rng))
+                firsts.extend(at - sent for at in times[:1])
+                gaps.extend(after - before for before, after in pairwise(times))
+            else:
+                answer = await client.post("/v1/completions", json=good_body(flags, rng))
+                status, used = answer.status_code, answer.json().get("usage", {}).get("completion_tokens", 0)
+            statuses[status] += 1
+            if status == 200:
                 latencies.append(time.perf_counter() - sent)
-                tokens += answer.json()["usage"]["completion_tokens"]
+                tokens += used
 
     async with _many(connect, clients) as connected:
         started = time.perf_counter()
@@ -84,7 +91,23 @@ async def measure(connect: Connect, flags: argparse.Namespace, clients: int) -> 
         "requests_per_second": round(len(latencies) / wall, 3), "tokens_per_second": round(tokens / wall, 2),
         "mean": round(statistics.fmean(latencies), 4) if latencies else None,
         **(quantiles(latencies) if latencies else {}), "statuses": dict(statuses),
+        **({"first_text": quantiles(firsts)} if firsts else {}), **({"between_texts": quantiles(gaps)} if gaps else {}),
     }  # fmt: skip
+
+
+async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, int, list[float]]:
+    """Status and completion tokens of a streamed request, and when each piece of its text came."""
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    used, times = 0, list[float]()
+    async with client.stream("POST", "/v1/completions", json=body | more) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            used = (event.get("usage") or {}).get("completion_tokens", used)
+            if any(choice.get("text") for choice in event.get("choices", ())):
+                times.append(time.perf_counter())
+    return answer.status_code, used, times
 
 
 @asynccontextmanager
@@ -341,6 +364,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=30.0, help="of each number of clients")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--stream", action="store_true", help="also seconds to the first text, and between texts")
     parser.add_argument("--extra", type=json.loads, default={}, help="JSON merged into good bodies")
     parser.add_argument("--soak-minutes", type=float, default=0.0)
     parser.add_argument("--soak-clients", type=int, default=16)

@@ -42,6 +42,17 @@ def test_ten_seconds_of_load_and_mixed_traffic(
     assert len(results["soak"]["memory_mib"]) >= 6
 
 
+def test_streams_are_timed_by_their_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a block base text comes block by block: the first before the answer ends, others behind it."""
+    base = chat_base(context=256, block=4)
+    with serving(Engine(base, sampler=tiny_sampler(base))) as served:
+        flags = ["--url", served.url, "--clients", "3", "--seconds", "1", "--max-tokens", "24", "--stream"]
+        assert recipe.main(flags) == 0  # type: ignore[attr-defined]
+    (row,) = json.loads(capsys.readouterr().out)["load"]
+    assert row["statuses"] == {"200": row["requests"]} and row["tokens_per_second"] > 0
+    assert 0 < row["first_text"]["p50"] < row["p50"] and 0 < row["between_texts"]["p50"] < row["p50"]
+
+
 def test_what_is_no_request_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Too much of it is refused, what never ends is closed, and a connection that may stay open says so."""
     monkeypatch.setattr(guard, "REQUEST_SECONDS", 0.6)
