@@ -31,7 +31,7 @@ fi
 
 if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${BLOCK:-32}" --length "${LENGTH:-384}" --text "${TEXT:-8192}" --chat "${CHAT:-24576}" \
     --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-text 0.1 --share-chat 0.3 --share-files 0.6 \
-    --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-256}" --micro-batch "${MICRO:-32}" --lora-rank "${RANK:-64}" --lora-alpha "${RANK:-64}" \
+    --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-256}" --micro-batch "${MICRO:-32}" --lora-rank "${RANK:-32}" --lora-alpha "${RANK:-32}" \
     --lr "${LR:-1e-3}" --order left_to_right --suffix "${SUFFIX:-0.5}" --sample-batch "${SAMPLE_BATCH:-2048}" --eval-every 0 \
     ${INIT:+--init "$INIT"} ${CORPUS:+--corpus "$CORPUS"}; fi
 
@@ -57,7 +57,7 @@ if stage trajectories; then
 fi
 
 if stage train; then
-    g() { run train --base "$base" --trajectories "$out"/{cool,warm} --heldout-trajectories "$out/heldout" --layers "${LAYERS:-2}" \
+    g() { run train --base "$base" --trajectories "$out"/{cool,warm} --heldout-trajectories "$out/heldout" --layers "${LAYERS:-1}" --mlp "${MLP:-0.75}" \
         --features ${FEATURES:-8 16} --rows 2 --next-share 1 --next-decay 0.2 --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 \
         --output "$out/$1" --max-seconds "${@:2}"; }
     g one "${TRAIN_SECONDS:-300}" --slices 4 --slice-states 35 --lr 2e-3 --warmup 50
