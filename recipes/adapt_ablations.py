@@ -150,6 +150,8 @@ def main() -> None:
     for size, number in sizes.items():
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, default=number)
     args = parser.parse_args()
+    if not args.seconds and args.steps == sizes["steps"]:
+        parser.error("--seconds 0 needs --steps")
     began, (part, parts) = time.monotonic(), map(int, args.share.split("/"))
     args.output.mkdir(parents=True, exist_ok=True)
     make_corpus(args, part, parts)

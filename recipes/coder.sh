@@ -20,6 +20,7 @@ limit=${LIMIT:-0}
 if stage ar; then python3 "$here/coder_tasks.py" score "$AR" --data "$DATA" --output "$out/ar.jsonl" ${LIMIT:+--limit "$LIMIT"}; fi
 
 if stage replies; then
+    rm -f "$out"/replies-*.jsonl  # of a run with other shares
     waits=()
     for ((i = 0; i < gpus; i++)); do
         CUDA_VISIBLE_DEVICES=$i python3 "$here/coder_tasks.py" replies "$AR" --data "$DATA" --output "$out/replies-$i.jsonl" --share "$i/$gpus" \
@@ -49,11 +50,11 @@ if stage joint; then tasks "$out/joint" --decoders joint --tokens-per-step 1 --t
 
 if stage trajectories; then
     rows() { run trajectories --base "$base" --batch-size "${DECODE_BATCH:-512}" --shard-rows "${DECODE_BATCH:-512}" --output "$out/$1" "${@:2}"; }
-    cat "$out"/replies-*.jsonl >"$out/prompts.jsonl"
-    cool=(--prompts "$out/prompts.jsonl" --chat --temperature 0.1 0.2 --top-p 0.9 --max-new-tokens "${ROW_TOKENS:-256}")  # as the paper's instruct recipe
-    rows cool --num "${NUM:-8192}" "${cool[@]}"
+    python3 "$here/coder_tasks.py" prompts "$out"/replies-*.jsonl --output "$out"
+    cool=(--chat --temperature 0.1 0.2 --top-p 0.9 --max-new-tokens "${ROW_TOKENS:-256}")  # as the paper's instruct recipe
+    rows cool --num "${NUM:-8192}" --prompts "$out/prompts.jsonl" "${cool[@]}"
     rows warm --num "${NUM:-8192}" --prompts "$out/prompts.jsonl" --chat --max-new-tokens "${ROW_TOKENS:-256}" --seed 1
-    rows heldout --num "${HELDOUT:-128}" "${cool[@]}" --seed 12
+    rows heldout --num "${HELDOUT:-128}" --prompts "$out/heldout-prompts.jsonl" "${cool[@]}" --seed 12
 fi
 
 if stage train; then

@@ -18,6 +18,7 @@ def flash(
     """`torch.ops.aten._flash_attention_forward`: plain attention of each group of queries to its run of keys."""
     parts = (query_E, key_E, seqused_k)
     assert all(part.dtype == torch.int32 and part.is_contiguous() and part.ndim == 1 for part in parts)
+    assert q.dtype == k.dtype == v.dtype
     assert len(query_E) == len(key_E) == len(seqused_k) + 1 and most_q > 1
     edges, starts, counts = (part.tolist() for part in parts)
     assert edges[0] == 0 and edges[-1] == len(q) and sorted(edges) == edges

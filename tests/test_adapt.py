@@ -283,8 +283,10 @@ def test_training_starts_from_an_adapter(tmp_path: Path) -> None:
     assert begun == pytest.approx(first, abs=0.03)
     with pytest.raises(InputError, match=r"has another rank or is of another model: .*lora_A"):
         adapt(run_config(tmp_path, "other", init=tmp_path / "out", lora_rank=2))
+    with pytest.raises(InputError, match=r"lora_alpha is 8; the adapter in .* has 4"):
+        adapt(run_config(tmp_path, "scale", init=tmp_path / "out", lora_alpha=8))
     with pytest.raises(InputError, match=r"holds no adapter_model\.safetensors"):
-        run_config(tmp_path, init=tmp_path).check_files()
+        run_config(tmp_path, "new", init=tmp_path).check_files()
 
 
 def test_the_adapter_loads_through_peft_alone(tmp_path: Path) -> None:

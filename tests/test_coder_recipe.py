@@ -40,15 +40,19 @@ def test_replies_are_kept_where_they_end_and_are_right(tmp_path: Path, monkeypat
     data = tmp_path / "data"
     write(data / "gsm8k" / "train.jsonl", [{"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}])
     write(data / "math" / "math_train_part.jsonl", [{"problem": "Half of one?", "solution": "\\boxed{\\frac12}"}])
-    row = {"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "test_setup_code": ""}
-    write(data / "mbpp" / "mbpp.jsonl", [row | {"task_id": n, "text": f"Write f {n}."} for n in (20, 590, 601)])
+    row = {"code": "def f(): return 1", "test_list": ["assert f() == 1"], "test_setup_code": ""}
+    rows = [row | {"task_id": n, "text": f"Write f {n}.", "code": f"f{n}"} for n in (20, 590, 601, 602, 603)]
+    rows[3]["text"], rows[4]["code"] = "WRITE f  20", "F 20"  # a test problem's text, and another's program
+    write(data / "mbpp" / "mbpp.jsonl", rows)
+    program = "```python\ndef f():\n    return {}\n```"
     said = {
-        "Two": ["It is 4.", "It is 5.", None, "It is 4."], "Half": ["\\boxed{0.5}", "\\boxed{2}", None, None],
-        "f 601": ["```python\ndef f():\n    return 1\n```", "```python\ndef f():\n    return 2\n```", None, "no"],
-    }  # fmt: skip
+        "Two": [("It is 4.", True), ("It is 5.", True), ("It is 4", False), ("It is 4.\nQ: 5?", True)],
+        "Half": [("\\boxed{0.5}", True), ("\\boxed{2}", True), ("", False), ("\\boxed{0.5}", True)],
+        "f 601": [(program.format(1), True), (program.format(2), True), (program.format(1), False), ("no", True)],
+    }
     asked = []
 
-    def reply(self: Any, prompts: list[str], **how: Any) -> list[str | None]:
+    def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
         assert how["do_sample"] and len(prompts) == 4 == prompts.count(prompts[0])
         asked.append(prompts[0])
         return next(texts for word, texts in said.items() if word in prompts[0])
@@ -60,12 +64,12 @@ def test_replies_are_kept_where_they_end_and_are_right(tmp_path: Path, monkeypat
     ])  # fmt: skip
     recipe.main()
     kept = [json.loads(line)["messages"] for line in (tmp_path / "replies.jsonl").read_text().splitlines()]
-    assert [chat[1]["content"] for chat in kept] == [texts[0] for texts in said.values()]
+    assert [chat[1]["content"] for chat in kept] == [texts[0][0] for texts in said.values()]
     assert [chat[0]["content"] for chat in kept] == asked and [chat[0]["role"] for chat in kept] == ["user"] * 3
 
 
 def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
-    """As transformers' greedy search alone; cut where it ends, None where it does not."""
+    """As transformers' greedy search alone; cut where it ends."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,4 +85,17 @@ def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
         row = alone.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :].tolist()
         ends = [n for n, token in enumerate(row) if token in model.ends]
-        assert text == (tokenizer.decode(row[: ends[0]]) if ends else None)
+        assert text == (tokenizer.decode(row[: ends[0]]) if ends else tokenizer.decode(row), bool(ends))
+
+
+def test_prompts_are_questions_once_and_a_tenth_is_held_out(tmp_path: Path) -> None:
+    replies = [{"messages": [{"role": "user", "content": f"Q{n % 40}"}, {"role": "assistant", "content": str(n)}]}
+               for n in range(100)]  # fmt: skip
+    write(tmp_path / "replies-0.jsonl", replies)
+    load_recipe("coder_tasks").prompts([str(tmp_path / "replies-0.jsonl")], tmp_path)
+    first, held = (
+        [json.loads(line)["prompt"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("prompts", "heldout-prompts")
+    )
+    assert (len(first), len(held)) == (36, 4) and sorted(first + held) == sorted({f"Q{n}" for n in range(40)})
+    assert first != sorted(first)

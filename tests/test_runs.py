@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from adjust_dlm.bases import layers
 from adjust_dlm.bases.attention import Runs, attend, visible
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import apart, side_by_side
 from adjust_dlm.decoders import DECODERS, decode
+from adjust_dlm.decoders.divergence import observe
 from adjust_dlm.decoders.fast import engine
 from adjust_dlm.decoders.machinery.cache import with_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas
@@ -166,3 +168,18 @@ def test_runs_are_found_without_a_question_to_the_device(monkeypatch: pytest.Mon
         runs = visible(state, torch.zeros(1), base.layer_config, column_BN, column_BN > 1)
     assert isinstance(runs, Runs) and runs.packed == 2  # four heads share two of keys
     assert [part.tolist() for part in runs[1:]] == [[0, 4, 6, 8, 12], [1, 1, 4, 4, 0], [2, 3, 2, 4]]
+
+
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_runs_go_through_autocast(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training on a card: a base in bf16, a g in fp32, autocast; the norms of q and k give fp32."""
+    base = tiny_base(family, block=4, end_ids=(1, 5))
+    base.model.to(torch.bfloat16)
+    base.head_matrix = base.head_matrix.bfloat16()
+    kept = by_runs(monkeypatch)
+    monkeypatch.setattr(layers, "frozen_linear", torch.nn.functional.linear)
+    config = DecodeConfig(max_new_tokens=7, tokens_per_step=3, order="entropy")
+    how: dict[str, Any] = {"decoder": "adjust", "sampler": tiny_sampler(base), "temperature": 1.0}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        observe(base, [[BOS, 5, 6], [BOS]], config, rows=[0, 1], new=[7, 7], **how)
+    assert kept and {k.dtype for k, _ in kept} == {torch.bfloat16}

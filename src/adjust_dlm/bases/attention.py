@@ -15,6 +15,7 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.types import State
 
+_GROUPS = 65_535  # that the kernel can be launched for
 _TILE = 128  # queries that flash attention looks at together
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -132,6 +133,8 @@ def visible(
     if masks or not _flash(h, shape) or (size is not None and column_BN is not None and valid_BN is None):
         return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
     count = (real_BL if column_BN is None else column_BN).shape[1]
+    if size is not None and len(real_BL) * -(-count // size) > _GROUPS:
+        return block_mask(state, size, column_BN)[..., :seen]
     (rows, length), device = real_BL.shape, real_BL.device
     row_B1 = torch.arange(rows, device=device)[:, None]
     edge_BG, seen_BG = torch.zeros_like(row_B1), real_BL.sum(-1, keepdim=True)
@@ -160,6 +163,8 @@ def _flash(h: Tensor, shape: Shape) -> bool:
 def _attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
     """Attention by runs: [B, N, heads * d]."""
     rows, heads, count, width = q.shape
+    if torch.is_autocast_enabled(q.device.type):  # which does not know the kernel; norms give fp32 there
+        q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     few = heads // runs.packed
     q = q.unflatten(1, (few, -1)).permute(0, 3, 2, 1, 4).reshape(-1, few, width)  # [B N P, heads / P, d]
     k_all, v_all = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [B L, heads of keys, d]

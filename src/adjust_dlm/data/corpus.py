@@ -116,12 +116,14 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
     paths = {split: folder / f"{split}-files-00000.parquet" for split in SPLITS}
     if all(path.is_file() for path in paths.values()):
         return
-    canvases, long = list[Canvas](), 0
+    canvases, lost = list[Canvas](), 0
     for text in (text for path in config.text_files for text in _texts(path)):
         found = list(_cut(text, config, source) if isinstance(text, str) else _chat(text, config, source))
-        canvases, long = canvases + found, long + (not isinstance(text, str) and not found)
-    if long:
-        logger.warning("corpus: %d chats of the text files are longer than %d tokens: left out", long, config.length)
+        canvases.extend(found)
+        lost += not isinstance(text, str) and not found
+    if lost:
+        said = "corpus: %d chats of the text files are left out: longer than %d tokens, without a reply, or with a MASK"
+        logger.warning(said, lost, config.length)
     require(bool(canvases), f"the text files hold no piece of at least {MIN_FILE_TOKENS} tokens, and no chat that fits")
     held = [n % HELD_OUT_EVERY == 0 and config.heldout > 0 and len(canvases) > 1 for n in range(len(canvases))]
     for split, path in paths.items():
@@ -138,7 +140,9 @@ def _texts(path: Path) -> Iterator[str | Messages]:
         fields = item if isinstance(item, dict) else {}
         text, said = fields.get("text"), fields.get("messages")
         if text is None and isinstance(said, list) and said:
-            good = all(isinstance(m, dict) and isinstance(m.get("content"), str) and m.get("role") for m in said)
+            good = all(
+                isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in said
+            )
             require(
                 good and len(said) > 1 and said[-1]["role"] == "assistant",
                 f"{where}: messages must be objects with a role and a content, and end in a reply of the assistant",

@@ -73,8 +73,8 @@ def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar,
         block=config.block_size,
     )  # fmt: skip
-    if config.init is not None:
-        adapter.start_from(config.init)
+    if config.fresh_from is not None:
+        adapter.start_from(config.fresh_from)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the sampler's caches
         if config.compile:

@@ -15,6 +15,7 @@ from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.files import write_whole
+from adjust_dlm.hub import read_json
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, block_views_mask, ce_chunk, chunked_ce
 from adjust_dlm.types import InputError, require
 
@@ -122,7 +123,11 @@ class AdapterModel(nn.Module):
             a_RD.data, b_OR.data = fresh_RD.to(a_RD.device), b_OR.data.float().zero_()
 
     def start_from(self, folder: Path) -> None:
-        """Takes adapter and MASK of a folder that `save` wrote; raises InputError where they do not fit."""
+        """Takes adapter and MASK of a folder that `save` wrote from the same model.
+
+        Raises:
+            InputError: they are unreadable, or of another rank, scale or shape.
+        """
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -137,6 +142,9 @@ class AdapterModel(nn.Module):
         )
         odd += ["mask_embedding"] if mask_D.shape != self.mask_D.shape else []
         require(not odd, f"the adapter in {folder} has another rank or is of another model: {odd[0] if odd else ''}")
+        config: Any = self.peft.peft_config["default"]
+        alpha, then = config.lora_alpha, read_json(folder / "adapter_config.json").get("lora_alpha")
+        require(alpha == then, f"lora_alpha is {alpha}; the adapter in {folder} has {then}")
         set_peft_model_state_dict(self.peft, found)
         self.mask_D.data.copy_(mask_D)
 

@@ -308,10 +308,19 @@ class AdaptConfig(CorpusConfig):
         """The folder of the corpus, too, and whether the processes can share a batch."""
         super().check_files()
         self.canvases_of_a_pass(int(os.environ.get("WORLD_SIZE", "1")))
-        lost = self.init is not None and not (self.init / "adapter_model.safetensors").is_file()
-        require(not lost, f"init is {self.init}, which holds no adapter_model.safetensors")
+        init = self.fresh_from
+        require(
+            init is None or (init / "adapter_model.safetensors").is_file(),
+            f"init is {init}, which holds no adapter_model.safetensors",
+        )
         good = self.corpus is None or not self.corpus.exists() or self.corpus.is_dir()
         require(good, f"corpus is {self.corpus}, which is not a folder")
+
+    @property
+    def fresh_from(self) -> Path | None:
+        """`init`, unless the output folder has a run to go on with."""
+        goes_on = self.resume == "auto" and (self.output / CHECKPOINT).is_file()
+        return None if goes_on else self.init
 
     @property
     def shares(self) -> dict[str, float]:

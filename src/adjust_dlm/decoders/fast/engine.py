@@ -101,7 +101,7 @@ def heeds(
     decoder: str, sampler: Sampler | None, options: AdjustOptions | VerifiedOptions | None, canvas: Canvas
 ) -> tuple[Sampler | None, AdjustOptions | VerifiedOptions]:
     """The sampler where the decoder takes one, and its options, checked."""
-    options = options or AdjustOptions()
+    options = options or (VerifiedOptions() if decoder == "verified" else AdjustOptions())
     if isinstance(options, AdjustOptions):
         options.check(sampler, canvas.config.candidates)
     return sampler if decoder in _WITH_G else None, options

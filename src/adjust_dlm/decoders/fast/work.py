@@ -61,6 +61,7 @@ class Work:
         lane = self.lane
         width = width_bucket(most, lane.tokens_BL.shape[1])
         if self._verified is not None:
+            width = min(1 << (width - 1).bit_length(), lane.tokens_BL.shape[1])  # each is a capture of a whole round
             key = ("step", "verified", width, *self._verified, lane.noting, self._settings)
             self._run(key, functools.partial(self._play_verified, width, *self._verified))
             return
