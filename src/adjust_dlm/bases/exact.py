@@ -37,7 +37,6 @@ class ExactBase(Base):
         self, joint: Tensor, *, width: int = 32, end_ids: tuple[int, ...] = (), order: OrderRule = "entropy",
         block: int | None = None, shifted: bool = False,
     ) -> None:  # fmt: skip
-        """See the class."""
         words, length = joint.shape[0], joint.ndim
         require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
         require(bool((joint >= 0).all() and joint.sum() > 0), "joint must be non-negative with a positive sum")
@@ -128,7 +127,6 @@ class ExactPartner(Partner):
     """The true p(x_i | x_<i) of an `ExactBase`: an autoregressive model of the very same law."""
 
     def __init__(self, base: ExactBase) -> None:
-        """The partner of `base`."""
         self.base, self.spec, self.name, self.fingerprint = base, base.spec, "exact", base.fingerprint
 
     def read(self, tokens_BN: Tensor, real_BL: Tensor, memory: Any = None) -> tuple[Tensor, Any]:

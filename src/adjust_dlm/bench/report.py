@@ -50,7 +50,6 @@ class ReportConfig:
     plot: bool = True
 
     def __post_init__(self) -> None:
-        """Checks what can be refused before anything is read."""
         require(bool(self.results), "name at least one folder with a result.json")
         require(self.samples >= 0, f"samples is {self.samples}; it must be at least 0")
         folders = [Path(name).resolve() for name in self.results]

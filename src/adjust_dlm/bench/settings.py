@@ -80,7 +80,6 @@ class RuntimeConfig:
     quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
-        """Checks what would otherwise be found out late."""
         for name in ("tokens_per_step", "batch_sizes", "new_tokens"):
             require(all(n >= 1 for n in getattr(self, name)), f"{name} is {getattr(self, name)}; all must be >= 1")
         for name in ("prompt_tokens", "runs"):

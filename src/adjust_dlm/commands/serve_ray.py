@@ -48,7 +48,6 @@ class Replica:
     """One process of a deployment."""
 
     def __init__(self, config: RayServeConfig) -> None:
-        """Loads the model."""
         self._served, self._engine = app_for(config, check(config))
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -37,7 +37,6 @@ class PairedConfig:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks what can be refused before anything is read."""
         require(len(self.files) == 2, f"{len(self.files)} files; name two, A and B")
 
 

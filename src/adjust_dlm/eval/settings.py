@@ -51,7 +51,6 @@ class EvalConfig:
     quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
         self.require_at_least(batch_size=1)
         good = all(k >= 1 for k in self.tokens_per_step)
         require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
@@ -122,7 +121,6 @@ class DivergenceConfig(EvalConfig):
     partner = None  # no decoder that asks one can be measured
 
     def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
         require_kinds(self)
         super().__post_init__()
         self.require_at_least(n=2)  # else there is no interval
@@ -182,7 +180,6 @@ class TableConfig(EvalConfig):
     eager: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
         super().__post_init__()
         self.require_at_least(n=2, divergence=0)
         require(self.divergence != 1, "divergence is 1; give 0, or 2 texts or more")
@@ -260,7 +257,6 @@ class FrontierConfig(TableConfig):
     plot: bool = True
 
     def __post_init__(self) -> None:
-        """As for the table, and the variants of lists."""
         if self.n:
             super().__post_init__()
         for variant in (*self.variants, *self.list_variants):
@@ -327,7 +323,6 @@ class NllConfig:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks what can be refused before a model is loaded."""
         require(bool(self.files), "name at least one file of texts")
         require(self.max_tokens >= 0, f"max_tokens is {self.max_tokens}; it must be at least 0 (0 is all)")
         require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
@@ -357,7 +352,6 @@ class MauveConfig(NllConfig):
     pooling: Pooling = "mean"
 
     def __post_init__(self) -> None:
-        """As for NLL, and the reference."""
         super().__post_init__()
         require(bool(self.reference), "name the texts to compare with: --reference FILE")
         require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")

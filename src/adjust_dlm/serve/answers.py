@@ -81,7 +81,6 @@ class CanvasEvents:
     """The events of /v1/canvas; docs/serving.md says what is in them."""
 
     def __init__(self, model: str, words: Words, work: Work, prompt: Prompt) -> None:
-        """A fresh id."""
         self.words, self.work, self.prompt = words, work, prompt
         self.head = {"id": f"canvas-{secrets.token_hex(12)}", "model": model}
 

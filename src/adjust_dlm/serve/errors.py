@@ -20,7 +20,6 @@ class ApiError(HTTPException):
         self, status: int, message: str, *, code: str | None = None, param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """See the class."""
         super().__init__(status, message, headers)
         self.code, self.param = code, param
 

@@ -76,7 +76,6 @@ class Guard:
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the class."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

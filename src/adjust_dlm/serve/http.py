@@ -71,7 +71,6 @@ class Service:
     """The handlers of one server."""
 
     def __init__(self, engine: Engine, config: AppConfig, metrics: Metrics) -> None:
-        """Starts nothing."""
         self.engine, self.config, self.metrics = engine, config, metrics
         self.created = int(time.time())
         # A tokenizer works for one at a time anyway, and what a long prompt takes is kept by the thread that took it.
@@ -329,7 +328,6 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, engine: Engine, *, drain_seconds: float) -> None:
-        """Listens to nothing yet."""
         super().__init__(
             uvicorn.Config(
                 app, loop="asyncio", http=Connection, ws="none",  # whatever else is installed

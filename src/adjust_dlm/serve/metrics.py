@@ -26,7 +26,6 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """All at zero."""
         self.engine, self.paths, registry = engine, set[str](), CollectorRegistry()
         self.rows_done = self.tokens_done = 0
         self.registry = registry

@@ -32,7 +32,6 @@ class Words:
     """A base's tokenizer for several threads; a base without one reads and writes ids separated by spaces."""
 
     def __init__(self, base: Base) -> None:
-        """See the class."""
         self.base, self._lock = base, threading.Lock()
 
     def encode(self, text: str, *, first: bool = True) -> list[int]:

@@ -232,7 +232,6 @@ class Engine:
     """
 
     def __init__(self, device: torch.device, weights: tuple[Any, ...]) -> None:
-        """Nothing is held yet."""
         self.weights, self.graphs = weights, Graphs(device)
         self.most_lanes, self.most_cells = MOST_LANES, math.inf
         self._lanes: OrderedDict[tuple[Any, ...], Lane] = OrderedDict()

@@ -56,7 +56,6 @@ class Limits:
     namespaces: bool = True
 
     def __post_init__(self) -> None:
-        """Checks every limit."""
         for name, value in vars(self).items():
             require(value > 0 or name == "namespaces", f"{name} is {value}; it must be above 0")
 

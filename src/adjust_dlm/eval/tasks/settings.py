@@ -52,7 +52,6 @@ class DownstreamConfig(EvalConfig):
     eager: bool = False
 
     def __post_init__(self) -> None:
-        """Checks what decoding would otherwise find out late."""
         super().__post_init__()
         self.require_at_least(limit=0, shots=0, num_samples=1)
         require(bool(self.decoders and self.tokens_per_step), "name at least one decoder and one tokens_per_step")
@@ -104,7 +103,6 @@ class MathConfig(DownstreamConfig):
     per_subject: int = 0
 
     def __post_init__(self) -> None:
-        """Checks what reading would find out late."""
         super().__post_init__()
         self.require_at_least(per_subject=0)
         require(
@@ -135,7 +133,6 @@ class CodeConfig(DownstreamConfig):
     workers: int = 0
 
     def __post_init__(self) -> None:
-        """Checks what would otherwise be found out after decoding."""
         super().__post_init__()
         right = self.ks and all(1 <= k <= self.num_samples for k in self.ks)
         require(bool(right), f"ks is {self.ks}; every k must lie in 1..{self.num_samples}, the num_samples")
@@ -171,7 +168,6 @@ class HumanEvalConfig(CodeConfig):
     examples: str = ""
 
     def __post_init__(self) -> None:
-        """As for programs, and the examples."""
         super().__post_init__()
         said = "HumanEval has no examples of its own; name a file of them with --examples"
         require(not self.shots or bool(self.examples), said)
@@ -216,7 +212,6 @@ class ParallelBenchConfig(DownstreamConfig):
     chat: bool = True
 
     def __post_init__(self) -> None:
-        """Tasks, sizes, and what decoding says of every group's settings."""
         require(bool(self.tasks), "name at least one task, or all")
         self.require_at_least(n=0)
         require(0 <= self.shots <= 8, f"shots is {self.shots}; it must be 0 to 8")
