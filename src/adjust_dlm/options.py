@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from adjust_dlm.types import is_number, require, require_count, require_kinds
+from adjust_dlm.types import is_number, require, require_count, require_kinds, require_number
 
 EdlmRule = Literal["best", "resample"]
 EndSwitch = Literal["off", "faithful", "sane"]
@@ -91,7 +90,7 @@ class CascadeOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("tau", self.tau), ("tau_g", self.tau if self.tau_g is None else self.tau_g)):
-            require(is_number(value) and 0 < value < math.inf, f"{name} is {value}; it must be a number above 0")
+            require_number(name, value)
         require_count("calls", self.calls, 0, optional=True)
 
 
@@ -109,7 +108,7 @@ class ThresholdOptions:
     score: Literal["drawn", "likeliest"] = "drawn"
 
     def __post_init__(self) -> None:
-        require(is_number(self.tau) and 0 < self.tau < math.inf, f"tau is {self.tau}; it must be a number above 0")
+        require_number("tau", self.tau)
         require(self.score in ("drawn", "likeliest"), f"score is {self.score!r}; it must be drawn or likeliest")
 
 
@@ -124,7 +123,7 @@ class FactorOptions:
     f: float = 1.0
 
     def __post_init__(self) -> None:
-        require(is_number(self.f) and 0 <= self.f < math.inf, f"f is {self.f}; it must be a number >= 0")
+        require_number("f", self.f, zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +155,8 @@ class KlassOptions:
     history: int = 2
 
     def __post_init__(self) -> None:
-        tau, epsilon = self.tau, self.epsilon_kl
-        require(is_number(tau) and 0 < tau < math.inf, f"tau is {tau}; it must be a number above 0")
+        require_number("tau", self.tau)
+        epsilon = self.epsilon_kl
         require(is_number(epsilon) and epsilon > 0, f"epsilon_kl is {epsilon}; it must be a number above 0")
         require_count("history", self.history, 0)
 
@@ -184,10 +183,10 @@ class EdlmOptions:
     as_released: bool = False
 
     def __post_init__(self) -> None:
-        heat, start, end = self.importance_temperature, self.window_start, self.window_end
+        start, end = self.window_start, self.window_end
         require_kinds(self)
         require_count("completions", self.completions, 1)
-        require(0 < heat < math.inf, f"importance_temperature is {heat}; it must be a finite number above 0")
+        require_number("importance_temperature", self.importance_temperature)
         require(0 <= end <= start <= 1, f"the window runs from {start} to {end}; it must fall, within 1 and 0")
         given = [f.name for f in fields(self)[2:] if getattr(self, f.name) != f.default]
         require(self.rule == "resample" or not given, f"rule 'best' takes no {', '.join(given)}; 'resample' does")
@@ -218,8 +217,7 @@ class SoftOrderOptions:
     alg_temp: float = 0.0
 
     def __post_init__(self) -> None:
-        good = is_number(self.alg_temp) and 0 <= self.alg_temp < math.inf
-        require(good, f"alg_temp is {self.alg_temp}; it must be a finite number >= 0")
+        require_number("alg_temp", self.alg_temp, zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +243,7 @@ class GuidedOptions:
         require(pair, f"eos_eot is {ids!r}; it must be two token ids, or none")
         object.__setattr__(self, "eos_eot", ids and tuple(ids))  # a list in a file
         require_kinds(self)
-        scale = self.cfg_scale
-        require(0 <= scale < math.inf, f"cfg_scale is {scale}; it must be a finite number >= 0")
+        require_number("cfg_scale", self.cfg_scale, zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +257,7 @@ class FastDllmOptions:
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        value = self.threshold
-        require(is_number(value) and 0 <= value < math.inf, f"threshold is {value}; it must be a finite number >= 0")
+        require_number("threshold", self.threshold, zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,11 +278,7 @@ class SdarOptions:
     def __post_init__(self) -> None:
         require_kinds(self)
         require_count("denoising_steps", self.denoising_steps, 1)
-        value = self.confidence_threshold
-        require(
-            is_number(value) and 0 <= value < math.inf,
-            f"confidence_threshold is {value}; it must be a finite number >= 0",
-        )
+        require_number("confidence_threshold", self.confidence_threshold, zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,4 +321,4 @@ class DcdOptions:
 
     def __post_init__(self) -> None:
         require_kinds(self)
-        require(0 <= self.alpha < math.inf, f"alpha is {self.alpha}; it must be a finite number >= 0")
+        require_number("alpha", self.alpha, zero=True)

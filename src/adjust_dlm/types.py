@@ -69,6 +69,19 @@ def require_count(name: str, value: object, least: int, *, optional: bool = Fals
     require(value <= MOST, f"{name} is {value}; it must be at most {MOST}")
 
 
+def require_least(settings: object, **least: float) -> None:
+    """Raises `InputError` unless each of these settings has at least its value."""
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        require(value >= bound, f"{name} is {value}; it must be at least {bound}")
+
+
+def require_number(name: str, value: Any, *, zero: bool = False) -> None:
+    """Raises `InputError` unless a setting is a finite number above 0, or 0 where that is allowed."""
+    good = is_number(value) and 0 <= value < math.inf and (zero or value > 0)
+    require(good, f"{name} is {value!r}; it must be a finite number {'>= 0' if zero else 'above 0'}")
+
+
 def is_id(value: object, least: int, end: int) -> bool:
     """Whether a value is a whole number (numpy's and torch's too), from `least` to before `end`."""
     return isinstance(value, SupportsIndex) and least <= operator.index(value) < end
@@ -173,9 +186,8 @@ class DecodeConfig:
         require_whole("seed", self.seed)
         for name, least in _LEAST.items():
             require_count(name, getattr(self, name), least, optional=getattr(DecodeConfig, name) is None)
-        heat, mass = self.temperature, self.top_p
-        finite = is_number(heat) and 0 <= heat < math.inf
-        require(finite, f"temperature is {heat!r}; it must be a finite number >= 0")
+        require_number("temperature", self.temperature, zero=True)
+        mass = self.top_p
         require(is_number(mass) and 0 < mass <= 1, f"top_p is {mass!r}; it must lie in (0, 1]")
         require(isinstance(self.suppress_eos, bool), f"suppress_eos is {self.suppress_eos!r}; it must be true or false")
         without = self.cache_window is not None and self.cache_period is None

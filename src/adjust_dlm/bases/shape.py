@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adjust_dlm.types import require, require_count
+from adjust_dlm.types import require, require_count, require_number
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _CONTEXT = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # of a config that does not say
@@ -111,7 +110,7 @@ class Shape:
             require(good, f"{name} is {value!r}; it must be a whole number >= 1")
         numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range, **self.rope}
         for name in sorted(numbers.keys() - {"rope_type", "truncate"}):
-            require(_positive(numbers[name]), f"{name} is {numbers[name]!r}; it must be a finite number above 0")
+            require_number(name, numbers[name])
         require_count("block", self.block, 1, optional=True)
         heads, kv = self.num_attention_heads, self.num_key_value_heads
         require(heads % kv == 0, f"num_key_value_heads is {kv}; it must divide the {heads} heads")
@@ -145,10 +144,6 @@ class Shape:
             qk_norm=kind == "qwen3", rope=_rope(facts),
             initializer_range=facts.get("initializer_range", 0.02), block=block,
         )  # fmt: skip
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _head_dim(facts: Mapping[str, Any]) -> Any:

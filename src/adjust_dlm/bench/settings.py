@@ -83,7 +83,7 @@ class RuntimeConfig:
         for name in ("tokens_per_step", "batch_sizes", "new_tokens"):
             require(all(n >= 1 for n in getattr(self, name)), f"{name} is {getattr(self, name)}; all must be >= 1")
         for name in ("prompt_tokens", "runs"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+            require_count(name, getattr(self, name), 1)
         for name in ("seconds", "cell_seconds"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be above 0")
         require(set(self.forms) <= set(FORMS), f"forms are {self.forms}; known are {', '.join(FORMS)}")

@@ -16,6 +16,7 @@ from adjust_dlm.types import (
     OrderRule,
     require,
     require_kinds,
+    require_least,
 )
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ class TrajectoriesConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.num >= 1, f"num is {self.num}; it must be at least 1")
-        require(self.first_row >= 0, f"first_row is {self.first_row}; it must be >= 0")
+        require_least(self, num=1, first_row=0)
         last = self.first_row + self.num - 1
         require(last < EVALUATION_ROWS, f"the last row is {last}; those from {EVALUATION_ROWS} on are for evaluation")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
@@ -189,10 +189,8 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         require_kinds(self)
-        for name in (*SAMPLED, "heldout"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require_least(self, **dict.fromkeys(SAMPLED, 0), heldout=0, sample_batch=1)
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
-        require(self.sample_batch >= 1, f"sample_batch is {self.sample_batch}; it must be at least 1")
         DecodeConfig(temperature=self.sample_temperature, top_p=self.sample_top_p)  # checks them
         require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
         asked = sum(getattr(self, kind) for kind in SAMPLED) + len(self.text_files)

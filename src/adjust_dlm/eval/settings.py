@@ -16,7 +16,16 @@ from adjust_dlm.data.settings import check_prompts
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.plots import check_plot
 from adjust_dlm.eval.tasks.task_files import local_file
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, TokenSource, require, require_kinds
+from adjust_dlm.types import (
+    DEFAULT_BASE,
+    DecodeConfig,
+    OrderRule,
+    Quantize,
+    TokenSource,
+    require,
+    require_kinds,
+    require_least,
+)
 from adjust_dlm.variants import DECODERS, read_variant
 
 Pooling = Literal["mean", "last"]
@@ -51,16 +60,10 @@ class EvalConfig:
     quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
-        self.require_at_least(batch_size=1)
+        require_least(self, batch_size=1)
         good = all(k >= 1 for k in self.tokens_per_step)
         require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
         self.decode_config()
-
-    def require_at_least(self, **least: int) -> None:
-        """Raises InputError unless each of these settings has at least its value."""
-        for name, bound in least.items():
-            value = getattr(self, name)
-            require(value >= bound, f"{name} is {value}; it must be at least {bound}")
 
     def decode_config(self, **changes: Any) -> DecodeConfig:
         """What these settings say of decoding, but for K, with changes."""
@@ -123,7 +126,7 @@ class DivergenceConfig(EvalConfig):
     def __post_init__(self) -> None:
         require_kinds(self)
         super().__post_init__()
-        self.require_at_least(n=2)  # else there is no interval
+        require_least(self, n=2)  # else there is no interval
         good = self.temperatures and all(math.isfinite(t) and t > 0 for t in self.temperatures)
         require(bool(good), f"temperatures are {self.temperatures}; give some above 0 (at 0 a law is one text)")
         require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(TokenSource))}")
@@ -181,7 +184,7 @@ class TableConfig(EvalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(n=2, divergence=0)
+        require_least(self, n=2, divergence=0)
         require(self.divergence != 1, "divergence is 1; give 0, or 2 texts or more")
         good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
         require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
@@ -262,7 +265,7 @@ class FrontierConfig(TableConfig):
         for variant in (*self.variants, *self.list_variants):
             read_variant(variant)
         require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
-        self.require_at_least(list_n=0, list_max_new_tokens=1)
+        require_least(self, list_n=0, list_max_new_tokens=1)
         check_plot(self.plot)
 
 

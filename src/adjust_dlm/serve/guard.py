@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adjust_dlm.serve.errors import ApiError, answer
-from adjust_dlm.types import require
+from adjust_dlm.types import require, require_least
 
 REQUEST_SECONDS = 30.0  # from the first byte of a request to its last
 
@@ -35,9 +35,7 @@ class Limits:
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "tokens", "queue"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} is {value}; it must be at least 1")
+        require_least(self, rows=1, tokens=1, queue=1)
         require(self.seconds > 0, f"seconds is {self.seconds}; it must be above 0")
 
 
@@ -76,6 +74,7 @@ class Guard:
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the class."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -22,6 +22,8 @@ from adjust_dlm.types import (
     require,
     require_count,
     require_kinds,
+    require_least,
+    require_number,
 )
 
 CHECKPOINT = "checkpoint.pt"  # in the output folder
@@ -164,10 +166,8 @@ class TrainConfig(SamplerConfig):
                 f"preset {self.preset} sets {name} to {value!r}; {given!r} was asked for: drop one of the two",
             )
             object.__setattr__(self, name, value)
-        for name in ("rollout", "steps", "slices", "accumulate", "eval_every", "checkpoint_every"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("warmup", "heldout", "heldout_texts", "seed", "untimed"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require_least(self, rollout=1, steps=1, slices=1, accumulate=1, eval_every=1, checkpoint_every=1)
+        require_least(self, warmup=0, heldout=0, heldout_texts=0, seed=0, untimed=0)
         require(self.seed < 2**63, f"seed is {self.seed}; it must be below 2**63")
         require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
         require(
@@ -182,8 +182,7 @@ class TrainConfig(SamplerConfig):
         for name in ("next_share", "reverse", "decay"):
             require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; it is a share, 0..1")
         for name in ("next_decay", "lr"):
-            value = getattr(self, name)
-            require(0 < value < math.inf, f"{name} is {value}; it must be a positive number")
+            require_number(name, getattr(self, name))
         super().__post_init__()
         if self.one_pass:
             self.pool.check_rows(self.slices)
@@ -279,10 +278,8 @@ class AdaptConfig(CorpusConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "micro_batch", "steps", "lora_rank", "log_every"):
-            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("warmup", "eval_every", "checkpoint_every_seconds"):
-            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        require_least(self, batch_size=1, micro_batch=1, steps=1, lora_rank=1, log_every=1)
+        require_least(self, warmup=0, eval_every=0, checkpoint_every_seconds=0)
         for name in ("lr", "clip", "lora_alpha"):
             require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
         require_count("block_size", self.block_size, 1, optional=True)

@@ -12,7 +12,7 @@ from adjust_dlm.eval.settings import EvalConfig
 from adjust_dlm.eval.tasks.parallelbench_tasks import CONFIG, select
 from adjust_dlm.eval.tasks.sandbox import Limits
 from adjust_dlm.eval.tasks.task_files import local_file
-from adjust_dlm.types import require
+from adjust_dlm.types import require, require_least
 
 NEW_TOKENS = {"waiting_line": 32, "waiting_line_n15": 128, "puzzle": 64, "words_to_sentence": 64}
 Grammar = Literal["auto", "off", "languagetool"]
@@ -53,7 +53,7 @@ class DownstreamConfig(EvalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(limit=0, shots=0, num_samples=1)
+        require_least(self, limit=0, shots=0, num_samples=1)
         require(bool(self.decoders and self.tokens_per_step), "name at least one decoder and one tokens_per_step")
         self.variants()  # read, and so checked
 
@@ -104,7 +104,7 @@ class MathConfig(DownstreamConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(per_subject=0)
+        require_least(self, per_subject=0)
         require(
             not self.shots or bool(self.shots_data),
             f"{self.shots} examples are asked for and no file of them is named: give --shots-data FILE or --shots 0",
@@ -136,7 +136,7 @@ class CodeConfig(DownstreamConfig):
         super().__post_init__()
         right = self.ks and all(1 <= k <= self.num_samples for k in self.ks)
         require(bool(right), f"ks is {self.ks}; every k must lie in 1..{self.num_samples}, the num_samples")
-        self.require_at_least(workers=0)
+        require_least(self, workers=0)
         self.limits()
 
     def check_files(self) -> None:
@@ -213,7 +213,7 @@ class ParallelBenchConfig(DownstreamConfig):
 
     def __post_init__(self) -> None:
         require(bool(self.tasks), "name at least one task, or all")
-        self.require_at_least(n=0)
+        require_least(self, n=0)
         require(0 <= self.shots <= 8, f"shots is {self.shots}; it must be 0 to 8")
         good = bool(self.people) and all(2 <= size <= 100 for size in self.people)
         require(good, f"people is {list(self.people)}; give sizes from 2 to 100")
