@@ -183,7 +183,7 @@ def test_logits_in_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tau": 0}, "tau is 0; it must be a number above 0"),
+        ({"tau": 0}, "tau is 0; it must be a finite number above 0"),
         ({"tau": math.inf}, "tau is inf"),
         ({"epsilon_kl": 0}, "epsilon_kl is 0; it must be a number above 0"),
         ({"epsilon_kl": math.nan}, "epsilon_kl is nan"),

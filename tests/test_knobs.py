@@ -274,7 +274,7 @@ def test_a_second_stage_goes_on_from_the_first_and_says_so(exact: ExactBase, fol
         ({"rollout": 7}, r"slice_states is 4; it must exceed the rollout \(7\)"),
         ({"reverse": 2.0}, r"reverse is 2.0; it is a share"),
         ({"next_share": -0.1}, r"next_share is -0.1; it is a share"),
-        ({"next_decay": 0}, "next_decay is 0; it must be a positive number"),
+        ({"next_decay": 0}, "next_decay is 0; it must be a finite number above 0"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
     ],
 )

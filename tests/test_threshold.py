@@ -163,8 +163,8 @@ def test_an_entropy_bound_of_zero_loses_nothing(seed: int) -> None:
 @pytest.mark.parametrize(
     ("decoder", "options", "said"),
     [
-        ("threshold", {"tau": 0}, "tau is 0; it must be a number above 0"),
-        ("threshold", {"tau": "high"}, "tau is high"),
+        ("threshold", {"tau": 0}, "tau is 0; it must be a finite number above 0"),
+        ("threshold", {"tau": "high"}, "tau is 'high'"),
         ("factor", {"f": -1}, "f is -1"),
         ("entropy_bound", {"gamma": math.nan}, "gamma is nan"),
         ("threshold", {"gamma": 1}, "decoder 'threshold' has no option gamma; it has tau"),
