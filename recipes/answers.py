@@ -8,7 +8,9 @@ its first 24 tokens. Seed 3, rows for evaluation, one draw of each; the half-wid
 """
 
 import argparse
+import itertools
 import json
+import random
 import sys
 from collections import Counter
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from adjust_dlm import Base, DecodeConfig, Sampler, load_base, load_sampler
 from adjust_dlm.bases.adapted import load_ar
 from adjust_dlm.data.ar import ar_replies
-from adjust_dlm.data.questions import Fact, held_out_questions
+from adjust_dlm.data.questions import WORDING, Fact, facts
 from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval.generation import half_width
 from adjust_dlm.sampling import EVALUATION_ROWS
@@ -30,6 +32,16 @@ SETTINGS = (
     ("adjust", {"tokens_per_step": 2}), ("adjust", {"tokens_per_step": 4}), ("adjust", {"tokens_per_step": 8}),
     ("adjust", {"tokens_per_step": 4, "candidates": 0}),
 )  # fmt: skip
+
+
+def held_out_questions() -> list[tuple[str, Fact]]:
+    """Each held-out fact once, in its first wording, the kinds in turn."""
+    columns = [[f for f in facts() if f.kind == kind and f.is_held_out()] for kind in WORDING]
+    rng = random.Random("held-out questions")
+    for column in columns:
+        rng.shuffle(column)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*columns))
+    return [(fact.wordings()[0], fact) for fact in turns if fact is not None]
 
 
 def asked(ar: str, number: int, device: torch.device) -> list[tuple[str, Fact]]:

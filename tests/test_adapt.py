@@ -571,13 +571,12 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     program.write_text(
         "import sys, pathlib, torch\n"
         "from adjust_dlm.train.adapt import AdaptConfig, adapt\n"
-        "from adjust_dlm.train.distributed import finish\n"
         "torch.set_num_threads(1)\n"
         f"p = pathlib.Path({str(tmp_path)!r})\n"
         "adapt(AdaptConfig(ar=str(p / 'ar'), output=p / 'two', text=32, chat=0, lists=0, heldout=8, steps=4, lr=1e-3,\n"
         "    text_files=(p / 'text.txt',), length=20, batch_size=8, micro_batch=4, lora_rank=4, lora_alpha=4,\n"
         "    warmup=2, log_every=2, share_files=1.0))\n"
-        "finish()\n"
+        "torch.distributed.destroy_process_group()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -13,8 +13,9 @@ from adjust_dlm.data import questions as module
 from adjust_dlm.data.ar import ar_replies, ar_sample, read_vocabulary
 from adjust_dlm.data.canvases import CorpusConfig, Source
 from adjust_dlm.data.corpus import build_corpus, load_corpus
-from adjust_dlm.data.questions import WORDING, Fact, asks_held_out, facts, held_out_questions, is_held_out, questions
+from adjust_dlm.data.questions import WORDING, Fact, asks_held_out, facts, is_held_out, questions
 from adjust_dlm.types import InputError
+from helpers import load_recipe
 from tiny_ar import IM_END, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -26,7 +27,7 @@ def source() -> Source:
 
 
 def test_no_training_question_names_what_is_held_out() -> None:
-    kept = {fact.about[0].lower() for _, fact in held_out_questions()}
+    kept = {fact.about[0].lower() for _, fact in load_recipe("answers").held_out_questions()}
     seen: dict[str, set[str]] = {kind: set() for kind in WORDING}
     for text, fact in itertools.islice(questions(0), 20_000):
         assert not kept & {name.lower() for name in (*fact.about, *fact.answers)}, fact
@@ -39,7 +40,7 @@ def test_no_training_question_names_what_is_held_out() -> None:
 
 
 def test_held_out_questions_are_each_fact_once_and_all_are_recognized_in_every_wording() -> None:
-    asked = held_out_questions()
+    asked = load_recipe("answers").held_out_questions()
     assert len({fact for _, fact in asked}) == len(asked) == sum(fact.is_held_out() for fact in facts())
     assert {fact.kind for _, fact in asked[:20]} == set(WORDING)
     for _, fact in asked:

@@ -32,11 +32,6 @@ from adjust_dlm.types import DecodeConfig, InputError, require
 FACTS = "base_facts.json"
 GENERATE, REQUIREMENTS = "custom_generate/generate.py", "custom_generate/requirements.txt"
 _FAMILIES: dict[str, type[TransformerBase]] = {"dream": DreamBase, "llada": LladaBase, "adapted": TransformerBase}
-_CLASSES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}  # by model_type of the body
 _NOT_IN_STATES = ("max_position_embeddings", "initializer_range")  # of a shape: facts that change no state
 
 
@@ -56,7 +51,7 @@ def export(sampler: Sampler, base: Base, folder: Path | str, **saved: Any) -> Pa
 
     require_same_base("the sampler", sampler.base_fingerprint, base)
     facts = base_facts(base)
-    section = _CARD.format(model_class=_CLASSES[facts["shape"]["model_type"]])
+    section = _CARD.format(model_class=f"{facts['shape']['model_type'].capitalize()}ForCausalLM")  # Qwen2, Qwen3, Llama
     saved = {"base": facts["spec"]["name"], **saved}
     save_pretrained(sampler, folder, sections=[section], tags=["custom_generate"], **saved)
     needs = f"adjust-dlm>={adjust_dlm.__version__}\n"

@@ -127,14 +127,9 @@ class Student:
 
 
 def weighted_kl(
-    teacher_RD: Tensor,
-    students: Sequence[Student],
-    logits: Head,
-    head_VD: Tensor,
-    *,
-    chunk: int = 4096,
+    teacher_RD: Tensor, students: Sequence[Student], logits: Head, head_VD: Tensor, *, chunk: int = 4096,
     delta: Delta = kl_and_delta,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """sum over students and rows of weight_r KL(W teacher_r || W student_r), differentiable in the students' states.
 
     With another `delta` it is that divergence's sum.

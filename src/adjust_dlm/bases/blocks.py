@@ -45,10 +45,6 @@ def to_edge(state: State, size: int, mask_id: int, columns: int | None = None) -
         return state
     more_BX = torch.arange(columns, device=lacks_B.device) < lacks_B[:, None]
     tokens_BX = torch.full_like(more_BX, mask_id, dtype=state.tokens_BL.dtype)
-    tokens, real, masked = (
-        torch.cat([part_BL, part_BX], 1)
-        for part_BL, part_BX in zip(
-            (state.tokens_BL, state.real_BL, state.masked_BL), (tokens_BX, more_BX, more_BX), strict=True
-        )
-    )
+    pairs = (state.tokens_BL, tokens_BX), (state.real_BL, more_BX), (state.masked_BL, more_BX)
+    tokens, real, masked = (torch.cat(pair, 1) for pair in pairs)
     return State(tokens, real, masked)

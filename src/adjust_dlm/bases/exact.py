@@ -81,18 +81,11 @@ class ExactBase(Base):
             return self._states(self.marginals(state.tokens_BL))
         require(not self.lag or not bool(state.masked_BL[:, 0].any()), "a shifted exact base must be given token 0")
         column_L = torch.arange(self.length)
-        seen = [
-            state.tokens_BL.masked_fill(column_L >= end, self.spec.mask_id)
-            for end in range(size, self.length + size, size)
-        ]
-        p_BLV = torch.cat(
-            [
-                self.marginals(tokens_BL).roll(-self.lag, 1)[:, n * size : (n + 1) * size]
-                for n, tokens_BL in enumerate(seen)
-            ],
-            1,
-        )
-        return self._states(p_BLV)
+        parts = []
+        for first in range(0, self.length, size):
+            seen_BL = state.tokens_BL.masked_fill(column_L >= first + size, self.spec.mask_id)
+            parts.append(self.marginals(seen_BL).roll(-self.lag, 1)[:, first : first + size])
+        return self._states(torch.cat(parts, 1))
 
     def hidden_causal(self, state: State) -> Tensor:
         """Row i is the exact log p(x_i | revealed left of i)."""

@@ -34,10 +34,8 @@ class CausalPartner(Partner):
         # transformers renamed the argument between the floor version and now.
         known = inspect.signature(model.base_model.forward).parameters
         self._memory_name = "cache" if "cache" in known else "past_key_values"
-        rows = {key: sampled_rows(weight) for key, weight in model.named_parameters()}
-        self.fingerprint = hashlib.sha256(
-            b"".join(r.view(torch.int16).numpy().tobytes() for r in rows.values())
-        ).hexdigest()
+        rows = [sampled_rows(weight).view(torch.int16).numpy() for weight in model.parameters()]
+        self.fingerprint = hashlib.sha256(b"".join(row.tobytes() for row in rows)).hexdigest()
         self._embedded = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
 
     @torch.no_grad()

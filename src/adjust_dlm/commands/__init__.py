@@ -30,13 +30,15 @@ def named(where: str) -> Any:
 
 
 _TABLE: dict[str, tuple[str, ...]] = {
-    "bases": ("List bases and samplers, what is cached, sizes.", "commands.bases:BasesConfig"),
+    "bases": ("List bases and samplers, what is cached, sizes.", "commands.bases:ListConfig"),
     "fetch":
         ("Fetch the default base's autoregressive weights.", "commands.bases:FetchConfig", "commands.bases:run_fetch"),
     "generate": ("Write text with any decoder.", "commands.generate:GenerateConfig"),
     "chat": ("Talk to a base; its replies fill in live.", "commands.chat:ChatConfig"),
     "compare": ("Joint, parallel and ADJUST side by side on one prompt.", "commands.compare:CompareConfig"),
-    "decoders": ("List decoders: what they do, their settings, what they need.", "commands.decoders:DecodersConfig"),
+    "decoders":
+        ("List decoders: what they do, their settings, what they need.",
+         "commands.bases:ListConfig", "commands.decoders:run"),
     "serve":
         ("Serve a base to OpenAI's clients; infilling and a stream of every commit.", "commands.serve:ServeConfig"),
     "trajectories":

@@ -13,8 +13,8 @@ from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class BasesConfig:
-    """Settings of `adjust bases`.
+class ListConfig:
+    """Settings of `adjust bases` and `adjust decoders`.
 
     Attributes:
         json: one JSON object instead of tables.
@@ -25,7 +25,7 @@ class BasesConfig:
     output: Path | None = None
 
 
-def run(flags: BasesConfig) -> Outcome:
+def run(flags: ListConfig) -> Outcome:
     """Lists bases, samplers and the cache; loads no model and fetches nothing."""
     results = {"bases": _bases(), "cache": _cache()}
     if flags.json:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
+from dataclasses import MISSING, fields
 from typing import Any
 
+from adjust_dlm.commands.bases import ListConfig
 from adjust_dlm.commands.common import DrawFlags
 from adjust_dlm.commands.output import Outcome, say, show_table, to_json
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodersConfig:
-    """Settings of `adjust decoders`.
-
-    Attributes:
-        json: one JSON object instead of a table.
-        output: folder for result.json and run.yaml.
-    """
-
-    json: bool = False
-    output: Path | None = None
-
-
-def run(flags: DecodersConfig) -> Outcome:
+def run(flags: ListConfig) -> Outcome:
     """Lists them; loads no model."""
     results = {"decoders": listed()}
     if flags.json:

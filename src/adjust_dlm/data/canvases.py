@@ -56,11 +56,10 @@ def chat_canvas(
 def canvases(config: CorpusConfig, source: Source, split: str, kind: str, shard: int, rows: int) -> Iterator[Canvas]:
     """The stream of canvases of one shard; its first `rows` are the shard."""
     stream = 2 * KINDS.index(kind) + SPLITS.index(split)
-    first_row = (stream << 40) + (shard << 24)
+    first_row, seed = (stream << 40) + (shard << 24), (config.seed << 32) + shard
     if kind == "lists":
-        return _list_canvases(config, source, seed=(config.seed << 32) + shard, held_out=split == "heldout")
+        return _list_canvases(config, source, seed, held_out=split == "heldout")
     if kind == "questions":
-        seed = (config.seed << 32) + shard
         return _question_canvases(config, source, seed, first_row, rows, held_out=split == "heldout")
     if kind == "text":
         prefix = [source.vocabulary.bos_id]

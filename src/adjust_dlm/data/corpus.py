@@ -28,6 +28,7 @@ from adjust_dlm.bases.tokenizers import Messages, chat_ids
 from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.data.canvases import Canvas, Source, canvases
 from adjust_dlm.data.settings import KINDS, MANIFEST, SPLITS, CorpusConfig, require_corpus
+from adjust_dlm.data.store import write_columns
 from adjust_dlm.data.texts import json_value, lines_of, read_text
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import read_json
@@ -202,17 +203,12 @@ def _claim(folder: Path, config: CorpusConfig) -> None:
 def _write(path: Path, canvases: list[Canvas], kind: str) -> None:
     """One shard, whole or not at all."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     tokens = np.array([tokens for tokens, _ in canvases], dtype=np.int32)
     length = tokens.shape[1] if len(canvases) else 1
-    table = pa.table(
-        {
-            "tokens": pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), length),
-            "prompt_len": pa.array([prompt for _, prompt in canvases], pa.int16()),
-            "kind": pa.array([KINDS.index(kind)] * len(canvases), pa.int8()),
-        }
-    )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_whole({path: sink.getvalue()})
+    columns = {
+        "tokens": pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), length),
+        "prompt_len": pa.array([prompt for _, prompt in canvases], pa.int16()),
+        "kind": pa.array([KINDS.index(kind)] * len(canvases), pa.int8()),
+    }
+    write_columns(path, columns)

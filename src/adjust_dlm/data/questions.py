@@ -311,16 +311,6 @@ def questions(seed: int, *, held_out: bool = False) -> Iterator[tuple[str, Fact]
         yield rng.choice(fact.wordings()), fact
 
 
-def held_out_questions() -> list[tuple[str, Fact]]:
-    """Each held-out fact once, in its first wording, the kinds in turn."""
-    columns = [[f for f in facts() if f.kind == kind and f.is_held_out()] for kind in WORDING]
-    rng = random.Random("held-out questions")
-    for column in columns:
-        rng.shuffle(column)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*columns))
-    return [(fact.wordings()[0], fact) for fact in turns if fact is not None]
-
-
 def asks_held_out(text: str) -> bool:
     """Whether a user's turn may ask for a held-out fact: it names the country, or asks about the word or the pair.
 

@@ -94,21 +94,26 @@ def write_shard(folder: Path, rows: Range, trajectories: list[Trajectory], promp
         OSError: the file cannot be written (nothing half-written stays).
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     assert [t.row for t in trajectories] == list(range(*rows)), f"rows of {shard_name(rows)} are not its range"
-    table = pa.table(
-        {
-            "row": pa.array([t.row for t in trajectories], pa.int64()),
-            "seed": pa.array([t.seed for t in trajectories], pa.int64()),
-            "tokens": pa.array([t.tokens_L.numpy() for t in trajectories], pa.list_(pa.int32())),
-            "order": pa.array([t.order_L.numpy() for t in trajectories], pa.list_(pa.int16())),
-            "prompt_len": pa.array(prompt_lens, pa.int32()),
-        }
-    )
+    columns = {
+        "row": pa.array([t.row for t in trajectories], pa.int64()),
+        "seed": pa.array([t.seed for t in trajectories], pa.int64()),
+        "tokens": pa.array([t.tokens_L.numpy() for t in trajectories], pa.list_(pa.int32())),
+        "order": pa.array([t.order_L.numpy() for t in trajectories], pa.list_(pa.int16())),
+        "prompt_len": pa.array(prompt_lens, pa.int32()),
+    }
+    write_columns(folder / shard_name(rows), columns, write_page_checksum=True)
+
+
+def write_columns(path: Path, columns: dict[str, Any], **how: Any) -> None:
+    """A parquet file of pyarrow arrays, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    write_whole({folder / shard_name(rows): sink.getvalue()})
+    pq.write_table(pa.table(columns), sink, compression="zstd", **how)
+    write_whole({path: sink.getvalue()})
 
 
 def read_shard(path: Path) -> Any:

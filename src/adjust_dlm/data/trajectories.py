@@ -30,11 +30,7 @@ from adjust_dlm.decoders import decode
 from adjust_dlm.progress import Bar
 from adjust_dlm.provenance import versions
 from adjust_dlm.sampler import load_sampler, weights_digest
-from adjust_dlm.types import (
-    DecodeConfig,
-    Trajectory,
-    require,
-)
+from adjust_dlm.types import DecodeConfig, Trajectory, require
 
 logger = logging.getLogger(__name__)
 

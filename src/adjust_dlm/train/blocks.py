@@ -59,10 +59,8 @@ class BlockSlices:
 
     def to(self, device: torch.device) -> BlockSlices:
         """A copy there."""
-        tokens_BL, real_BL, masked_BL, inside_NL = (
-            part.to(device, non_blocking=True)
-            for part in (self.texts.tokens_BL, self.texts.real_BL, self.texts.masked_BL, self.inside_NL)
-        )
+        parts = (self.texts.tokens_BL, self.texts.real_BL, self.texts.masked_BL, self.inside_NL)
+        tokens_BL, real_BL, masked_BL, inside_NL = (part.to(device, non_blocking=True) for part in parts)
         return BlockSlices(State(tokens_BL, real_BL, masked_BL), inside_NL, to_device(self.views, device), self.lag)
 
 

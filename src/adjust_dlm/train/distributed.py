@@ -65,9 +65,3 @@ def require_same(name: str, value: Any) -> None:
         all(other == values[0] for other in values),
         f"{name} differs between ranks: {', '.join(map(str, values))}; all machines must see the same folders",
     )
-
-
-def finish() -> None:
-    """Leaves the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -76,13 +76,16 @@ def masked_batch(tokens_BL: Tensor, masked_BL: Tensor, weights_B: Tensor, *, chu
     flat_R = masked_BL.flatten().nonzero()[:, 0]
     length = tokens_BL.shape[1]
     scoring_R = torch.where(flat_R % length == 0, flat_R, flat_R - 1)
-    pad = -len(flat_R) % chunk if len(flat_R) else chunk
+    tokens_BL = tokens_BL.long()
+    weights_R = weights_B.float()[flat_R // length]
+    return MaskedBatch(tokens_BL, masked_BL, *_filled(chunk, scoring_R, tokens_BL.flatten()[flat_R], weights_R))
 
-    def filled(values_R: Tensor) -> Tensor:
-        return torch.cat([values_R, values_R.new_zeros(pad)])
 
-    targets_R, weights_R = tokens_BL.flatten()[flat_R].long(), weights_B.float()[flat_R // length]
-    return MaskedBatch(tokens_BL.long(), masked_BL, *map(filled, (scoring_R, targets_R, weights_R)))
+def _filled(chunk: int, *parts_R: Tensor) -> list[Tensor]:
+    """Filled up with zeros to a multiple of the chunk, at least one."""
+    count = len(parts_R[0])
+    pad = -count % chunk if count else chunk
+    return [torch.cat([part_R, part_R.new_zeros(pad)]) for part_R in parts_R]
 
 
 def open_positions(tokens_BL: Tensor, prompt_len_B: Tensor, end_ids: Sequence[int], size: int) -> Tensor:
@@ -116,9 +119,8 @@ def block_batch(
     masked = torch.cat([torch.zeros_like(open_BL), *hidden_B2L.unbind(1)], 1)
     tokens = tokens_BL.long().repeat(1, 3)
     flat_R = shown.flatten().nonzero()[:, 0]
-    pad = -len(flat_R) % chunk if len(flat_R) else chunk
-    parts = (flat_R - 1, tokens.flatten()[flat_R], weights_B3L.float().flatten()[flat_R])
-    return MaskedBatch(tokens, masked, *(torch.cat([part, part.new_zeros(pad)]) for part in parts))
+    weights_R = weights_B3L.float().flatten()[flat_R]
+    return MaskedBatch(tokens, masked, *_filled(chunk, flat_R - 1, tokens.flatten()[flat_R], weights_R))
 
 
 def hidden_in_views(count: int, length: int, size: int, suffix: float, generator: torch.Generator) -> Tensor:

@@ -25,13 +25,9 @@ _GIB = 1 << 30
 
 
 def preflight(
-    run: Run,
-    folder: Path,
-    *,
-    step: Callable[[Run], Any],
-    evaluate: Callable[[Run], Any],
+    run: Run, folder: Path, *, step: Callable[[Run], Any], evaluate: Callable[[Run], Any],
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Time and memory of a few real steps on this device; writes nothing, and leaves `run` good for nothing.
 
     hours = (steps left x seconds of a step + evaluations left x seconds of one) / 3600. Checkpoints are not in it.

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.losses import Delta, Student, kl_and_delta, row_weights, weighted_kl
-from adjust_dlm.types import (
-    MASKED,
-    NEXT_DECAY,
-    NEXT_SHARE,
-    RowWeights,  # fmt: skip
-    State,
-)
+from adjust_dlm.types import MASKED, NEXT_DECAY, NEXT_SHARE, RowWeights, State
 
 NEVER = 1 << 20  # stands for the order of a position that the trajectory never revealed
 Step = Callable[[Tensor, State], Tensor]
