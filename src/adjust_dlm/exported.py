@@ -27,7 +27,7 @@ from adjust_dlm.files import write_whole
 from adjust_dlm.hub import SAMPLER as CONFIG
 from adjust_dlm.hub import local, read_json
 from adjust_dlm.sampler import WEIGHTS, Sampler, load_sampler, require_same_base
-from adjust_dlm.types import DecodeConfig, InputError, require
+from adjust_dlm.types import DecodeConfig, InputError, refusing, require
 
 FACTS = "base_facts.json"
 GENERATE, REQUIREMENTS = "custom_generate/generate.py", "custom_generate/requirements.txt"
@@ -107,11 +107,8 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
     require(head is not None, f"the model is a {type(model).__name__}, without a head; load it as a CausalLM class")
     with torch.device("meta"):
         body = Body(shape)
-    try:
+    with refusing(f"the model's tensors are not those of a plain {shape.model_type}", RuntimeError):
         body.load_state_dict(model.base_model.state_dict(), assign=True)  # the tensor names are the same
-    except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"the model's tensors are not those of a plain {shape.model_type}: {said}") from error
     spec = BaseSpec(**{**facts["spec"], "end_ids": tuple(facts["spec"]["end_ids"])})
     digest = weights_fingerprint(body, head.weight, spec.mask_id)
     require(

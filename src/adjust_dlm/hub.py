@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, refusing, require
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
 SAMPLER = "sampler.json"  # the config of a g
@@ -30,10 +30,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InputError: there is none, or a name stands in it twice.
     """
-    try:
+    with refusing(f"{path} is not JSON", OSError, ValueError):
         content: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not JSON: {error}") from error
     require(isinstance(content, dict), f"{path} holds a {type(content).__name__}; an object is wanted")
     return dict(content)
 

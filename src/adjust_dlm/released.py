@@ -16,7 +16,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.tensor_files import check_shapes, read_index, some
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import InputError, SamplerConfig, require
+from adjust_dlm.types import SamplerConfig, refusing, require
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,11 @@ def _read(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     found: dict[str, Any] = {}
+    kinds = OSError, RuntimeError, EOFError, TypeError, ValueError, pickle.PickleError, SafetensorError
     for file in _files(path):
-        try:
+        with refusing(f"cannot read the checkpoint {file}", *kinds, first=True):
             safe = file.suffix == ".safetensors"
             found |= load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, TypeError, ValueError, pickle.PickleError, SafetensorError) as error:
-            said = (str(error) or repr(error)).splitlines()[0]
-            raise InputError(f"cannot read the checkpoint {file}: {said}") from error
     mine = {name: tensor for name, tensor in found.items() if name.startswith(PREFIX)}
     others = sorted(found.keys() - mine.keys())
     require(all(isinstance(x, Tensor) for x in found.values()), f"{path} is no flat mapping of names to tensors")

@@ -28,7 +28,7 @@ from adjust_dlm.bases.tensor_files import check_finite, read_header
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import SAMPLER as CONFIG
 from adjust_dlm.hub import once, require_init, require_sampler
-from adjust_dlm.types import InputError, SamplerConfig, State, require
+from adjust_dlm.types import InputError, SamplerConfig, State, refusing, require
 
 WEIGHTS = "sampler.safetensors"
 
@@ -225,12 +225,9 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     require_same_base(f"sampler {folder}", facts["base_fingerprint"], base)
     sampler = Sampler(base, SamplerConfig(**facts["config"]))
     sampler.trained_on = facts.get("trained_on")
-    try:
+    with refusing(f"cannot read the sampler weights {folder / WEIGHTS}", OSError, SafetensorError, RuntimeError):
         sampler.load_state_dict(load_file(folder / WEIGHTS))
         read_header(folder / WEIGHTS)  # integers are refused
-    except (OSError, SafetensorError, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"cannot read the sampler weights {folder / WEIGHTS}: {said}") from error
     sampler = sampler.to(base.device, base.dtype).eval().requires_grad_(False)
     check_finite(folder / WEIGHTS, sampler.state_dict())
     return sampler

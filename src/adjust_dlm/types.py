@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from os import PathLike
@@ -43,6 +44,19 @@ MOST = 2**31 - 1  # of any count: arithmetic with it stays within int64
 
 class InputError(ValueError):
     """Bad input from the user: the command line exits with 2 and prints this one line."""
+
+
+@contextmanager
+def refusing(what: str, *kinds: type[Exception], first: bool = False, hint: str = "") -> Iterator[None]:
+    """Makes errors of other code an `InputError` of one line: what went wrong, what they say, and what to do.
+
+    `first` takes the first of their lines alone.
+    """
+    try:
+        yield
+    except kinds as error:
+        said = str(error) or repr(error)
+        raise InputError(f"{what}: {said.splitlines()[0] if first else ' '.join(said.split())}{hint}") from error
 
 
 def is_number(value: object) -> bool:

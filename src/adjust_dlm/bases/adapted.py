@@ -23,7 +23,7 @@ from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import PATTERNS, local, read_json, require_ar
-from adjust_dlm.types import InputError, Quantize, check_placement, require
+from adjust_dlm.types import Quantize, check_placement, refusing, require
 
 MODELS = Path(__file__).parents[1] / "models"  # what ships with the package
 FACTS, LORA = "base.json", "adapter_config.json"
@@ -59,22 +59,17 @@ def load_ar(source: str, *, device: torch.device | str = "cpu", dtype: torch.dty
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     folder = ar_folder(source, weights=True)
-    try:
+    kinds = OSError, ValueError, RuntimeError, SafetensorError
+    with refusing(f"cannot load the autoregressive model {folder}", *kinds, first=True):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"cannot load the autoregressive model {folder}: {_first_line(error)}") from error
     model, report = loaded
     # transformers fills such weights with random numbers and only warns.
     lost = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     require(not lost, f"the autoregressive model {folder} has missing or misshapen weights: {', '.join(lost[:3])}")
     return model.to(device).eval().requires_grad_(False), tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or repr(error)).splitlines()[0]
 
 
 def file_digest(*paths: Path) -> str:
@@ -159,14 +154,13 @@ def _merge(path: Path, facts: dict[str, Any]) -> Any:
     from safetensors.torch import load_file
 
     model, _ = load_ar(facts["ar"])
-    try:
+    kinds = OSError, ValueError, RuntimeError, SafetensorError, KeyError
+    with refusing(f"cannot read the adapter in {path}", *kinds, first=True):
         for file in (ADAPTER, MASK_EMBEDDING):
             read_header(path / file)
         adapted = PeftModel.from_pretrained(model, str(path))
         found = load_file(path / ADAPTER).keys()
         row = load_file(path / MASK_EMBEDDING)["mask_embedding"]
-    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
-        raise InputError(f"cannot read the adapter in {path}: {_first_line(error)}") from error
     # peft leaves a fresh adapter where a tensor is missing and only warns.
     odd = sorted(found ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
     require(not odd, f"the adapter in {path} does not fit: missing or unknown tensors {', '.join(odd[:3])}")

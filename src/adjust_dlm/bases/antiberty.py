@@ -22,7 +22,7 @@ from adjust_dlm.bases import smol_files
 from adjust_dlm.bases.base import Base, BaseSpec, freeze, register_base
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.smol_files import Source, cache_dir
-from adjust_dlm.types import InputError, State, require
+from adjust_dlm.types import InputError, State, refusing, require
 
 # The wheel's own sum covers everything in it, and there is no GGUF.
 ANTIBERTY = Source("antiberty", "0.1.3", "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a", "")
@@ -176,8 +176,6 @@ def read_wheel(path: Path, sha256: str) -> tuple[Any, list[str]]:
         weights = torch.load(io.BytesIO(archive.read(WEIGHTS)), map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):  # the class draws weights, all of which are replaced
         model: Any = BertForMaskedLM(BertConfig(**config))
-    try:
+    with refusing(f"the weights in {path} do not fit", RuntimeError):
         model.load_state_dict({name: w for name, w in weights.items() if not name.startswith(UNUSED)})
-    except RuntimeError as error:
-        raise InputError(f"the weights in {path} do not fit: {' '.join(str(error).split())}") from error
     return model, words

@@ -18,7 +18,7 @@ from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.bases.tokenizers import chat_ids
 from adjust_dlm.hub import require_device
-from adjust_dlm.types import InputError, OrderOn, OrderRule, State, require, require_count, require_kinds
+from adjust_dlm.types import InputError, OrderOn, OrderRule, State, refusing, require, require_count, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,10 +276,8 @@ class Base(ABC):
 
     def render_messages(self, messages: list[dict[str, str]]) -> str:
         """Text of a conversation in the chat template; raises InputError for messages that do not fit it."""
-        try:
+        with refusing(f"the chat template of base {self.spec.name!r} failed", Exception):  # it is a program of its own
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of its own
-            raise InputError(f"the chat template of base {self.spec.name!r} failed: {error}") from error
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids up to the first end token, special tokens dropped."""

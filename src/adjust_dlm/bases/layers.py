@@ -20,7 +20,7 @@ from adjust_dlm.bases.attention import Rotary, Seen, attend, fuses, turn, turned
 from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
-from adjust_dlm.types import InputError, State, require
+from adjust_dlm.types import State, refusing, require
 
 _PACKED = 1 << 23  # numbers of a matrix that a CPU keeps twice: all of those of a base of half a billion parameters
 
@@ -308,7 +308,7 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device, block:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with refusing(f"cannot load the model in {folder}", OSError, ValueError, SafetensorError, RuntimeError):
         with torch.device("meta"):
             body = Body(Shape.of(json.loads((folder / "config.json").read_text()), block))
         weights = load_file(folder / "model.safetensors", device=str(device))
@@ -316,8 +316,6 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device, block:
         require(not odd, f"{', '.join(odd[:3])}; weights must be floats of 16 bits or more")
         body.load_state_dict({name: w.to(dtype) for name, w in weights.items()}, assign=True)
         body.rotary.to(device)
-    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
-        raise InputError(f"cannot load the model in {folder}: {' '.join(str(error).split())}") from error
     return body
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.types import DeviceMap, InputError, Quantize, require
+from adjust_dlm.types import DeviceMap, Quantize, refusing, require
 
 
 def quantize_body(base: TransformerBase, kind: Quantize | None) -> None:
@@ -24,7 +24,7 @@ def quantize_body(base: TransformerBase, kind: Quantize | None) -> None:
     base.quantized = kind
     if kind is None:
         return
-    try:
+    with refusing(f"quantize {kind} does not work here", RuntimeError, AssertionError, NotImplementedError):
         if kind == "fp8-dynamic":
             in_fp8_layers(base.model)
         else:
@@ -32,8 +32,6 @@ def quantize_body(base: TransformerBase, kind: Quantize | None) -> None:
 
             plain = {"set_inductor_config": False}  # which would search for kernels for minutes
             quantize_(base.model, Int8WeightOnlyConfig(**plain) if kind == "int8" else Float8WeightOnlyConfig(**plain))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"quantize {kind} does not work here: {' '.join(str(error).split())}") from error
 
 
 def place(base: TransformerBase, device_map: DeviceMap, device: torch.device) -> TransformerBase:
@@ -49,7 +47,7 @@ def place(base: TransformerBase, device_map: DeviceMap, device: torch.device) ->
     places = _spread(base.model, device_map) if isinstance(device_map, str) else dict(device_map)
     on_disk = "disk" in map(str, places.values())
     require(not on_disk, "some layers would lie on disk, beside the devices and the CPU; that is not supported")
-    try:
+    with refusing(f"device_map {places} does not work here", ValueError, RuntimeError, AssertionError):
         where = {torch.device(place) for place in places.values()}
         if len(where) == 1:
             (device,) = where
@@ -57,8 +55,6 @@ def place(base: TransformerBase, device_map: DeviceMap, device: torch.device) ->
         else:
             base.model = dispatch_model(base.model, places, main_device=device, force_hooks=True)
         base.head_matrix = base.head_matrix.to(device)
-    except (ValueError, RuntimeError, AssertionError) as error:
-        raise InputError(f"device_map {places} does not work here: {' '.join(str(error).split())}") from error
     return base
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.hub import read_json
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, refusing, require
 
 HEAD = "lm_head.weight"  # our name of it
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -116,13 +116,11 @@ def read_header(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes; InputError for a file that is not as long as its header says, or a tensor that is no float."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, "pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            odd = [f"{n} is {x.get_dtype()}" for n, x in parts.items() if x.get_dtype() not in _FLOATS]
-            shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} is damaged or no safetensors file: {error}; download it again") from error
+    damaged = f"{path} is damaged or no safetensors file"
+    with refusing(damaged, OSError, SafetensorError, hint="; download it again"), safe_open(path, "pt") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        odd = [f"{n} is {x.get_dtype()}" for n, x in parts.items() if x.get_dtype() not in _FLOATS]
+        shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
     require(not odd, f"{path}: {some(odd)}; weights must be one of {', '.join(_FLOATS)}")
     return shapes
 
@@ -201,11 +199,9 @@ def open_gguf(path: Path) -> tuple[Meta, TensorFiles]:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
-    try:
+    with refusing(f"{path} is damaged or no GGUF", OSError, ValueError, KeyError, IndexError):
         reader = GGUFReader(path)
         meta = {key: _plain(field.contents()) for key, field in reader.fields.items()}
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise InputError(f"{path} is damaged or no GGUF: {error}") from error
     found, place = {tensor.name: tensor for tensor in reader.tensors}, int(reader.data_offset)
     for name, tensor in found.items():  # one behind the other, each padded to the alignment: llama.cpp's own rule
         said = f"the data of {name} should start at byte {place}, not {tensor.data_offset}; download it again"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adjust_dlm.hub import once
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, refusing, require
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -86,7 +86,7 @@ class FileTokenizer:
         """Reads the files; raises InputError if they are no tokenizer, or give an added token an id it cannot get."""
         from tokenizers import AddedToken, Tokenizer
 
-        try:
+        with refusing(f"cannot read the tokenizer {file}", Exception):  # tokenizers raises nothing narrower
             self.backend_tokenizer = Tokenizer.from_file(str(file))
             self.backend_tokenizer.no_truncation()  # a file may ask for either
             self.backend_tokenizer.no_padding()
@@ -101,8 +101,6 @@ class FileTokenizer:
                     raise ValueError(f"the special token {name!r} has no id in its files")
                 if self.encode(name) != [known]:
                     self.backend_tokenizer.add_special_tokens([name])
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise InputError(f"cannot read the tokenizer {file}: {error}") from error
         self.chat_template = chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

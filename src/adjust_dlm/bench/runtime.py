@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from adjust_dlm.bases import Base, load_base
+from adjust_dlm.bases import load_base
 from adjust_dlm.bases.base import pick_device
 from adjust_dlm.bases.placement import quantize_body
 from adjust_dlm.bench.clock import ceilings, limit
@@ -45,8 +45,9 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
     cells = grid(config.forms, config.decoders, config.tokens_per_step, batches, lengths)
     require(bool(cells), f"none of {', '.join(config.decoders)} has one of the forms {', '.join(config.forms)}")
     bench = bench or open_bench(config)
-    _check_forms(config, bench.base)
     base, most, rows = bench.base, bench.most, list[Row]()
+    able = base.spec.block is None or set(config.forms) <= {"eager", "fast"}
+    require(able, f"forms are {config.forms}; a base with blocks has eager and fast alone")
     out: Row = {
         "rows": [], "left_out": [],
         "ceilings": {
@@ -87,14 +88,6 @@ def _kind(bench: Bench, cell: Cell) -> Callable[[Bench, Cell], list[Row]]:
         return component_cell
     waits = bench.tokens_per_wait and cell.form != "eager" and read_variant(cell.decoder).name == "verified"
     return wait_cell if waits else decode_cell
-
-
-def _check_forms(config: RuntimeConfig, base: Base) -> None:
-    """Raises InputError for forms that a block base does not have."""
-    odd = [form for form in config.forms if form not in ("eager", "fast")]
-    require(
-        base.spec.block is None or not odd, f"forms are {config.forms}; a base with blocks has eager and fast alone"
-    )
 
 
 def _reason(error: Exception, left: float, most: float) -> str:

@@ -24,7 +24,7 @@ import yaml
 
 from adjust_dlm import words
 from adjust_dlm.commands import FLAGS
-from adjust_dlm.types import InputError, in_words
+from adjust_dlm.types import InputError, in_words, require
 
 C = TypeVar("C")
 _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")
@@ -53,8 +53,7 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path, action="append", default=[])
     named = parser.parse_known_args(argv)[0].config
-    if len(named) > 1:
-        raise InputError(f"--config is given {len(named)} times; give one file") from None
+    require(len(named) < 2, f"--config is given {len(named)} times; give one file")
     file = named[0] if named else None
     start = filled(settings, read_yaml(file) if file else {}, where=str(file))
     left, bare = _names(settings), tyro.conf.arg(name="")
@@ -146,8 +145,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.load(text, _Yaml) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} holds a {type(content).__name__}; it must be a mapping of names to values") from None
+    mapping = isinstance(content, dict)
+    require(mapping, f"{path} holds a {type(content).__name__}; it must be a mapping of names to values")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 

@@ -32,7 +32,7 @@ from adjust_dlm.data.store import write_columns
 from adjust_dlm.data.texts import json_value, lines_of, read_text
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import read_json
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, refusing, require
 
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
 HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
@@ -103,13 +103,11 @@ def _read(path: Path, length: int) -> tuple[Any, Any, Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    hint = "; delete it and run `adjust adapt` again"
+    with refusing(f"cannot read {path}", pa.ArrowException, OSError, KeyError, ValueError, first=True, hint=hint):
         table = pq.read_table(path)
         tokens_NL = table["tokens"].combine_chunks().flatten().to_numpy().reshape(-1, length)
         return tokens_NL, table["prompt_len"].to_numpy(), table["kind"].to_numpy()
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"cannot read {path}: {reason}; delete it and run `adjust adapt` again") from error
 
 
 def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:

@@ -17,7 +17,7 @@ from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.questions import questions
 from adjust_dlm.data.settings import check_prompts
 from adjust_dlm.data.texts import json_value, lines_of
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import refusing, require
 
 FIELDS = ("prompt", "text", "question", "instruction")  # of a JSONL line; the first one present wins, then `messages`
 
@@ -79,12 +79,10 @@ def open_prompts(spec: str, base: Base, *, chat: bool = False, rows: int = 1, se
     check_prompts(spec, chat=chat)
     if spec == "unconditional":
         return PromptSource(spec, [unconditional(base)])
-    if spec == "lists":
-        tasks = itertools.islice(list_tasks(-1 - seed), rows)  # no corpus has a negative seed, so none holds these
-        return PromptSource(spec, [_encode(base, task.prompt, True, spec) for task in tasks])
-    if spec == "questions":
-        asked = itertools.islice(questions(-1 - seed), rows)  # no corpus has a negative seed
-        return PromptSource(spec, [_encode(base, text, True, spec) for text, _ in asked])
+    if spec in ("lists", "questions"):  # no corpus has a negative seed, so none holds these
+        lists, asked = list_tasks(-1 - seed), questions(-1 - seed)
+        texts = (task.prompt for task in lists) if spec == "lists" else (text for text, _ in asked)
+        return PromptSource(spec, [_encode(base, text, True, spec) for text in itertools.islice(texts, rows)])
     kind, _, folder = spec.partition(":")
     if kind == "corpus" and folder:  # the prompt part of every chat for training, copies dropped
         chats = load_corpus(Path(folder), "train").of_kind("chat")
@@ -122,7 +120,5 @@ def _json_line(line: str, where: str) -> str | list[Any]:
 
 
 def _encode(base: Base, prompt: str | list[Any], chat: bool, where: str) -> list[int]:
-    try:
+    with refusing(where, Exception, first=True):  # no tokenizer or template, or one that wants other turns
         return base.encode(prompt, chat=chat) if isinstance(prompt, str) else base.encode_messages(prompt)
-    except Exception as error:  # no tokenizer or template, or one that wants other turns
-        raise InputError(f"{where}: {(str(error) or repr(error)).splitlines()[0]}") from error

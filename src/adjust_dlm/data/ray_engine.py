@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adjust_dlm.data import store
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, refusing, require
 
 Show = Callable[[float], None]
 Prepare = Callable[[Any], Any]  # TrajectoriesConfig -> what makes shards (`trajectories.prepared_run`)
@@ -182,10 +182,8 @@ def _start(ray: Any, config: Any, address: str | None) -> None:
         cpus = max(config.actors or 1, os.cpu_count() or 1)
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
         return
-    try:
+    with refusing(f"no Ray cluster answers at {address}", OSError, ValueError, first=True):  # OSError: ConnectionError
         host, _, port = address.removeprefix("ray://").rpartition(":")
         if host and port.isdecimal():  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, **quiet)
-    except (OSError, ValueError) as error:  # ConnectionError is an OSError
-        raise InputError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from error

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from adjust_dlm.files import sweep, write_whole
 from adjust_dlm.hub import read_json
-from adjust_dlm.types import EVALUATION_ROWS, MASKED, InputError, Trajectory, require
+from adjust_dlm.types import EVALUATION_ROWS, MASKED, InputError, Trajectory, refusing, require
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -130,13 +130,11 @@ def read_shard(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     start, stop = _range_of(path)
-    try:
+    hint = "; delete it and run the same command again"
+    with refusing(f"cannot read {path}", pa.ArrowException, OSError, KeyError, ValueError, first=True, hint=hint):
         table = pq.ParquetFile(path, page_checksum_verification=True).read()
         lengths = [pc.list_value_length(table[name]) for name in ("tokens", "order")]
         right = table["row"].to_pylist() == list(range(start, stop))
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"cannot read {path}: {reason}; delete it and run the same command again") from error
     require(lengths[0].equals(lengths[1]), f"tokens and order of {path} differ in length; delete it")
     require(right, f"{path} does not hold the rows {start}..{stop - 1} that its name promises, each once")
     return table

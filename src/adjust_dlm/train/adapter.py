@@ -17,7 +17,7 @@ from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import read_json
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, block_views_mask, ce_chunk, chunked_ce
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import refusing, require
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -132,10 +132,8 @@ class AdapterModel(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
+        with refusing(f"cannot read the adapter in {folder}", OSError, KeyError, SafetensorError):
             found, mask_D = load_file(folder / ADAPTER), load_file(folder / MASK_EMBEDDING)["mask_embedding"]
-        except (OSError, KeyError, SafetensorError) as error:
-            raise InputError(f"cannot read the adapter in {folder}: {error}") from error
         own = {name: w.shape for name, w in get_peft_model_state_dict(self.peft, save_embedding_layers=False).items()}
         odd = sorted(
             name for name in own.keys() | found.keys() if own.get(name) != getattr(found.get(name), "shape", None)

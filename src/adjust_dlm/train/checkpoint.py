@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from adjust_dlm.files import naming, sweep, write_whole
 from adjust_dlm.train.config import CHECKPOINT as NAME
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, refusing, require
 
 
 def save_checkpoint(folder: Path, payload: dict[str, Any]) -> None:
@@ -35,11 +35,9 @@ def load_checkpoint(folder: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     path = folder / NAME
     if not path.is_file():
         return None
-    try:
+    with refusing(f"cannot read {path}", Exception, first=True):
         payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         settings = payload["run"]
-    except Exception as error:
-        raise InputError(f"cannot read {path}: {(str(error) or repr(error)).splitlines()[0]}") from error
     for key, value in run.items():
         then = settings.get(key)
         require(then == value, f"cannot resume {folder}: {key} was {then!r} and is now {value!r}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from adjust_dlm.data.texts import PACKED, json_value, lines_of, read_text
 from adjust_dlm.hub import is_hub_id, snapshot
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import refusing, require
 
 Row = dict[str, Any]
 BUILTIN = "builtin"  # twelve word problems of our own, for a first run without a network
@@ -100,10 +100,8 @@ def _read(path: Path, spec: str) -> list[Any]:
         import pyarrow
         import pyarrow.parquet as pq
 
-        try:
+        with refusing(f"cannot read {path}", pyarrow.ArrowInvalid):
             return list(pq.read_table(path).to_pylist())
-        except pyarrow.ArrowInvalid as error:
-            raise InputError(f"cannot read {path}: {error}") from error
     if kind == ".jsonl":
         return [json_value(line, where) for where, line in lines_of(path)]
     rows = json_value(read_text(path), str(path))
