@@ -136,7 +136,7 @@ WRONG = {  # arguments behind a command -> what is said; "nowhere" does not exis
     "eval divergence": {"--n 1": "n is 1", "--prompts nowhere.txt": "nowhere.txt does not exist",
                         "--decoders paralel": SAYS, "--sampler nowhere": "nowhere holds no sampler"},
     "eval table": {"--batch-size 0": "batch_size is 0", "--judge nowhere": "no autoregressive model at 'nowhere'",
-                   "--variants threshold:tau=x": "tau is x", "--max-new-tokens 0": "max_new_tokens is 0"},
+                   "--variants threshold:tau=x": "tau is 'x'", "--max-new-tokens 0": "max_new_tokens is 0"},
     "eval frontier": {"--list-n -1": "list_n is -1", "--sampler nowhere": "nowhere holds no sampler",
                       "--list-variants paralel": SAYS},
     "eval nll": {"a --batch-size 0": "batch_size is 0", "nowhere": "cannot read nowhere: No such file"},
