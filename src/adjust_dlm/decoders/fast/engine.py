@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 def wanted(base: Base, eager: bool | None) -> bool:
     """Whether the fast form is to be taken where there is one: see `decode`.
 
-    On a block base it is taken only if asked for (`eager=False`): one of its tests on a card fails.
+    On a block base it is taken only if asked for (`eager=False`): not all of its tests have run on a card yet.
     """
     return base.device.type == "cuda" and base.spec.block is None if eager is None else not eager
 
