@@ -2,7 +2,6 @@
 
     python recipes/coder_tasks.py score AR --data DIR --output FILE       a line of JSON for each task, T = 0
     python recipes/coder_tasks.py replies AR --data DIR --output FILE.jsonl --samples 4 --temperature 0.7
-
     python recipes/coder_tasks.py prompts FILE.jsonl ... --output DIR     their questions, each once, in two files
 
 DIR holds gsm8k/{train,test}.jsonl, math/{math500_test,math_train_part}.jsonl, humaneval/HumanEval.jsonl.gz and

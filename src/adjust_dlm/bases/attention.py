@@ -130,12 +130,12 @@ def visible(
     size, real_BL = shape.block, state.real_BL
     if size is None and not state.padded:
         return None
-    if masks or not _flash(h, shape) or (size is not None and column_BN is not None and valid_BN is None):
-        return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
-    count = (real_BL if column_BN is None else column_BN).shape[1]
-    if size is not None and len(real_BL) * -(-count // size) > _GROUPS:
-        return block_mask(state, size, column_BN)[..., :seen]
     (rows, length), device = real_BL.shape, real_BL.device
+    count = length if column_BN is None else column_BN.shape[1]
+    ordered = size is None or column_BN is None or valid_BN is not None
+    few = size is None or rows * -(-count // size) <= _GROUPS
+    if masks or not (ordered and few and _flash(h, shape)):
+        return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
     row_B1 = torch.arange(rows, device=device)[:, None]
     edge_BG, seen_BG = torch.zeros_like(row_B1), real_BL.sum(-1, keepdim=True)
     if size is not None:
