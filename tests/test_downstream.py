@@ -84,7 +84,7 @@ def test_eager_refuses_the_fast_form(
     base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, eager: bool
 ) -> None:
     """As on a card: three variants in the fast form, or none."""
-    monkeypatch.setattr(fast, "wanted", lambda base, eager, decoder="joint": not eager)
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
     quick = Counted(fast.run_fast)
     monkeypatch.setattr(fast, "run_fast", quick)
     out = evaluate(letters([]), settings(tmp_path, eager=eager), base, Sampler(base).eval())

@@ -608,12 +608,7 @@ def test_many_prompts_with_a_g_that_sees_more() -> None:
             assert row_of(result, b) == row_of(decode(base, [rows[n]], config, sampler=g, rows=[n], eager=True), 0)
 
 
-def test_what_has_not_run_on_a_card_is_taken_only_if_asked_for() -> None:
-    on_card = SimpleNamespace(device=torch.device("cuda"), spec=SimpleNamespace(block=None))
-    in_blocks = SimpleNamespace(device=torch.device("cuda"), spec=SimpleNamespace(block=4))
-    for base, decoder, default in (
-        (on_card, "adjust", True), (on_card, "verified", False), (in_blocks, "adjust", False),
-        (tiny_base("dream"), "adjust", False),
-    ):  # fmt: skip
-        asked = [fast.wanted(base, eager, decoder) for eager in (None, False, True)]  # type: ignore[arg-type]
-        assert asked == [default, True, False]
+def test_a_card_takes_the_fast_form_unless_it_is_refused() -> None:
+    on_card: Any = SimpleNamespace(device=torch.device("cuda"))
+    for base, default in ((on_card, True), (tiny_base("dream"), False)):
+        assert [fast.wanted(base, eager) for eager in (None, False, True)] == [default, True, False]

@@ -201,7 +201,7 @@ def test_texts_of_a_refused_fast_form_are_another_call_only_where_there_is_one(
 
     device = "cpu"
     assert [seen("joint", eager=eager) for eager in (True, False)] == [(1, 0, 1)] * 2
-    monkeypatch.setattr(fast, "wanted", lambda base, eager, decoder="joint": not eager)  # as on a card
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)  # as on a card
     device = "card"
     assert [seen("joint", eager=eager) for eager in (True, False, True, False)] == [
         (2, 0, 1), (3, 1, 2), (3, 1, 2), (3, 1, 2),
@@ -220,7 +220,7 @@ def test_every_cell_heeds_eager(*, eager: bool, tmp_path: Path, monkeypatch: pyt
         variants=("parallel:tokens_per_step=2",), list_variants=("parallel:tokens_per_step=4",), list_n=2,
         list_max_new_tokens=4, eager=eager,
     )  # fmt: skip
-    monkeypatch.setattr(fast, "wanted", lambda base, eager, decoder="joint": not eager)
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
     quick = Counted(fast.run_fast)
     monkeypatch.setattr(fast, "run_fast", quick)
     make_frontier(flags, base)

@@ -21,6 +21,7 @@ from adjust_dlm.bases.fp8 import in_fp8_layers
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench import measure, runtime
+from adjust_dlm.bench import work as bench_work
 from adjust_dlm.bench.clock import Ceilings, Clock, ceilings, gemm_ceiling, spread
 from adjust_dlm.bench.measure import (
     COMPONENTS,
@@ -46,6 +47,7 @@ from adjust_dlm.bench.work import (
     base_work,
     decode_work,
     head_work,
+    layer_flops,
     public_work,
     sampler_work,
 )
@@ -86,12 +88,16 @@ def packed_flops(h_shape: torch.Size, weight_shape: torch.Size, *_: Any, **__: A
     return 2 * math.prod(h_shape) * weight_shape[0]
 
 
-def counted(run: Callable[[], Any]) -> int:
+def counter_of(run: Callable[[], Any]) -> FlopCounterMode:
     own = {torch.ops.mkldnn._linear_pointwise: packed_flops} if torch.backends.mkldnn.is_available() else {}
     counter = FlopCounterMode(display=False, custom_mapping=own)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         run()
-    return counter.get_total_flops()
+    return counter
+
+
+def counted(run: Callable[[], Any]) -> int:
+    return counter_of(run).get_total_flops()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,6 +136,28 @@ def test_arithmetic_of_a_decode_is_what_torch_counts(variant: str, form: int) ->
     seen = counted(lambda: decode(base, prompts, config, decoder=read.name, sampler=sampler, **read.options))
     assert sum(part.flops for part in work) == seen
     assert decode_work(base, sampler, read_variant("adjust:sparse=true"), config, 2, 2) is None
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+@pytest.mark.parametrize("prompt", [1, 4, 7])
+@pytest.mark.parametrize("variant", ["joint", "parallel", "adjust", "adjust:candidates=3", "parallel:block_length=2"])
+def test_arithmetic_of_a_decode_in_blocks_is_what_torch_counts(variant: str, prompt: int, form: int) -> None:
+    """Up to attention, whose mask looks at keys that a column does not see: queries times keys times 4 D a layer."""
+    base, read = tiny_base("sdar", block=4), read_variant(variant)
+    sampler, config = tiny_sampler(base, **FORMS[form]), DecodeConfig(tokens_per_step=3, max_new_tokens=16 - prompt)
+    config = config.but(suppress_eos=True, **read.settings)
+    work = decode_work(base, sampler, read, config, 2, prompt)
+    assert work is not None
+    how: dict[str, Any] = {"decoder": read.name, "sampler": sampler, **read.options}
+    counts = counter_of(lambda: decode(base, [[BOS, *[5] * (prompt - 1)]] * 2, config, **how)).get_flop_counts()
+    attention = sum(count for op, count in counts["Global"].items() if "bmm" in str(op))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(bench_work, "layer_flops", lambda shape, length, pairs=None: layer_flops(shape, length, 0))
+        matrices = decode_work(base, sampler, read, config, 2, prompt)
+    assert matrices is not None
+    plain = sum(part.flops for part in matrices)
+    assert plain == sum(counts["Global"].values()) - attention
+    assert 0 < sum(part.flops for part in work) - plain <= attention
 
 
 @pytest.mark.parametrize("form", range(len(FORMS)))

@@ -537,7 +537,7 @@ def test_flags_that_make_no_sense_are_refused(flags: dict[str, Any], message: st
 @pytest.mark.parametrize("eager", [True, False])
 def test_the_command_hands_eager_on(*, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a card: the fast form unless it is refused."""
-    monkeypatch.setattr(fast, "wanted", lambda base, eager, decoder="joint": not eager)
+    monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
     monkeypatch.setattr(serve_command, "load_for", lambda flags: tiny_base("dream"))
     monkeypatch.setattr(serve_command, "set_malloc", lambda **sizes: None)
     flags = ServeConfig(base="exact", decoder="joint", eager=eager)

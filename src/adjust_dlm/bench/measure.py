@@ -193,7 +193,23 @@ def decode_cell(bench: Bench, cell: Cell) -> list[Row]:
         "captures": captures(bench.base),
         "setup_seconds": max(0.0, sum(warm) - len(warm) * median) if captured else None,
         **shares(_parts(bench, cell), median, bench.most), "memory_gib": peak_gib(bench.base.device),
+        **_behind(bench, cell, median, made["tokens"]),
     }]  # fmt: skip
+
+
+@torch.no_grad()
+def _behind(bench: Bench, cell: Cell, seconds: float, tokens: int) -> Row:
+    """Of the fast form on a block base: how long the prompts' own passes take, and tokens/s without them."""
+    size, name = bench.base.spec.block, read_variant(cell.decoder).name
+    if size is None or cell.form != "fast" or len(bench.prompt) < size:
+        return {}
+    g: Sampler = bench.helpers["sampler"]
+    base, own = (g.on(bench.base), g) if name in ("adjust", "verified") else (bench.base, None)
+    canvas = Canvas(base, [bench.prompt] * cell.batch, bench.config(cell))
+    lane, rows = lane_of(base, g, canvas)[0], list(range(cell.batch))
+    found = bench.clock.samples(lambda: load(base, own, lane, canvas, rows, 0), runs=bench.runs, seconds=bench.seconds)
+    prefill = spread(found)["seconds"]
+    return {"prefill_seconds": prefill, "tokens_per_second_behind": tokens / (seconds - prefill)}
 
 
 def run(bench: Bench, cell: Cell, config: DecodeConfig, prompt: list[int]) -> Row:

@@ -24,6 +24,7 @@ DECODES: Columns = (
     ("speed / joint", "speed_over_joint", "{:.2f}", 1), ("speed / public", "speed_over_public", "{:.2f}", 1),
     ("ms a round", "ms_per_round", "{:.2f}", 1), *SHARES, ("GiB", "memory_gib", "{:.1f}", 1),
     ("set-up s", "setup_seconds", "{:.1f}", 1), ("captures", "captures", "{:.0f}", 1),
+    ("prompts s", "prefill_seconds", "{:.4f}", 1), ("tokens/s behind them", "tokens_per_second_behind", "{:.1f}", 1),
 )  # fmt: skip
 PARTS: Columns = (*CELL, ("ms", "seconds", "{:.3f}", 1000), ("TFLOP/s", "tflops", "{:.4g}", 1), *SHARES)
 WAITS: Columns = (

@@ -44,24 +44,24 @@ class Work:
         return max(self.arithmetic(most), self.bytes / most.bytes)
 
 
-def layer_flops(shape: Shape, length: int) -> float:
-    """Of one layer on one canvas."""
+def layer_flops(shape: Shape, length: int, pairs: int | None = None) -> float:
+    """Of one layer on one canvas; `pairs` of a query and a key that it sees, by default of all with all."""
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     matrices = shape.hidden_size * (2 * queries + 2 * keys) + 3 * shape.hidden_size * shape.intermediate_size
-    return float(2 * length * matrices + 4 * length * length * queries)
+    return float(2 * length * matrices + 4 * (length * length if pairs is None else pairs) * queries)
 
 
-def base_flops(base: Base, length: int) -> float:
+def base_flops(base: Base, length: int, pairs: int | None = None) -> float:
     """Of f on one canvas."""
     shape = Shape.of(base.layer_config)
-    return shape.num_hidden_layers * layer_flops(shape, length)
+    return shape.num_hidden_layers * layer_flops(shape, length, pairs)
 
 
-def sampler_flops(base: Base, sampler: Sampler, length: int) -> float:
+def sampler_flops(base: Base, sampler: Sampler, length: int, pairs: int | None = None) -> float:
     """Of g on one canvas, forward."""
     shape = layer_shape(sampler.config, Shape.of(base.layer_config))
     mix = 2 * length * sampler.mix.in_features * sampler.mix.out_features
-    return float(sampler.config.layers * layer_flops(shape, length) + mix)
+    return float(sampler.config.layers * layer_flops(shape, length, pairs) + mix)
 
 
 def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
@@ -70,20 +70,23 @@ def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
     return sum(float(x.in_features * x.out_features * (1 if kind else x.weight.element_size())) for x in linear)
 
 
-def base_work(base: Base, rows: int, length: int) -> Work:
-    """One base pass over `rows` canvases of `length` columns; features are states that it gives."""
+def base_work(base: Base, rows: int, length: int, pairs: int | None = None) -> Work:
+    """One base pass over `rows` canvases of `length` columns; features are states that it gives.
+
+    Kept keys are not among the bytes.
+    """
     states = (2 + len(base.keep)) * rows * length * base.width * base.dtype.itemsize
     body: nn.Module = base.model  # type: ignore[attr-defined]
     small = sum(part.weight.numel() for part in body.modules() if isinstance(part, Fp8Linear))
     traffic = weight_bytes(body, base.quantized) + states
-    return Work(rows * base_flops(base, length), traffic, 2.0 * rows * length * small)
+    return Work(rows * base_flops(base, length, pairs), traffic, 2.0 * rows * length * small)
 
 
-def sampler_work(base: Base, sampler: Sampler, rows: int, length: int) -> Work:
+def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, pairs: int | None = None) -> Work:
     """One step of g, with features among what it takes."""
     states = (1 + sampler.states) * length * base.width
     traffic = weight_bytes(sampler) + rows * states * base.dtype.itemsize
-    return Work(rows * sampler_flops(base, sampler, length), traffic)
+    return Work(rows * sampler_flops(base, sampler, length, pairs), traffic)
 
 
 def head_work(base: Base, rows: int) -> Work:
@@ -93,20 +96,20 @@ def head_work(base: Base, rows: int) -> Work:
     return Work(2.0 * rows * width * vocabulary, float(traffic * base.dtype.itemsize))
 
 
-def open_counts(config: DecodeConfig, decoder: str) -> Iterator[list[int]]:
-    """Rows that each commit of a round scores, on one canvas with no text that ends early, round after round.
+def open_counts(config: DecodeConfig, decoder: str, size: int | None, prompt: int) -> Iterator[tuple[int, list[int]]]:
+    """Of every round on one canvas with no text that ends early: its block's first column, and rows scored by commits.
 
     Parallel decoding scores once for all commits of its round.
     """
-    width = config.block_length or config.max_new_tokens
-    for first in range(0, config.max_new_tokens, width):
-        left = min(width, config.max_new_tokens - first)
+    width, last = config.block_length or size or config.max_new_tokens, prompt + config.max_new_tokens
+    for first in range(prompt if size is None else prompt - prompt % width, last, width):
+        left = min(first + width, last) - max(first, prompt)
         while left:
             most = 1 if decoder == "joint" else config.tokens_per_step
             most = min(most, left, config.candidates + 1 if config.candidates else left)
             wide = most if config.candidates is None else config.candidates + 1 if config.candidates else left
             later = [min(left, wide) - k for k in range(1, most)]
-            yield [left] if decoder == "parallel" else [left, *later]
+            yield first, [left] if decoder == "parallel" else [left, *later]
             left -= most
 
 
@@ -115,19 +118,29 @@ def decode_work(
 ) -> list[Work] | None:
     """Every part of a decode of `rows` canvases; None for decoders whose passes depend on what they write.
 
-    Nor are sparse steps counted, which leave out some of the arithmetic.
+    Nor are sparse steps counted, which leave out some of the arithmetic. A canvas in blocks counts to its last edge.
     """
-    covered = variant.name in ("joint", "parallel", "adjust") and base.spec.block is None
-    if not covered or config.schedule != "exact" or config.cache_period or variant.options.get("sparse"):
+    size = base.spec.block
+    if variant.name not in ("joint", "parallel", "adjust") or config.schedule != "exact" or config.cache_period or variant.options.get("sparse"):
         return None
-    length, parts = prompt + config.max_new_tokens, list[Work]()
+    parts, read, read_by_g = list[Work](), 0, 0  # columns whose keys are final
     if variant.name == "adjust" and sampler is not None:
         base = sampler.on(base)
-    for scored in open_counts(config, variant.name):
-        parts.append(base_work(base, rows, length))
+
+    def seen(at: int, read: int) -> tuple[int, int, int]:
+        """What stands before the open block, and what a pass computes: columns and the pairs of their attention."""
+        if size is None:
+            return 0, prompt + config.max_new_tokens, (prompt + config.max_new_tokens) ** 2
+        done, now = read // size, at // size
+        return now * size, (now + 1 - done) * size, size**2 * ((now + 1) * (now + 2) - done * (done + 1)) // 2
+
+    for at, scored in open_counts(config, variant.name, size, prompt):
+        read, *columns = seen(at, read)
+        parts.append(base_work(base, rows, *columns))
         for k, count in enumerate(scored):
             if k and sampler is not None:
-                parts.append(sampler_work(base, sampler, rows, length))
+                read_by_g, *columns = seen(at, read_by_g)
+                parts.append(sampler_work(base, sampler, rows, *columns))
             parts.append(head_work(base, rows * count))
     return parts
 

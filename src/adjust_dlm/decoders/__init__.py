@@ -120,7 +120,7 @@ def decode(
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
     canvas.watch = watch
-    wanted = fast.wanted(base, eager, decoder)
+    wanted = fast.wanted(base, eager)
     reason = fast.why_not(plan.base, decoder, plan.config, sampler, watch) if wanted else None
     if wanted and reason is None:
         own = plan.own[0] if plan.own else None
@@ -139,7 +139,7 @@ def takes_fast(
     base: Base, config: DecodeConfig, *, decoder: str, sampler: Any = None, eager: bool | None = None
 ) -> bool:
     """Whether `decode` with these arguments takes the fast form, whose numbers are the reference's up to rounding."""
-    return fast.wanted(base, eager, decoder) and fast.why_not(base, decoder, config, sampler, None) is None
+    return fast.wanted(base, eager) and fast.why_not(base, decoder, config, sampler, None) is None
 
 
 def decode_many(

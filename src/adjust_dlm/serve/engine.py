@@ -56,7 +56,7 @@ class Engine:
             if entry.resumable and (sampler is not None or not entry.needs_sampler)
             and (partner is not None or not entry.needs_partner)
         ]  # fmt: skip
-        self._eager, self._rounds = eager, self._fast_rounds(eager)
+        self._rounds = self._fast_rounds(eager)
         self.draining = self._closing = self._ended = False
         self._wake = threading.Condition()
         self._waiting: deque[Row] = deque()
@@ -261,8 +261,6 @@ class Engine:
         plan = self.plan(work)
         if self._rounds is not None:
             reason = fast.why_not(plan.base, work.decoder, plan.config, self.sampler, None)
-            if reason is None and not fast.wanted(self.base, self._eager, work.decoder):
-                reason = f"the fast form of {work.decoder} is taken only if asked for"
             if reason is None:
                 own = plan.own[0] if plan.own else None
                 play = functools.partial(self._rounds.play, decoder=work.decoder, options=own)

@@ -42,14 +42,9 @@ _PAYS = 32  # masks of a row that are worth new graphs
 logger = logging.getLogger(__name__)
 
 
-def wanted(base: Base, eager: bool | None, decoder: str = "joint") -> bool:
-    """Whether the fast form is to be taken where there is one: see `decode`.
-
-    On a block base, and for `verified`, it is taken only if asked for (`eager=False`): not all of its tests have run on
-    a card yet.
-    """
-    proven = base.spec.block is None and decoder != "verified"
-    return base.device.type == "cuda" and proven if eager is None else not eager
+def wanted(base: Base, eager: bool | None) -> bool:
+    """Whether the fast form is to be taken where there is one: see `decode`."""
+    return base.device.type == "cuda" if eager is None else not eager
 
 
 def why_not(base: Base, decoder: str, config: DecodeConfig, sampler: Any, watch: Any) -> str | None:
