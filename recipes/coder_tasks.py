@@ -31,6 +31,7 @@ from adjust_dlm.eval.downstream import Problem, Task, cut_at_stop, summarize
 from adjust_dlm.eval.tasks import code, gsm8k, maths
 
 MBPP_TRAIN = range(601, 975)
+MORE = {"mbpp": 4}  # times the samples, since it has few training questions
 Asked = tuple[Task, Any, str]  # a task, its settings, and the metric that says what is right
 
 
@@ -142,10 +143,11 @@ def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
         for asked in tasks(args.data, train=True, scratch=scratch):
             task, config, metric = asked
             problems = task.problems(config)[: args.limit or None][part::parts]
-            prompts = [p.prompt for p in problems for _ in range(args.samples)]
+            samples = args.samples * MORE.get(task.name, 1)
+            prompts = [p.prompt for p in problems for _ in range(samples)]
             how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
             said = model.reply(prompts, new_tokens=args.new_tokens, batch_size=args.batch_size, **how)
-            grouped = [said[at : at + args.samples] for at in range(0, len(said), args.samples)]
+            grouped = [said[at : at + samples] for at in range(0, len(said), samples)]
             found = graded(asked, problems, [[text for text, _ in group] for group in grouped])
             kept = 0
             for problem, group, scores in zip(problems, grouped, found, strict=True):
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="problems of a task, the first ones")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=4, help="of a question; four times as many of MBPP's")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--share", default="0/1", help="this process of so many")
