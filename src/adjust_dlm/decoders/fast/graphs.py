@@ -63,6 +63,8 @@ class Graphs:
         """Forgets the graphs whose keys are unwanted."""
         for key in [key for key in self._graphs if unwanted(key)]:
             del self._graphs[key]
+        if self.works and not self._graphs:  # torch refuses captures in a pool whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _evict(self) -> None:
         while len(self._graphs) > MOST_GRAPHS:
