@@ -30,7 +30,8 @@ def picks(
     """What `pick` commits, by any states; `plain` ones have the logits that their tokens were drawn from."""
     column_BN, open_BN = lane.open_columns(width)
     row_BN = lane.slot_B[:, None].expand_as(column_BN)
-    rows = (Fused if fused(lane) and not plain else Plain)(base, h_BLD, lane)
+    kind = (Laws if plain else Fused) if fused(lane) else Plain
+    rows = kind(base, h_BLD, lane)
     score_BN = rows.scores(row_BN.flatten(), column_BN.flatten()).view_as(column_BN)
     if base.lag:
         score_BN = score_BN.masked_fill(lane.lead_BL.gather(1, column_BN) & (score_BN > -torch.inf), torch.inf)
@@ -114,3 +115,9 @@ class Fused(Plain):
         if scored and not self.canvas.on_processed:
             return {"temperature": 1.0}
         return {"temperature": config.temperature or 1.0, "top_p": config.top_p, "top_k": config.top_k}
+
+
+class Laws(Fused):
+    """Scored by the kernels, drawn in the plain form, which keeps what tokens were drawn from."""
+
+    draw = Plain.draw
