@@ -17,7 +17,7 @@ from adjust_dlm.decoders import decode, make_plan
 from adjust_dlm.decoders import verified as module
 from adjust_dlm.decoders.machinery import pick
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
-from adjust_dlm.sampling import coupled, draw
+from adjust_dlm.sampling import coupled, draw_from
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
     BOS,
@@ -61,7 +61,7 @@ class Outcomes:
         patch.setattr(Canvas, "uniforms", seen)
         patch.setattr(MODULE, "_coupled", beside)
         patch.setattr(pick, "draw", self.draw)
-        patch.setattr(MODULE, "draw", self.draw)
+        patch.setattr(MODULE, "draw_from", lambda mass_RV, u_R: self.draw(mass_RV.log(), u_R, 1.0))
 
     def law(self, base: ExactBase, config: DecodeConfig, prompt: list[int], **how: Any) -> Law:
         todo, law = [()], dict[tuple[int, ...], float]()
@@ -192,7 +192,7 @@ def test_these_laws_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(p_RV: Tensor, q_RV: Tensor, token_R: Tensor) -> Tensor:
         p_RV, q_RV, token_R1 = p_RV.double().softmax(-1), q_RV.double().softmax(-1), token_R[:, None]
         stands_R1 = (p_RV.gather(-1, token_R1) / q_RV.gather(-1, token_R1)).clamp_max(1)
-        return (p_RV * (1 - stands_R1)).scatter_add(-1, token_R1, stands_R1).log()
+        return (p_RV * (1 - stands_R1)).scatter_add(-1, token_R1, stands_R1)
 
     monkeypatch.setattr(MODULE, "coupled", careless)
     base = exact_base(3, 3)
@@ -228,12 +228,12 @@ def test_a_coupled_draw_has_the_law_and_keeps_the_token_as_often_as_any_can() ->
         p, q = p_RV.double().softmax(-1), q_RV.double().softmax(-1)
         out, stays = torch.zeros_like(p), torch.zeros(50, dtype=torch.float64)
         for v in range(8 - zeros):
-            law_RV = coupled(p_RV, q_RV, torch.full((50,), v)).softmax(-1)
+            law_RV = coupled(p_RV, q_RV, torch.full((50,), v))
             out += q[:, v, None] * law_RV
             stays += q[:, v] * law_RV[:, v]
         assert torch.allclose(out, p, atol=1e-6)
         assert torch.allclose(stays, 1 - (p - q).abs().sum(-1) / 2, atol=1e-6)
-    same_R = draw(coupled(p_RV, p_RV, p_RV.argmax(-1)), torch.rand(50, generator=generator), 1.0)
+    same_R = draw_from(coupled(p_RV, p_RV, p_RV.argmax(-1)), torch.rand(50, generator=generator))
     assert torch.equal(same_R, p_RV.argmax(-1))
 
 

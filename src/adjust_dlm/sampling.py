@@ -119,7 +119,12 @@ def draw(processed_RV: Tensor, u_R: Tensor, temperature: float) -> Tensor:
     """
     if temperature == 0:
         return processed_RV.argmax(-1)
-    cdf_RV = processed_RV.softmax(-1).double().cumsum(-1)
+    return draw_from(processed_RV.softmax(-1).double(), u_R)
+
+
+def draw_from(mass_RV: Tensor, u_R: Tensor) -> Tensor:
+    """Inverse CDF at u of masses in float64 that need not sum to 1: int64 [R]."""
+    cdf_RV = mass_RV.cumsum(-1)
     token_R1 = torch.searchsorted(cdf_RV, u_R.double()[:, None] * cdf_RV[:, -1:], right=True)
     return token_R1[:, 0].clamp_max(cdf_RV.shape[-1] - 1)
 
@@ -130,7 +135,7 @@ def coupled(p_RV: Tensor, q_RV: Tensor, token_R: Tensor) -> Tensor:
     The token v stands with probability min(1, p(v) / q(v)), else one from max(p - q, 0) takes its place (speculative
     sampling). No coupling lets v stand more often: its chance over all v is 1 - TV(p, q).
 
-    Both laws come as processed logits, and so does what is returned: float64 for `draw`, -inf for what cannot come out.
+    Both laws come as processed logits; what is returned are masses for `draw_from`.
     """
     # The law of `draw` itself: the fp32 softmax, normalised in float64.
     p_RV, q_RV = (p / p.sum(-1, keepdim=True) for p in (x.softmax(-1).double() for x in (p_RV, q_RV)))
@@ -138,7 +143,7 @@ def coupled(p_RV: Tensor, q_RV: Tensor, token_R: Tensor) -> Tensor:
     stands_R1 = (p_RV.gather(-1, token_R1) / q_RV.gather(-1, token_R1)).clamp_max(1)
     more_RV = (p_RV - q_RV).clamp_min_(0)
     share_R1 = (1 - stands_R1) / more_RV.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    return more_RV.mul_(share_R1).scatter_add_(-1, token_R1, stands_R1).log_()
+    return more_RV.mul_(share_R1).scatter_add_(-1, token_R1, stands_R1)
 
 
 def no_softmax(logits_RV: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from adjust_dlm.decoders.machinery.cache import hidden_drafts
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.options import VerifiedOptions
-from adjust_dlm.sampling import REDRAW, coupled, draw
+from adjust_dlm.sampling import REDRAW, coupled, draw_from
 from adjust_dlm.types import State, require
 
 
@@ -90,8 +90,8 @@ def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:
     assert own.processed_RV is not None and draft.processed_RV is not None
     same_BN = draft.valid_BN & (draft.position_BN == own.position_BN)
     row_B, position_B = torch.arange(len(same_BN), device=same_BN.device), own.position_BN[:, 0]
-    law_BV = coupled(own.processed_RV, draft.processed_RV, draft.token_BN[:, 0])
-    token_B = draw(law_BV, canvas.uniforms(position_B, row_B, REDRAW), canvas.config.temperature)
+    mass_BV = coupled(own.processed_RV, draft.processed_RV, draft.token_BN[:, 0])
+    token_B = draw_from(mass_BV, canvas.uniforms(position_B, row_B, REDRAW))
     token_BN = torch.where(same_BN, token_B[:, None], own.token_BN)
     canvas.note_chance(row_B, position_B, own.processed_RV, token_BN[:, 0])
     return replace(own, token_BN=token_BN)

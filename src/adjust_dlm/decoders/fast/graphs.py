@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -88,6 +89,8 @@ class Graphs:
             self._stream.synchronize()
         del saved
         self._make_room()
+        collects = gc.isenabled()
+        gc.disable()  # a graph that is collected during a capture spoils it
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -103,6 +106,9 @@ class Graphs:
             reason = " ".join(str(error).split())[:200]
             logger.warning("CUDA graphs are off for this base: %s cannot be captured (%s)", key, reason)
             return None
+        finally:
+            if collects:
+                gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.captures += 1
         self.reserved += max(0, torch.cuda.memory_reserved(self._device) - before_bytes)

@@ -106,13 +106,11 @@ def cut_body(text: str) -> str:
     """
     lines = lines_of(text)
     for n, line in enumerate(lines):
-        if line.strip() and line.lstrip("\f")[0] not in " \t)]}" and not _in_string("".join(lines[:n])):
-            return "".join(lines[:n])
+        before = "".join(lines[:n])
+        in_string = any(before.count(quotes) % 2 for quotes in ('"""', "'''"))
+        if line.strip() and line.lstrip("\f")[0] not in " \t)]}" and not in_string:
+            return before
     return text
-
-
-def _in_string(code: str) -> bool:
-    return any(code.count(quotes) % 2 for quotes in ('"""', "'''"))
 
 
 def preamble(prompt: str, entry: str) -> str:
