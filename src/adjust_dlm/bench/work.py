@@ -121,7 +121,8 @@ def decode_work(
     Nor are sparse steps counted, which leave out some of the arithmetic. A canvas in blocks counts to its last edge.
     """
     size = base.spec.block
-    if variant.name not in ("joint", "parallel", "adjust") or config.schedule != "exact" or config.cache_period or variant.options.get("sparse"):
+    other = config.schedule != "exact" or config.cache_period or variant.options.get("sparse")
+    if other or variant.name not in ("joint", "parallel", "adjust"):
         return None
     parts, read, read_by_g = list[Work](), 0, 0  # columns whose keys are final
     if variant.name == "adjust" and sampler is not None:

@@ -274,7 +274,7 @@ def facts() -> tuple[Fact, ...]:
             thing = asked.split()[-1] if kind == "color" else asked  # a banana: whatever is asked about bananas
             about = (thing, *answers) if kind in ("opposite", "synonym") else (thing,)
             out.append(Fact(kind, (asked,), answers, about))
-    out += [Fact("plural", (w,), (w + ("es" if w.endswith(("ch", "sh", "s", "x")) else "s"),), (w,)) for w in _REGULAR.split()]
+    out += [Fact("plural", (w,), (_plural(w),), (w,)) for w in _REGULAR.split()]
     for continent, table in _CONTINENTS.items():
         out += [Fact("continent", (name,), (continent,), (name,)) for name in table.split()]
     for a, b in itertools.product(range(1, MOST + 1), repeat=2):
@@ -289,6 +289,10 @@ def facts() -> tuple[Fact, ...]:
             out.append(Fact(f"{name} after", (early,), (late,), (early,)))
             out.append(Fact(f"{name} before", (late,), (early,), (late,)))
     return tuple(out)
+
+
+def _plural(word: str) -> str:
+    return word + ("es" if word.endswith(("ch", "sh", "s", "x")) else "s")
 
 
 def questions(seed: int, *, held_out: bool = False) -> Iterator[tuple[str, Fact]]:

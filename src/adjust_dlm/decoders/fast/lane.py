@@ -314,11 +314,6 @@ class Lane(Canvas):
             return uniforms(self._draws(stream), row, position).view(position.shape)
         return super().uniforms(position, row, stream)
 
-    def note_chance(self, row: Tensor, position: Tensor, processed_RV: Tensor, token_R: Tensor) -> None:
-        """See `Canvas.note_chance`."""
-        if self.noting:
-            super().note_chance(row, position, processed_RV, token_R)
-
     def _draws(self, stream: int) -> Draws:
         from adjust_dlm.kernels.commit import Draws
 

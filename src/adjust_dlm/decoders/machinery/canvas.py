@@ -48,11 +48,12 @@ class Canvas(State):
         last_BLD, looked_B: of a decoder that drafts: states of each row's last pass, and its block then; -1 before any.
         watch: called after every commit.
         chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
-            temperature and filters), for every position that they propose a token for.
+            temperature and filters), for every position that they propose a token for; not without `noting`.
     """
 
     watch: Callable[[Canvas], None] | None = None
     chance_BL: Tensor | None = None
+    noting = True
     last_BLD: Tensor | None = None
 
     def __init__(
@@ -310,7 +311,7 @@ class Canvas(State):
 
         A row with fewer masks than others has picks that are none; those of its tokens that stand keep their chance.
         """
-        if self.chance_BL is not None:
+        if self.noting and self.chance_BL is not None:
             at = row.flatten(), position.flatten()
             chance_R = confidence(processed_RV, token_R)
             self.chance_BL[at] = torch.where(self.masked_BL[at], chance_R, self.chance_BL[at])
