@@ -3,7 +3,8 @@
 #
 #   recipes/smol-block.sh OUTPUT [GPUS]
 #
-# Every stage resumes. Times below are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS.
+# Every stage resumes. Times below are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS, MORE_SECONDS.
+# The last two stages of g take one card.
 # STAGES picks some of: adapt trajectories train eval.
 set -euo pipefail
 out=$1
@@ -20,23 +21,30 @@ if stage adapt; then run adapt --output "$out/base" --block-size 16 --length 128
 base=${BASE:-$out/base}
 if stage trajectories; then
     rows() { run trajectories --base "$base" --batch-size "${DECODE_BATCH:-1024}" --shard-rows "${DECODE_BATCH:-1024}" --output "$out/$1" "${@:2}"; }
-    rows text --num "${NUM:-8192}" --max-new-tokens 127 --suppress-eos
+    sets() {  # NAME TEXTS CHATS QUESTIONS
+        local cool=(--temperature 0.1 --top-p 0.9 --max-new-tokens 48)  # as the paper's instruct recipe
+        rows "text$1" --num "$2" --max-new-tokens 127 --suppress-eos
+        rows "chat$1" --num "$3" --prompts "corpus:${CORPUS:-$base/corpus}" --seed 2 "${cool[@]}"
+        rows "questions$1" --num "$4" --prompts questions --seed 3 "${cool[@]}"
+    }
     rows heldout --num "${HELDOUT:-256}" --max-new-tokens 127 --suppress-eos --seed 12
-    cool=(--temperature 0.1 --top-p 0.9 --max-new-tokens 48)  # as the paper's instruct recipe
-    rows chat --num "${CHATS:-4096}" --prompts "corpus:${CORPUS:-$base/corpus}" --seed 2 "${cool[@]}"
-    rows questions --num "${CHATS:-4096}" --prompts questions --seed 3 "${cool[@]}"
+    sets "" "${NUM:-16384}" "${CHATS:-8192}" "${CHATS:-8192}"
+    sets -more 4096 4096 12288  # the last stage's
 fi
 
 if stage train; then
-    g() { run train --base "$base" --trajectories "$out"/{text,chat,questions} --heldout-trajectories "$out/heldout" --layers 2 --mlp 0.875 \
+    part=""  # of the trajectories
+    g() { run train --base "$base" --trajectories "$out"/{text,chat,questions}"$part" --heldout-trajectories "$out/heldout" --layers 2 --mlp 0.875 \
         --features 10 20 ${ROWS:---rows 2 --next-share 1 --next-decay 0.2} --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 --output "$out/$1" --max-seconds "${@:2}"; }
-    g one "${TRAIN_SECONDS:-150}" --slices 16 --slice-states 19 --lr 3e-3 --warmup 50
-    g deep "${DEEP_SECONDS:-40}" --slices 8 --slice-states 23 --rollout 7 --lr 1e-3 --init "$out/one/sampler"
-    g back "${BACK_SECONDS:-40}" --slices 8 --slice-states 23 --rollout 7 --reverse 0.9 --lr 2e-3 --init "$out/deep/sampler"
+    deep=(--slices 8 --slice-states 23 --rollout 7)
+    g one "${TRAIN_SECONDS:-300}" --slices 16 --slice-states 19 --lr 3e-3 --warmup 50
+    g deep "${DEEP_SECONDS:-130}" "${deep[@]}" --lr 1.5e-3 --init "$out/one/sampler"
+    gpus=1 g back "${BACK_SECONDS:-90}" "${deep[@]}" --reverse 0.5 --lr 2e-3 --init "$out/deep/sampler"
+    part=-more gpus=1 g more "${MORE_SECONDS:-50}" "${deep[@]}" --reverse 0.5 --lr 1.5e-3 --init "$out/back/sampler"
 fi
 
 if stage eval; then
-    g=${SAMPLER:-$out/back/sampler}
+    g=${SAMPLER:-$out/more/sampler}
     run eval divergence --base "$base" --sampler "$g" --n 256 --max-new-tokens 127 --tokens-per-step 2 4 8 --output "$out/law"
     run eval table --base "$base" --sampler "$g" --n "${N:-2048}" --max-new-tokens 127 --batch-size 1024 --divergence 0 --temperatures 1.0 \
         --tokens-per-step 2 4 8 --output "$out/table"
