@@ -29,7 +29,7 @@ if stage trajectories; then
     }
     rows heldout --num "${HELDOUT:-256}" --max-new-tokens 127 --suppress-eos --seed 12
     sets "" "${NUM:-16384}" "${CHATS:-8192}" "${CHATS:-8192}"
-    sets -more 4096 4096 12288  # the last stage's
+    sets -more "${MORE_TEXTS:-4096}" "${MORE_CHATS:-4096}" "${MORE_QUESTIONS:-12288}"  # the last stage's
 fi
 
 if stage train; then

@@ -57,7 +57,7 @@ from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.sampler import Sampler, SamplerConfig
 from adjust_dlm.types import DecodeConfig, InputError, State
-from helpers import BOS, END, FAMILIES, count_passes, tiny_base, tiny_sampler, writer
+from helpers import BOS, END, FAMILIES, Counted, count_passes, tiny_base, tiny_sampler, writer
 from test_fast import Replayed
 
 CPU = torch.device("cpu")
@@ -125,6 +125,9 @@ def test_arithmetic_of_passes_is_what_torch_counts(family: str) -> None:
         "adjust",
         "adjust:candidates=3",
         "parallel:block_length=5",
+        "joint:order=left_to_right",
+        "parallel:order=random",
+        "adjust:order=left_to_right",
     ],
 )
 def test_arithmetic_of_a_decode_is_what_torch_counts(variant: str, form: int) -> None:
@@ -140,7 +143,9 @@ def test_arithmetic_of_a_decode_is_what_torch_counts(variant: str, form: int) ->
 
 @pytest.mark.parametrize("form", range(len(FORMS)))
 @pytest.mark.parametrize("prompt", [1, 4, 7])
-@pytest.mark.parametrize("variant", ["joint", "parallel", "adjust", "adjust:candidates=3", "parallel:block_length=2"])
+@pytest.mark.parametrize("variant", [
+    "joint", "parallel", "adjust", "adjust:candidates=3", "parallel:block_length=2", "adjust:order=left_to_right",
+])  # fmt: skip
 def test_arithmetic_of_a_decode_in_blocks_is_what_torch_counts(variant: str, prompt: int, form: int) -> None:
     """Up to attention, whose mask looks at keys that a column does not see: queries times keys times 4 D a layer."""
     base, read = tiny_base("sdar", block=4), read_variant(variant)
@@ -309,6 +314,32 @@ def test_numbers_of_a_decode_follow_from_the_clock() -> None:
         base, bench.sampler, read_variant("adjust"), bench.config(cell_of("eager", "adjust", 4, 3, 10)), 3, 2
     )
     assert parts is not None and row["share_of_gemm"] == pytest.approx(sum(p.flops for p in parts) / 3.0 / 1e9)
+
+
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust", "verified"])
+def test_in_blocks_the_time_of_the_prompts_stands_beside(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two decodes of 5 s, then a prompt's passes of 1 s; g has features, which only decoders that take it compute."""
+    monkeypatch.setattr(fast, "Graphs", Replayed)
+    base = tiny_base("sdar", block=4)
+    bench = bench_on(base, tiny_sampler(base, layers=2, features=(1,)), suppress_eos=True, runs=1)
+    bench.prompt = [BOS, 5, 6, 7, 8]
+    read = Counted(measure.load)
+    monkeypatch.setattr(measure, "load", read)
+    clock_of(bench, [9.0, 5.0, 1.0, 1.0])
+    (row,) = decode_cell(bench, cell_of("fast", decoder, 2, 2, 8))
+    assert (row["seconds"], row["prefill_seconds"]) == (5.0, 1.0) and read.calls >= 2
+    assert row["tokens_per_second_behind"] == row["tokens"] / 4.0
+    clock_of(bench, [9.0, 5.0])
+    (row,) = decode_cell(bench, cell_of("eager", decoder, 2, 2, 8))
+    assert "prefill_seconds" not in row
+
+    def late(*_: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(measure, "load", late)
+    clock_of(bench, [9.0, 5.0])
+    (row,) = decode_cell(bench, cell_of("fast", decoder, 2, 2, 8))
+    assert row["seconds"] == 5.0 and "prefill_seconds" not in row
 
 
 def test_a_slow_cell_is_timed_fewer_times() -> None:

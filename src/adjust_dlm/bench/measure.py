@@ -27,7 +27,7 @@ from adjust_dlm.decoders.fast.work import length_bucket, slot_bucket, width_buck
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.pick import pick as pick_open
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import GIVEN, DecodeConfig
+from adjust_dlm.types import CERTAINTY, GIVEN, DecodeConfig
 from adjust_dlm.variants import DECODERS, read_variant
 
 Row = dict[str, Any]
@@ -203,12 +203,15 @@ def _behind(bench: Bench, cell: Cell, seconds: float, tokens: int) -> Row:
     size, name = bench.base.spec.block, read_variant(cell.decoder).name
     if size is None or cell.form != "fast" or len(bench.prompt) < size:
         return {}
-    g: Sampler = bench.helpers["sampler"]
-    base, own = (g.on(bench.base), g) if name in ("adjust", "verified") else (bench.base, None)
-    canvas = Canvas(base, [bench.prompt] * cell.batch, bench.config(cell))
-    lane, rows = lane_of(base, g, canvas)[0], list(range(cell.batch))
-    found = bench.clock.samples(lambda: load(base, own, lane, canvas, rows, 0), runs=bench.runs, seconds=bench.seconds)
-    prefill = spread(found)["seconds"]
+    g: Sampler | None = bench.helpers["sampler"] if name in ("adjust", "verified") else None
+    base, rows, bench.base.workspace = bench.base if g is None else g.on(bench.base), list(range(cell.batch)), None
+    try:
+        canvas = Canvas(base, [bench.prompt] * cell.batch, bench.config(cell))
+        lane, _ = lane_of(base, g, canvas)
+        prompts = functools.partial(load, base, g, lane, canvas, rows, 0)
+        prefill = spread(bench.clock.samples(prompts, runs=bench.runs, seconds=bench.seconds, warm=1))["seconds"]
+    except (TimeoutError, torch.OutOfMemoryError):
+        return {}
     return {"prefill_seconds": prefill, "tokens_per_second_behind": tokens / (seconds - prefill)}
 
 
@@ -284,12 +287,13 @@ def half_filled(bench: Bench, cell: Cell) -> Canvas:
     return canvas
 
 
-def _work(base: Base, g: Sampler, rows: int, length: int, scored: int, k: int) -> dict[str, list[Work]]:
+def _work(base: Base, g: Sampler, canvas: Canvas, length: int, scored: int) -> dict[str, list[Work]]:
+    rows, k, looks = len(canvas.rows_B), canvas.config.tokens_per_step, canvas.rule in CERTAINTY
     f, step = base_work(base, rows, length), sampler_work(base, g, rows, length)
-    heads = [head_work(base, rows * (scored - j)) for j in range(k)]
+    heads = [head_work(base, rows * (scored - j if looks else 1)) for j in range(k)]
     return {
-        "base pass": [f], "head": heads[:1], "head, scores and draw": heads[:1], "g step": [step],
-        "head, all rows": [head_work(base, rows * length)], "round": [f, *heads, *[step] * (k - 1)],
+        "base pass": [f], "g step": [step], "head, scores and draw": heads[:1], "round": [f, *heads, *[step] * (k - 1)],
+        "head": [head_work(base, rows * scored)], "head, all rows": [head_work(base, rows * length)],
     }  # fmt: skip
 
 
@@ -318,23 +322,23 @@ def eager_parts(bench: Bench, canvas: Canvas) -> Parts:
     }  # fmt: skip
     rows, length = canvas.tokens_BL.shape
     length = base.spec.block or length  # columns of a pass, whose attention to the blocks before is not counted
-    work = _work(base, g, rows, length, len(at[0]) // rows, canvas.config.tokens_per_step)
+    work = _work(base, g, canvas, length, len(at[0]) // rows)
     return {name: (part, work[name]) for name, part in parts.items()}
 
 
-def lane_of(base: Base, g: Sampler, canvas: Canvas) -> tuple[Lane, Callable[[], None]]:
+def lane_of(base: Base, g: Sampler | None, canvas: Canvas) -> tuple[Lane, Callable[[], None]]:
     """The buffers that the fast form would take, with the canvas in them, and what puts its tokens back there."""
     rows, length = canvas.tokens_BL.shape
     slots, columns = slot_bucket(rows), length_bucket(length, rows, base.spec.context)
     lane = Lane(base, slots, columns, padded=(slots, columns) != (rows, length), config=canvas.config)
     lane.start(canvas.config)
-    if base.spec.block is not None:
+    if g is not None and base.spec.block is not None:
         lane.need_keys(g)
     load(base, g, lane, canvas, list(range(rows)), 0)
     kept = [(part, part.clone()) for part in (lane.tokens_BL, lane.masked_BL, lane.order_BL, lane.commits_B)]
     if base.device.type == "cuda":  # as the fast form does
-        join_projections(base.model)  # type: ignore[attr-defined]
-        join_projections(g)
+        for part in (base.model, *(() if g is None else (g,))):  # type: ignore[attr-defined]
+            join_projections(part)
 
     def restore() -> None:
         for part, value in kept:
@@ -346,7 +350,7 @@ def lane_of(base: Base, g: Sampler, canvas: Canvas) -> tuple[Lane, Callable[[], 
 def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     """Parts of the fast form: the functions that it captures, on the buffers that it would take."""
     g: Sampler = bench.helpers["sampler"]
-    base, config, (rows, length) = g.on(bench.base), canvas.config, canvas.tokens_BL.shape
+    base, config, length = g.on(bench.base), canvas.config, canvas.tokens_BL.shape[1]
     scored, size = int(canvas.masked_BL[0].sum()), base.spec.block or 0
     (lane, restore), graphs = lane_of(base, g, canvas), Graphs(base.device)
     width = width_bucket(scored, lane.tokens_BL.shape[1])
@@ -368,7 +372,7 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
         replay("begin", "base pass", "head, scores and draw")
         replay(*("g step", "head, scores and draw") * (config.tokens_per_step - 1))
 
-    work = _work(base, g, rows, size or length, scored, config.tokens_per_step)
+    work = _work(base, g, canvas, size or length, scored)
     parts = {name: (functools.partial(replay, name), work[name]) for name in functions if name != "begin"}
     whole()  # captures
     require_graphs(graphs, bench.clock)

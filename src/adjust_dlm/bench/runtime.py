@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from adjust_dlm.bases import load_base
 from adjust_dlm.bases.base import pick_device
 from adjust_dlm.bases.placement import quantize_body
 from adjust_dlm.bench.clock import ceilings, limit
-from adjust_dlm.bench.measure import Bench, Cell, Row, component_cell, decode_cell, grid
+from adjust_dlm.bench.measure import Bench, Row, component_cell, decode_cell, grid
 from adjust_dlm.bench.settings import COMPONENTS, RuntimeConfig
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
@@ -25,7 +24,6 @@ from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import default_sampler, read_config
 from adjust_dlm.types import DecodeConfig, SamplerConfig, require
-from adjust_dlm.variants import read_variant
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +61,11 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
     for cell in cells:
         left = config.seconds - (time.monotonic() - started)
         longest = left if cell.form == "compiled" else min(left, 3 * config.cell_seconds)  # the first ones compile
+        waits = bench.tokens_per_wait and cell.form != "eager" and cell.decoder.startswith("verified")
+        kind = component_cell if cell.decoder == COMPONENTS else wait_cell if waits else decode_cell
         try:
             with limit(longest):
-                made = _kind(bench, cell)(bench, cell)
+                made = kind(bench, cell)
         except (TimeoutError, RuntimeError, FloatingPointError) as error:
             if bench.clock.cuda:
                 torch.cuda.synchronize()  # what was interrupted may still write into memory that is given on
@@ -80,14 +80,6 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
         files = {"runtime.csv": to_csv(out["rows"], columns), "runtime.md": markdown(out)}
         write_whole({Path(config.output) / name: text for name, text in files.items()})
     return out
-
-
-def _kind(bench: Bench, cell: Cell) -> Callable[[Bench, Cell], list[Row]]:
-    """How a cell is measured."""
-    if cell.decoder == COMPONENTS:
-        return component_cell
-    waits = bench.tokens_per_wait and cell.form != "eager" and read_variant(cell.decoder).name == "verified"
-    return wait_cell if waits else decode_cell
 
 
 def _reason(error: Exception, left: float, most: float) -> str:

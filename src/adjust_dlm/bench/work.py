@@ -17,7 +17,7 @@ from adjust_dlm.bases.fp8 import Fp8Linear
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
 from adjust_dlm.sampler import Sampler, layer_shape
-from adjust_dlm.types import DecodeConfig
+from adjust_dlm.types import CERTAINTY, DecodeConfig
 from adjust_dlm.variants import Variant
 
 
@@ -125,6 +125,7 @@ def decode_work(
     if other or variant.name not in ("joint", "parallel", "adjust"):
         return None
     parts, read, read_by_g = list[Work](), 0, 0  # columns whose keys are final
+    looks, most = (config.order or base.spec.order) in CERTAINTY, config.tokens_per_step
     if variant.name == "adjust" and sampler is not None:
         base = sampler.on(base)
 
@@ -142,7 +143,8 @@ def decode_work(
             if k and sampler is not None:
                 read_by_g, *columns = seen(at, read_by_g)
                 parts.append(sampler_work(base, sampler, rows, *columns))
-            parts.append(head_work(base, rows * count))
+            drawn = min(count, most) if variant.name == "parallel" else 1
+            parts.append(head_work(base, rows * (count if looks else drawn)))
     return parts
 
 

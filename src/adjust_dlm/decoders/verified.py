@@ -29,7 +29,7 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
     one token and at most `depth`.
 
     Every canvas looked at is booked as a base pass, right or wrong; `rounds_B` counts the batched passes, which are
-    what a row waits for where a pass costs as much for one canvas as for several (small batches on a GPU).
+    what a row waits for.
 
     Raises:
         InputError: see `couples`.
