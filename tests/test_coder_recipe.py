@@ -215,7 +215,7 @@ def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     model, ar = load_recipe("coder_tasks").Model(str(folder), torch.device("cpu")), AutoModelForCausalLM
-    prompts, alone = ["ab", "c" * 9, "", "hello", "yes or no?", *"ABCDEFGH"], ar.from_pretrained(folder)
+    prompts, alone = ["ab", "c" * 9, "", "hello", "yes or no?", "m" * 90, *"ABCDEFGH"], ar.from_pretrained(folder)
     got = model.reply(prompts, new_tokens=70, batch_size=8)
     for prompt, text in zip(prompts, got, strict=True):
         chat = [{"role": "user", "content": prompt}]
@@ -227,7 +227,7 @@ def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
     how = {"new_tokens": 70, "temperature": 1.0, "seed": 3}
     drawn = model.reply(prompts, batch_size=8, **how)
     assert len({ended for _, ended in drawn}) == 2 and drawn != got  # some rows leave a batch before it is done
-    assert model.reply(prompts[::-1], batch_size=3, rows=range(12, -1, -1), **how) == drawn[::-1]
+    assert model.reply(prompts[::-1], batch_size=3, rows=range(13, -1, -1), **how) == drawn[::-1]
     assert model.reply(prompts, batch_size=8, top_p=0.9, **how) != drawn
 
 
