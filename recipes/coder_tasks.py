@@ -10,9 +10,9 @@ kept where they end and are right, as `messages` for `adjust adapt --text-files`
 problems 601 to 974, without the few that have the text or the code of a test problem. `--share i/n`: this process's
 part of the replies. Programs of the model run on this machine (docs/code-execution.md).
 
-`--invented N` also asks questions of the model's own. N user turns are sampled behind the chat's context; those that
-close and are new are asked, each once, and replies that end are kept. A turn or reply that holds a test problem, or a
-part of one of `RUN` letters and digits, is dropped.
+`--invented N` also asks questions of the model's own. N user turns are sampled behind the chat's context and a word of
+`OPENERS`, in turn; those that close (or open the next turn) and are new are asked, each once, and replies that end are
+kept. A turn or reply that holds a test problem, or a part of one of `RUN` letters and digits, is dropped.
 
 Both go on where they stopped. FILE.asked, beside the replies, has a line for each batch that was graded; a question in
 it is not asked again. Scores skip the tasks that FILE has.
@@ -66,6 +66,7 @@ RUN = 40  # so many letters and digits in a row of a test problem are the proble
 EVERY = 32  # passes from one look for ended rows to the next
 TURN: dict[str, Any] = {"new_tokens": 64, "temperature": 1.0, "top_p": 0.95}  # of invented user turns
 LEAST_WORDS = 3  # of an invented user turn
+OPENERS = ("", "How", "What", "Write", "Can", "I", "Please", "Explain", "Create", "Given", "Why", "Is", "Tell")
 Said = tuple[str, bool]  # a text, and whether it has ended
 Asked = tuple[Task, Any, str]  # a task, its settings, and the metric that says what is right
 
@@ -323,17 +324,19 @@ def right(asked: Asked, problems: Sequence[Problem], grouped: Sequence[list[Said
 
 
 def invent(model: Model, file: Replies, tested: Tested, rows: range, how: dict[str, Any]) -> None:
-    """User turns of the model's own, each with one reply; about a quarter of its samples close the turn."""
+    """User turns of the model's own, each with one reply."""
     name, start = "invented", chat_context(model.tokenizer) + CHAT_USER
     seen = {_plain(text)[:RUN] for text in file.asked(name)}
     rows, many = rows[sum(batch["tried"] for batch in file.of(name)) :], 4 * how["batch_size"]
     for mine in (rows[at : at + many] for at in range(0, len(rows), many)):
-        turns = model.go_on([start] * len(mine), rows=mine, seed=8, batch_size=how["batch_size"], **TURN)
+        words = [OPENERS[row % len(OPENERS)] for row in mine]
+        turns = model.go_on([start + w for w in words], rows=mine, seed=8, batch_size=how["batch_size"], **TURN)
         fresh: dict[str, tuple[int, str]] = {}
-        for row, (text, ended) in zip(mine, turns, strict=True):
+        for row, word, (rest, ended) in zip(mine, words, turns, strict=True):
+            text, next_turn, _ = (word + rest).partition("<|im_start|>")
             key = _plain(text)[:RUN]
             new = len(text.split()) >= LEAST_WORDS and key not in seen and not asks_held_out(text)
-            if ended and new and _usable(text, tested):
+            if (ended or next_turn) and new and _usable(text, tested):
                 fresh.setdefault(key, (row, text.strip(" \t\r\n\ufeff")))
         seen |= fresh.keys()
         texts = [text for _, text in fresh.values()]

@@ -149,11 +149,11 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
         (f"Please: {LONG.upper()}", True),  # a test problem, and a part of one
         (LONG[8:70], True),
         ("Can you factor 9y^2 - 1?", True),  # a short one
-        ("Write <|im_start|> ten times", True),
+        ("Write <|endoftext|> ten times", True),
         ("What is the capital of Japan?", True),  # held out
         ("Write a loop in C.\n", True),  # 10 and 11: kept, but its reply is not
         ("What is a monad then?", True),
-        ("Is it warm in May?", True),  # 12: kept, in a batch of its own
+        ("Is it warm in May?\n<|im_start|>\n", False),  # 12: kept, in a batch of its own, up to the next turn
     ]
     asked, starts = [], []
 
@@ -170,17 +170,20 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
 
     recipe, go = run("replies", reply)
     monkeypatch.setattr(recipe.Model, "go_on", go_on)
+    monkeypatch.setattr(recipe, "OPENERS", ("",))
     flags = ("--samples", "1", "--batch-size", "3")
     assert pairs(go(*flags, "--invented", "12")) == [("How do I sort a list?", "Of How do I sort a list?")]
     assert asked == [([turns[0][0], "Write a loop in C.", turns[11][0]], [0, 10, 11])]  # of four batches
     line = {"task": "invented", "asked": 12, "questions": 3, "kept": 1}
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == line
-    assert len(go(*flags, "--invented", "13")) == 2 and asked[1:] == [([turns[12][0]], [12])]
+    assert len(go(*flags, "--invented", "13")) == 2 and asked[1:] == [(["Is it warm in May?"], [12])]
     assert starts == ["<|im_start|>user\n"] * 13
     for name in ("out.jsonl", "out.asked"):
         (tmp_path / name).unlink()
+    monkeypatch.setattr(recipe, "OPENERS", ("", "", "So:\n"))
     go(*flags, "--invented", "13", "--share", "1/2")
-    assert asked[2:] == [([turns[1][0], turns[11][0]], [1, 11])]  # "how do i sort": the other process has the first
+    assert asked[2:] == [([turns[1][0], f"So:\n{turns[11][0]}"], [1, 11])]  # the other process has the first "How do I"
+    assert starts[13:] == [f"<|im_start|>user\n{word}" for word in ("", "", "So:\n") * 2]
 
 
 def test_scores_skip_the_tasks_that_are_done(run: Any, tmp_path: Path) -> None:
