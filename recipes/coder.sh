@@ -5,9 +5,10 @@
 #   AR=FOLDER DATA=DIR recipes/coder.sh OUTPUT [GPUS]
 #
 # AR is a folder or Hub id of a Qwen2, Qwen3 or Llama model with tied embeddings (ours: recipes/coder_ar.py). DATA is as in
-# recipes/coder_tasks.py. Every stage but the replies resumes; INIT=FOLDER goes on from an adapter. Times are seconds of
-# training: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS. STAGES picks some of: ar replies adapt joint
-# trajectories train tables.
+# recipes/coder_tasks.py. Every stage resumes; INIT=FOLDER goes on from an adapter. Replies go on with as many GPUs and the
+# same settings only. INVENTED user turns are sampled for chats of the model's own. CHAT=N asks `adjust adapt` for chats
+# instead, of a model that writes both turns by itself. Times are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS,
+# DEEP_SECONDS, BACK_SECONDS. STAGES picks some of: ar replies adapt joint trajectories train tables.
 set -euo pipefail
 out=$1
 gpus=${2:-1}
@@ -17,21 +18,21 @@ stage() { [[ " ${STAGES:-ar replies adapt joint trajectories train tables} " == 
 here=$(dirname "$0")
 limit=${LIMIT:-0}
 
-if stage ar; then python3 "$here/coder_tasks.py" score "$AR" --data "$DATA" --output "$out/ar.jsonl" ${LIMIT:+--limit "$LIMIT"}; fi
+if stage ar; then python3 "$here/coder_tasks.py" score "$AR" --data "$DATA" --output "$out/ar.jsonl" --batch-size 1400 ${LIMIT:+--limit "$LIMIT"}; fi
 
 if stage replies; then
-    rm -f "$out"/replies-*.jsonl  # of a run with other shares
     waits=()
     for ((i = 0; i < gpus; i++)); do
         CUDA_VISIBLE_DEVICES=$i python3 "$here/coder_tasks.py" replies "$AR" --data "$DATA" --output "$out/replies-$i.jsonl" --share "$i/$gpus" \
-            --samples "${SAMPLES:-4}" --new-tokens "${REPLY_TOKENS:-320}" --batch-size "${REPLY_BATCH:-1024}" ${LIMIT:+--limit "$LIMIT"} &
+            --samples "${SAMPLES:-4}" --new-tokens "${REPLY_TOKENS:-320}" --batch-size "${REPLY_BATCH:-1024}" \
+            --invented "${INVENTED:-16384}" ${LIMIT:+--limit "$LIMIT"} &
         waits+=($!)
     done
     for pid in "${waits[@]}"; do wait "$pid"; done
 fi
 
-if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${BLOCK:-32}" --length "${LENGTH:-384}" --text "${TEXT:-8192}" --chat "${CHAT:-24576}" \
-    --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-text 0.1 --share-chat 0.3 --share-files 0.6 \
+if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${BLOCK:-32}" --length "${LENGTH:-384}" --text "${TEXT:-8192}" --chat "${CHAT:-0}" \
+    --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-text 0.1 --share-chat 0.3 --share-files 0.9 \
     --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-256}" --micro-batch "${MICRO:-32}" --lora-rank "${RANK:-32}" --lora-alpha "${RANK:-32}" \
     --lr "${LR:-1e-3}" --order left_to_right --suffix "${SUFFIX:-0.5}" --sample-batch "${SAMPLE_BATCH:-2048}" --eval-every 0 \
     ${INIT:+--init "$INIT"} ${CORPUS:+--corpus "$CORPUS"}; fi

@@ -1,7 +1,7 @@
 """An autoregressive chat model on GSM8K, MATH, HumanEval and MBPP, and its replies to their training questions.
 
     python recipes/coder_tasks.py score AR --data DIR --output FILE       a line of JSON for each task, T = 0
-    python recipes/coder_tasks.py replies AR --data DIR --output FILE.jsonl --samples 4 --temperature 0.7
+    python recipes/coder_tasks.py replies AR --data DIR --output FILE.jsonl --samples 4 --invented 16384
     python recipes/coder_tasks.py prompts FILE.jsonl ... --output DIR     their questions, each once, in two files
 
 DIR holds gsm8k/{train,test}.jsonl, math/{math500_test,math_train_part}.jsonl, humaneval/HumanEval.jsonl.gz and
@@ -9,29 +9,65 @@ mbpp/mbpp.jsonl. Scores are those of `adjust eval TASK --chat --shots 0`, in the
 kept where they end and are right, as `messages` for `adjust adapt --text-files`; no test question is asked: of MBPP the
 problems 601 to 974, without the few that have the text or the code of a test problem. `--share i/n`: this process's
 part of the replies. Programs of the model run on this machine (docs/code-execution.md).
+
+`--invented N` also asks questions of the model's own. N user turns are sampled behind the chat's context and a word of
+`OPENERS`, in turn; those that close (or open the next turn) and are new are asked, each once, and replies that end are
+kept. A turn or reply that holds a test problem, or a part of one of `RUN` letters and digits, is dropped.
+
+Both go on where they stopped. FILE.asked, beside the replies, has a line for each batch that was graded; a question in
+it is not asked again. Scores skip the tasks that FILE has.
+
+Sampling has its own loop, `Model._batch`, because `generate` is slow here: a mask of padded prompts makes it copy the
+grouped keys for all heads (seven times the cache of this model), the cache is copied to grow by a token, and top_p
+sorts the vocabulary of 151,936. Here a batch reads what its prompts have in length in common in one pass, and then a
+token a pass: the prompt's next one where a row has some left, else a drawn one. So there is no padding and no mask. The
+price is a pass for each token by which the longest prompt of a batch exceeds the shortest. Three samples each of
+GSM8K's 7,473 questions are 11 batches of 2,048, with 4 to 24 such passes beside 320 (120 in the last one). Groups of
+equal length need none, but are 146, so they take 146 times 320 passes. A prompt that exceeds the shortest by more than
+the new tokens begins the next batch. Every 32 passes the rows that have ended leave the batch and its cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adjust_dlm.data.ar import read_vocabulary
+from adjust_dlm.data.ar import (
+    CHAT_USER,
+    HEAD_ROWS,
+    _Cache,
+    _drawn,
+    _forward,
+    chat_context,
+    forbid_bias,
+    read_vocabulary,
+)
+from adjust_dlm.data.questions import asks_held_out
 from adjust_dlm.eval.downstream import Problem, Task, cut_at_stop, summarize
 from adjust_dlm.eval.tasks import code, gsm8k, maths
+from adjust_dlm.eval.tasks.task_files import read_rows
+from adjust_dlm.sampling import uniform
+from adjust_dlm.types import DecodeConfig, require
 
 MBPP_TRAIN = range(601, 975)
 MORE = {"mbpp": 4}  # times the samples, since it has few training questions
+RUN = 40  # so many letters and digits in a row of a test problem are the problem
+EVERY = 32  # passes from one look for ended rows to the next
+TURN: dict[str, Any] = {"new_tokens": 64, "temperature": 1.0, "top_p": 0.95}  # of invented user turns
+LEAST_WORDS = 3  # of an invented user turn
+OPENERS = ("", "How", "What", "Write", "Can", "I", "Please", "Explain", "Create", "Given", "Why", "Is", "Tell")
+Said = tuple[str, bool]  # a text, and whether it has ended
 Asked = tuple[Task, Any, str]  # a task, its settings, and the metric that says what is right
 
 
@@ -71,6 +107,30 @@ def _plain(text: str) -> str:
     return "".join(c for c in text.lower() if c.isalnum())
 
 
+class Tested:
+    """The test problems' texts, of which nothing may be trained on."""
+
+    def __init__(self, data: Path) -> None:
+        """Their letters and digits: all runs of `RUN`, and shorter texts as a whole."""
+        mbpp = [row for row in read_rows(str(data / "mbpp" / "mbpp.jsonl")) if row["task_id"] in code.TEST_IDS]
+        texts = [row["question"] for row in read_rows(str(data / "gsm8k" / "test.jsonl"))]
+        texts += [row["problem"] for row in read_rows(str(data / "math" / "math500_test.jsonl"))]
+        texts += [row["prompt"] for row in read_rows(str(data / "humaneval" / "HumanEval.jsonl.gz"))]
+        texts += [row[key] for row in mbpp for key in ("text", "code")]
+        plain = {_plain(text) for text in texts} - {""}
+        self.short = [text for text in plain if len(text) < RUN]
+        self.runs = {run for text in plain for run in _runs(text)}
+
+    def hold(self, text: str) -> bool:
+        """Whether a text has a test problem in it, or is a part of one."""
+        plain = _plain(text)
+        return any(short in plain for short in self.short) or not self.runs.isdisjoint(_runs(plain))
+
+
+def _runs(plain: str) -> Iterator[str]:
+    return (plain[at : at + RUN] for at in range(len(plain) - RUN + 1))
+
+
 class Model:
     """The model behind its own chat template."""
 
@@ -78,38 +138,127 @@ class Model:
         """Half precision on a card."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model: Any = AutoModelForCausalLM.from_pretrained(ar, dtype=dtype).to(device).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(ar, padding_side="left")
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.ends = set(read_vocabulary(self.tokenizer, self.model.config).end_ids)  # as those of the base
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(ar)
+        vocabulary = read_vocabulary(self.tokenizer, self.model.config)
+        self.ends = set(vocabulary.end_ids)  # as those of the base
+        forbidden = [vocabulary.mask_id, *range(vocabulary.token_limit, vocabulary.size)]
+        self.bias_V = forbid_bias(vocabulary.size, forbidden, device).to(dtype)
 
-    @torch.no_grad()
-    def reply(
-        self, prompts: Sequence[str], *, new_tokens: int, batch_size: int, **sampling: Any
-    ) -> list[tuple[str, bool]]:
-        """Texts up to their end, and whether there is one. Prompts of like lengths are asked together."""
-        said = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-            for text in prompts
-        ]
-        order = sorted(range(len(said)), key=lambda n: len(said[n]))
-        out = [("", False)] * len(said)
-        for at in range(0, len(order), batch_size):
-            members = order[at : at + batch_size]
-            given = self.tokenizer(
-                [said[n] for n in members], return_tensors="pt", padding=True, add_special_tokens=False
-            )
-            made = self.model.generate(
-                **given.to(self.model.device), max_new_tokens=new_tokens, pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=sorted(self.ends), repetition_penalty=1.0, **sampling,
-            )[:, given["input_ids"].shape[1] :]  # fmt: skip
-            for n, row in zip(members, made.tolist(), strict=True):
+    def reply(self, prompts: Sequence[str], **how: Any) -> list[Said]:
+        """Replies to prompts of a user; see `go_on`."""
+        chats = [[{"role": "user", "content": text}] for text in prompts]
+        write = self.tokenizer.apply_chat_template
+        return self.go_on([write(chat, tokenize=False, add_generation_prompt=True) for chat in chats], **how)
+
+    def go_on(
+        self, starts: Sequence[str], *, new_tokens: int, batch_size: int, temperature: float = 0.0, top_p: float = 1.0,
+        seed: int = 0, rows: Sequence[int] = (),
+    ) -> list[Said]:  # fmt: skip
+        """What follows each text, up to its end, and whether there is one. Texts of like lengths are asked together.
+
+        A draw depends on the seed, the number of its row and the number of its token alone.
+        """
+        settings = DecodeConfig(temperature=temperature, top_p=top_p)
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in starts]
+        order = sorted(range(len(ids)), key=lambda n: len(ids[n]))
+        batches: list[list[int]] = []
+        for n in order:
+            if not batches or len(batches[-1]) == batch_size or len(ids[n]) > len(ids[batches[-1][0]]) + new_tokens:
+                batches.append([])
+            batches[-1].append(n)
+        out: list[Said] = [("", False)] * len(ids)
+        for members in batches:
+            numbers = torch.tensor([rows[n] if rows else n for n in members])
+            made = self._batch([ids[n] for n in members], numbers, new_tokens=new_tokens, settings=settings, seed=seed)
+            for n, row in zip(members, made, strict=True):
                 end = next((i for i, token in enumerate(row) if token in self.ends), None)
                 out[n] = self.tokenizer.decode(row[:end]), end is not None
-            sys.stderr.write(f"{at + len(members)} of {len(order)} replies\n")
+            sys.stderr.write(f"{len(members)} more of {len(order)} texts\n")
         return out
+
+    @torch.no_grad()
+    def _batch(
+        self, starts: Sequence[list[int]], rows_B: torch.Tensor, *, new_tokens: int, settings: DecodeConfig, seed: int
+    ) -> list[list[int]]:
+        """New tokens of each row; what stands behind its end means nothing. B rows, S passes, D width, V vocabulary."""
+        weight_VD = self.model.lm_head.weight
+        device, ends = weight_VD.device, torch.tensor(sorted(self.ends), device=weight_VD.device)
+        lengths = [len(start) for start in starts]
+        least, steps = min(lengths), max(lengths) - min(lengths) + new_tokens
+        given = [start + [-1] * (least + steps - len(start)) for start in starts]
+        tokens_BT, out_BS = torch.tensor(given).to(device).split([least, steps], dim=1)
+        given_BS = out_BS.clone()
+        turn_BS = torch.arange(steps) - torch.tensor(lengths)[:, None] + least  # below 0 in the prompt
+        number_BS = turn_BS.clamp_min(0)
+        u_BS = uniform(seed, rows_B[:, None], number_BS, number_BS).to(device)
+        last_BS = (turn_BS >= new_tokens - 1).to(device)
+        place_B = torch.arange(len(starts), device=device)  # of the rows that go on
+        ended_B, cache = torch.zeros_like(place_B, dtype=torch.bool), _Cache(least + steps)
+        for step in range(steps):
+            h_BD, u_B = _forward(self.model.model, tokens_BT, cache), u_BS[place_B, step]
+            parts = zip(h_BD.split(HEAD_ROWS), u_B.split(HEAD_ROWS), strict=True)
+            drawn_B = torch.cat([_drawn(h_CD @ weight_VD.T + self.bias_V, u_C, settings) for h_CD, u_C in parts])
+            given_B = given_BS[place_B, step]
+            token_B = out_BS[place_B, step] = torch.where(given_B >= 0, given_B, drawn_B)
+            ended_B |= (given_B < 0) & torch.isin(token_B, ends) | last_BS[place_B, step]
+            if step % EVERY == EVERY - 1:
+                left = (~ended_B).nonzero()[:, 0]
+                if not len(left):
+                    break
+                if len(left) < len(place_B):
+                    place_B, ended_B, token_B = place_B[left], ended_B[left], token_B[left]
+                    for layer, (k_BHTE, v_BHTE) in cache.buffers.items():
+                        cache.buffers[layer] = k_BHTE[left], v_BHTE[left]
+            tokens_BT = token_B[:, None]
+        found = zip(out_BS.tolist(), lengths, strict=True)
+        return [row[length - least : length - least + new_tokens] for row, length in found]
+
+
+class Replies:
+    """A file of chats, and beside it what was asked for them: the settings, then a line for each batch."""
+
+    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+        """Goes on behind the last whole batch.
+
+        Raises:
+            InputError: what is there was made otherwise.
+        """
+        self.output, self.beside = output, output.with_suffix(".asked")
+        text = self.beside.read_text() if self.beside.is_file() else ""
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]  # one may be torn
+        self.batches: list[dict[str, Any]] = lines[1:]
+        size, there = self.batches[-1]["bytes"] if self.batches else 0, output.stat().st_size if output.is_file() else 0
+        good = lines[0] == settings and there >= size if lines else there == 0
+        require(good, f"{output} is of other settings than {settings}, or {self.beside} is not its own; remove both")
+        self.beside.write_text("".join(json.dumps(line) + "\n" for line in [settings, *self.batches]))
+        output.touch()
+        os.truncate(output, size)
+
+    def of(self, task: str) -> list[dict[str, Any]]:
+        """The batches of a task."""
+        return [batch for batch in self.batches if batch["task"] == task]
+
+    def asked(self, task: str) -> list[str]:
+        """The questions of a task so far."""
+        return [name for batch in self.of(task) for name in batch["asked"]]
+
+    def add(self, task: str, asked: Sequence[str], chats: Sequence[tuple[str, str]], *, tried: int) -> None:
+        """A batch: its questions, the chats that it gave, and how many samples it took."""
+        with self.output.open("a") as file:
+            for prompt, text in chats:
+                said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+                file.write(json.dumps({"messages": said}) + "\n")
+        size = self.output.stat().st_size
+        self.batches.append({"task": task, "asked": list(asked), "kept": len(chats), "tried": tried, "bytes": size})
+        with self.beside.open("a") as file:
+            file.write(json.dumps(self.batches[-1]) + "\n")
+
+    def report(self, task: str) -> None:
+        """A line of JSON: samples, questions and chats of a task."""
+        total = {key: sum(batch[key] for batch in self.of(task)) for key in ("tried", "kept")}
+        line = {"task": task, "asked": total["tried"], "questions": len(self.asked(task)), "kept": total["kept"]}
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
 
 
 def graded(asked: Asked, problems: Sequence[Problem], texts: Sequence[list[str]]) -> list[list[dict[str, float]]]:
@@ -119,46 +268,89 @@ def graded(asked: Asked, problems: Sequence[Problem], texts: Sequence[list[str]]
 
 
 def score(model: Model, args: argparse.Namespace, scratch: Path) -> None:
-    """One line a task: every metric, and how many replies did not end."""
-    lines: list[str] = []
+    """One line a task: every metric, and how many replies did not end. Tasks that the file has are not asked again."""
+    old = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.is_file() else []
+    lines: list[dict[str, Any]] = []
     for asked in tasks(args.data, train=False, scratch=scratch):
         task, config, metric = asked
         problems, began = task.problems(config)[: args.limit or None], time.monotonic()
-        said = model.reply(
-            [p.prompt for p in problems], new_tokens=args.new_tokens, batch_size=args.batch_size, do_sample=False
-        )
-        found = graded(asked, problems, [[text] for text, _ in said])
-        line = {"task": task.name, "metric": metric, **summarize(problems, found)["metrics"]}
-        line |= {"cut": sum(not ended for _, ended in said), "seconds": round(time.monotonic() - began)}
-        lines.append(json.dumps(line))
-        args.output.write_text("\n".join(lines) + "\n")
+        same = {"model": args.names[0], "problems": len(problems), "new_tokens": args.new_tokens}
+        line = next((line for line in old if line["task"] == task.name and same.items() <= line.items()), None)
+        if line is None:
+            said = model.reply([p.prompt for p in problems], new_tokens=args.new_tokens, batch_size=args.batch_size)
+            found = graded(asked, problems, [[text] for text, _ in said])
+            line = {"task": task.name, "metric": metric, **summarize(problems, found)["metrics"]}
+            line |= {"cut": sum(not ended for _, ended in said), "seconds": round(time.monotonic() - began), **same}
+        lines.append(line)
+        others = [line for line in old if line["task"] not in {line["task"] for line in lines}]
+        args.output.write_text("".join(json.dumps(line) + "\n" for line in lines + others))
         sys.stdout.write(json.dumps(line) + "\n")
 
 
 def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
-    """Right replies as chats, at most `samples` different ones of a question."""
+    """Right replies as chats, at most `samples` different ones of a question; then the invented ones."""
     part, parts = map(int, args.share.split("/"))
-    torch.manual_seed(part)
-    with args.output.open("w") as file:
-        for asked in tasks(args.data, train=True, scratch=scratch):
-            task, config, metric = asked
-            problems = task.problems(config)[: args.limit or None][part::parts]
-            samples = args.samples * MORE.get(task.name, 1)
-            prompts = [p.prompt for p in problems for _ in range(samples)]
-            how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
-            said = model.reply(prompts, new_tokens=args.new_tokens, batch_size=args.batch_size, **how)
+    names = ("samples", "temperature", "top_p", "new_tokens", "share", "limit")
+    file = Replies(args.output, {"model": args.names[0], **{name: getattr(args, name) for name in names}})
+    how = {"new_tokens": args.new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    how |= {"batch_size": args.batch_size}
+    for seed, asked in enumerate(tasks(args.data, train=True, scratch=scratch)):
+        task, config, _ = asked
+        samples, done = args.samples * MORE.get(task.name, 1), set(file.asked(task.name))
+        numbered = list(enumerate(task.problems(config)[: args.limit or None]))[part::parts]
+        left = [pair for pair in numbered if pair[1].id not in done]
+        left.sort(key=lambda pair: len(model.tokenizer.encode(pair[1].prompt)))
+        size = max(1, args.batch_size // samples)
+        batches = [left[at : at + size] for at in range(0, len(left), size)]
+        random.Random(0).shuffle(batches)  # if the time is over, short questions are not all
+        for batch in batches:
+            rows = [number * samples + n for number, _ in batch for n in range(samples)]
+            problems = [problem for _, problem in batch]
+            said = model.reply([p.prompt for p in problems for _ in range(samples)], rows=rows, seed=seed, **how)
             grouped = [said[at : at + samples] for at in range(0, len(said), samples)]
-            found = graded(asked, problems, [[text for text, _ in group] for group in grouped])
-            kept = 0
-            for problem, group, scores in zip(problems, grouped, found, strict=True):
-                whole = [ended and cut_at_stop(text, task.stop) == text for text, ended in group]
-                right = [bool(s[metric]) and good for s, good in zip(scores, whole, strict=True)]
-                for text in sorted({text for (text, _), good in zip(group, right, strict=True) if good}):
-                    chat = [{"role": "user", "content": problem.prompt}, {"role": "assistant", "content": text}]
-                    file.write(json.dumps({"messages": chat}) + "\n")
-                    kept += 1
-            sys.stdout.write(json.dumps({"task": task.name, "asked": len(prompts), "kept": kept}) + "\n")
-            sys.stdout.flush()
+            file.add(task.name, [p.id for p in problems], list(right(asked, problems, grouped)), tried=len(said))
+        file.report(task.name)
+    invent(model, file, Tested(args.data), range(part, args.invented, parts), how)
+
+
+def right(asked: Asked, problems: Sequence[Problem], grouped: Sequence[list[Said]]) -> Iterator[tuple[str, str]]:
+    """The different replies of each problem that end, without a stop word, and are right."""
+    task, _, metric = asked
+    found = graded(asked, problems, [[text for text, _ in group] for group in grouped])
+    for problem, group, scores in zip(problems, grouped, found, strict=True):
+        whole = [ended and cut_at_stop(text, task.stop) == text for text, ended in group]
+        good = {text for (text, _), s, all_of_it in zip(group, scores, whole, strict=True) if s[metric] and all_of_it}
+        yield from ((problem.prompt, text) for text in sorted(good))
+
+
+def invent(model: Model, file: Replies, tested: Tested, rows: range, how: dict[str, Any]) -> None:
+    """User turns of the model's own, each with one reply."""
+    name, start = "invented", chat_context(model.tokenizer) + CHAT_USER
+    seen = {_plain(text)[:RUN] for text in file.asked(name)}
+    rows, many = rows[sum(batch["tried"] for batch in file.of(name)) :], 4 * how["batch_size"]
+    for mine in (rows[at : at + many] for at in range(0, len(rows), many)):
+        words = [OPENERS[row % len(OPENERS)] for row in mine]
+        turns = model.go_on([start + w for w in words], rows=mine, seed=8, batch_size=how["batch_size"], **TURN)
+        fresh: dict[str, tuple[int, str]] = {}
+        for row, word, (rest, ended) in zip(mine, words, turns, strict=True):
+            text, next_turn, _ = (word + rest).partition("<|im_start|>")
+            key = _plain(text)[:RUN]
+            new = len(text.split()) >= LEAST_WORDS and key not in seen and not asks_held_out(text)
+            if (ended or next_turn) and new and _usable(text, tested):
+                fresh.setdefault(key, (row, text.strip(" \t\r\n\ufeff")))
+        seen |= fresh.keys()
+        texts = [text for _, text in fresh.values()]
+        said = model.reply(texts, rows=[row for row, _ in fresh.values()], seed=9, **how)
+        pairs = zip(texts, said, strict=True)
+        chats = [(text, reply) for text, (reply, ended) in pairs if ended and _usable(reply, tested)]
+        file.add(name, texts, chats, tried=len(mine))
+    if file.of(name):
+        file.report(name)
+
+
+def _usable(text: str, tested: Tested) -> bool:
+    """Whether a text says something, without marks of the template and without a test problem."""
+    return bool(_plain(text)) and "<|" not in text and not tested.hold(text)
 
 
 def prompts(files: Sequence[str], output: Path) -> None:
@@ -183,7 +375,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--samples", type=int, default=4, help="of a question; four times as many of MBPP's")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--invented", type=int, default=0, metavar="N", help="samples of user turns, of all processes")
     parser.add_argument("--share", default="0/1", help="this process of so many")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)

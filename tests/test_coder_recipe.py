@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import sys
 import zipfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from adjust_dlm.types import InputError
 from helpers import load_recipe
-from tiny_ar import CHAT, save_tiny
+from tiny_ar import CHAT, MASK, save_tiny
 
 
 def test_parts_are_joined_in_order_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,42 +38,178 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_replies_are_kept_where_they_end_and_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of training questions alone: GSM8K, MATH, and of MBPP the problems from 601 on, with their programs run."""
-    recipe = load_recipe("coder_tasks")
-    data = tmp_path / "data"
-    write(data / "gsm8k" / "train.jsonl", [{"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}])
-    write(data / "math" / "math_train_part.jsonl", [{"problem": "Half of one?", "solution": "\\boxed{\\frac12}"}])
+PROGRAM = "```python\ndef f():\n    return {}\n```"
+SAID = {
+    "Two": [("It is 4.", True), ("It is 5.", True), ("It is 4", False), ("It is 4.\nQ: 5?", True)],
+    "Half": [("\\boxed{0.5}", True), ("\\boxed{2}", True), ("", False), ("\\boxed{0.5}", True)],
+    "f 601": [(PROGRAM.format(1), True), (PROGRAM.format(2), True), (PROGRAM.format(1), False), ("no", True)],
+}
+LONG = "If a train leaves the town of Ulm at nine and another one at ten, when do both of them meet?"
+
+
+def data_of(folder: Path) -> Path:
+    """A training question of each task, and a test problem of each."""
+    write(folder / "gsm8k" / "train.jsonl", [{"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}])
+    write(folder / "gsm8k" / "test.jsonl", [{"question": LONG, "answer": "#### 12"}])
+    write(folder / "math" / "math_train_part.jsonl", [{"problem": "Half of one?", "solution": "\\boxed{\\frac12}"}])
+    write(folder / "math" / "math500_test.jsonl", [{"problem": "Factor $9y^2-1$.", "solution": "\\boxed{0}"}])
     row = {"code": "def f(): return 1", "test_list": ["assert f() == 1"], "test_setup_code": ""}
     rows = [row | {"task_id": n, "text": f"Write f {n}.", "code": f"f{n}"} for n in (20, 590, 601, 602, 603)]
     rows[3]["text"], rows[4]["code"] = "WRITE f  20", "F 20"  # a test problem's text, and another's program
-    write(data / "mbpp" / "mbpp.jsonl", rows)
-    program = "```python\ndef f():\n    return {}\n```"
-    said = {
-        "Two": [("It is 4.", True), ("It is 5.", True), ("It is 4", False), ("It is 4.\nQ: 5?", True)],
-        "Half": [("\\boxed{0.5}", True), ("\\boxed{2}", True), ("", False), ("\\boxed{0.5}", True)],
-        "f 601": [(program.format(1), True), (program.format(2), True), (program.format(1), False), ("no", True)],
-    }
+    write(folder / "mbpp" / "mbpp.jsonl", rows)
+    solved = {"task_id": "Own/1", "prompt": "def g():\n", "entry_point": "g", "canonical_solution": "    return 1\n"}
+    (folder / "humaneval").mkdir()
+    with gzip.open(folder / "humaneval" / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps(solved | {"test": "def check(g):\n    assert g() == 1\n"}))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ModuleType, Callable[..., list[Any]]]]:
+    """The recipe with a reply of one's own, and what runs a stage of it: it gives the lines of the output."""
+
+    def start(what: str, reply: Any) -> tuple[ModuleType, Callable[..., list[Any]]]:
+        recipe, output = load_recipe("coder_tasks"), tmp_path / "out.jsonl"
+        argv = ["coder_tasks.py", what, str(save_tiny(tmp_path / "ar")), "--data", str(data_of(tmp_path / "data"))]
+        monkeypatch.setattr(recipe.Model, "reply", reply)
+
+        def go(*flags: str) -> list[Any]:
+            monkeypatch.setattr(sys, "argv", [*argv, "--output", str(output), *flags])
+            recipe.main()
+            return [json.loads(line) for line in output.read_text().splitlines()]
+
+        return recipe, go
+
+    return start
+
+
+def pairs(lines: list[Any]) -> list[tuple[str, str]]:
+    """Prompts and replies."""
+    assert all([said["role"] for said in line["messages"]] == ["user", "assistant"] for line in lines)
+    return [(line["messages"][0]["content"], line["messages"][1]["content"]) for line in lines]
+
+
+def test_replies_are_kept_where_they_end_and_are_right(run: Any) -> None:
+    """Of training questions alone: GSM8K, MATH, and of MBPP the problems from 601 on, with their programs run."""
     asked = []
 
     def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
-        assert how["do_sample"] and len(prompts) == (16 if "f 601" in prompts[0] else 4) == prompts.count(prompts[0])
+        assert len(prompts) == (16 if "f 601" in prompts[0] else 4) == prompts.count(prompts[0])
+        assert how["temperature"] == 0.7 and how["top_p"] == 1.0 and how["rows"] == list(range(len(prompts)))
         asked.append(prompts[0])
-        return next(texts for word, texts in said.items() if word in prompts[0]) * (len(prompts) // 4)
+        return next(texts for word, texts in SAID.items() if word in prompts[0]) * (len(prompts) // 4)
 
-    monkeypatch.setattr(recipe.Model, "reply", reply)
-    monkeypatch.setattr(sys, "argv", [
-        "coder_tasks.py", "replies", str(save_tiny(tmp_path / "ar")), "--data", str(data), "--output",
-        str(tmp_path / "replies.jsonl"),
-    ])  # fmt: skip
-    recipe.main()
-    kept = [json.loads(line)["messages"] for line in (tmp_path / "replies.jsonl").read_text().splitlines()]
-    assert [chat[1]["content"] for chat in kept] == [texts[0][0] for texts in said.values()]
-    assert [chat[0]["content"] for chat in kept] == asked and [chat[0]["role"] for chat in kept] == ["user"] * 3
+    _, go = run("replies", reply)
+    assert pairs(go()) == list(zip(asked, [texts[0][0] for texts in SAID.values()], strict=True))
+
+
+def test_an_interrupted_run_loses_and_repeats_nothing(run: Any, tmp_path: Path, capsys: Any) -> None:
+    asked, stops = Counter[str](), ["Half", "Third"]
+
+    def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
+        if stops and stops[0] in prompts[0]:
+            raise KeyboardInterrupt(stops.pop(0))
+        asked.update(prompts)
+        return [(f"It is {4 - row % 2}.", True) for row in how["rows"]]
+
+    _, go = run("replies", reply)
+    train = [{"question": f"{word} of it?", "answer": "#### 4"} for word in ("One", "Half", "Third", "Quarter", "None")]
+    write(tmp_path / "data" / "gsm8k" / "train.jsonl", train)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            go("--samples", "2", "--batch-size", "2")
+        with (tmp_path / "out.jsonl").open("a") as file:  # as if it had stopped while it wrote
+            file.write('{"messages": [{"role": "user", "con')
+        with (tmp_path / "out.asked").open("a") as file:
+            file.write('{"task": "gsm8k", "as')
+    lines = go("--samples", "2", "--batch-size", "2")
+    assert sorted(pairs(lines)) == sorted((f"Q: {row['question']}\nA:", "It is 4.") for row in train)
+    assert {asked[f"Q: {row['question']}\nA:"] for row in train} == {2}
+    total = [json.loads(line) for line in capsys.readouterr().out.splitlines()][-3:]
+    assert total[0] == {"task": "gsm8k", "asked": 10, "questions": 5, "kept": 5}
+    before = asked.total()
+    assert go("--samples", "2", "--batch-size", "2") == lines and asked.total() == before
+    with pytest.raises(InputError, match="of other settings"):
+        go("--samples", "3")
+    (tmp_path / "out.asked").unlink()
+    with pytest.raises(InputError, match="remove both"):
+        go("--samples", "2")
+
+
+def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """A second run goes on with the samples that are left; processes share them."""
+    turns = [
+        ("How do I sort a list?", True),  # 0: kept
+        ("how do i sort  a LIST", True),  # the same
+        ("How do I sort a set", False),  # does not close
+        ("Hello there", True),  # two words
+        ("", True),
+        (f"Please: {LONG.upper()}", True),  # a test problem, and a part of one
+        (LONG[8:70], True),
+        ("Can you factor 9y^2 - 1?", True),  # a short one
+        ("Write <|endoftext|> ten times", True),
+        ("What is the capital of Japan?", True),  # held out
+        ("Write a loop in C.\n", True),  # 10 and 11: kept, but its reply is not
+        ("What is a monad then?", True),
+        ("Is it warm in May?\n<|im_start|>\n", False),  # 12: kept, in a batch of its own, up to the next turn
+    ]
+    asked, starts = [], []
+
+    def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
+        if how["seed"] < 9:
+            return [("wrong", True)] * len(prompts)
+        asked.append((list(prompts), how["rows"]))
+        return [(f"Of {prompt}" if "loop" not in prompt else LONG, "monad" not in prompt) for prompt in prompts]
+
+    def go_on(self: Any, given: list[str], **how: Any) -> list[tuple[str, bool]]:
+        assert (how["new_tokens"], how["temperature"], how["top_p"]) == (64, 1.0, 0.95)
+        starts.extend(given)
+        return [turns[row] for row in how["rows"]]
+
+    recipe, go = run("replies", reply)
+    monkeypatch.setattr(recipe.Model, "go_on", go_on)
+    monkeypatch.setattr(recipe, "OPENERS", ("",))
+    flags = ("--samples", "1", "--batch-size", "3")
+    assert pairs(go(*flags, "--invented", "12")) == [("How do I sort a list?", "Of How do I sort a list?")]
+    assert asked == [([turns[0][0], "Write a loop in C.", turns[11][0]], [0, 10, 11])]  # of four batches
+    line = {"task": "invented", "asked": 12, "questions": 3, "kept": 1}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == line
+    assert len(go(*flags, "--invented", "13")) == 2 and asked[1:] == [(["Is it warm in May?"], [12])]
+    assert starts == ["<|im_start|>user\n"] * 13
+    for name in ("out.jsonl", "out.asked"):
+        (tmp_path / name).unlink()
+    monkeypatch.setattr(recipe, "OPENERS", ("", "", "So:\n"))
+    go(*flags, "--invented", "13", "--share", "1/2")
+    assert asked[2:] == [([turns[1][0], f"So:\n{turns[11][0]}"], [1, 11])]  # the other process has the first "How do I"
+    assert starts[13:] == [f"<|im_start|>user\n{word}" for word in ("", "", "So:\n") * 2]
+
+
+def test_scores_skip_the_tasks_that_are_done(run: Any, tmp_path: Path) -> None:
+    asked, stops = [], ["Write f 20"]
+
+    def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
+        if stops and stops[0] in prompts[0]:
+            raise KeyboardInterrupt(stops.pop())
+        asked.append(prompts[0])
+        assert "temperature" not in how  # 0
+        return [("It is 12.", True)] * len(prompts)
+
+    _, go = run("score", reply)
+    write(tmp_path / "data" / "gsm8k" / "test.jsonl", [{"question": text, "answer": "#### 12"} for text in "AB"])
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    lines = go()
+    assert [line["task"] for line in lines] == ["gsm8k", "math", "mbpp", "humaneval"]
+    assert [lines[0]["value"]["mean"], lines[0]["cut"], lines[0]["problems"], len(asked)] == [1.0, 0, 2, 4]
+    assert go() == lines and len(asked) == len(set(asked)) == 4
+    assert len(go("--limit", "1")) == 4 and len(asked) == 5  # of GSM8K's two problems one
+    assert go("--new-tokens", "8")[3]["new_tokens"] == 8 and len(asked) == 9
 
 
 def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
-    """As transformers' greedy search alone; cut where it ends."""
+    """As transformers' greedy search alone, cut where it ends; a draw does not depend on the batch."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,14 +218,20 @@ def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     model, ar = load_recipe("coder_tasks").Model(str(folder), torch.device("cpu")), AutoModelForCausalLM
-    prompts, alone = ["ab", "c" * 9, "", "hello"], ar.from_pretrained(folder)
-    got = model.reply(prompts, new_tokens=40, batch_size=3, do_sample=False)
+    prompts, alone = ["ab", "c" * 9, "", "hello", "yes or no?", "m" * 90, *"ABCDEFGH"], ar.from_pretrained(folder)
+    got = model.reply(prompts, new_tokens=70, batch_size=8)
     for prompt, text in zip(prompts, got, strict=True):
         chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-        row = alone.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :].tolist()
+        made = alone.generate(ids, max_new_tokens=70, do_sample=False, suppress_tokens=[MASK, *range(100, 104)])
+        row = made[0, ids.shape[1] :].tolist()
         ends = [n for n, token in enumerate(row) if token in model.ends]
         assert text == (tokenizer.decode(row[: ends[0]]) if ends else tokenizer.decode(row), bool(ends))
+    how = {"new_tokens": 70, "temperature": 1.0, "seed": 3}
+    drawn = model.reply(prompts, batch_size=8, **how)
+    assert len({ended for _, ended in drawn}) == 2 and drawn != got  # some rows leave a batch before it is done
+    assert model.reply(prompts[::-1], batch_size=3, rows=range(13, -1, -1), **how) == drawn[::-1]
+    assert model.reply(prompts, batch_size=8, top_p=0.9, **how) != drawn
 
 
 def test_prompts_are_questions_once_and_a_tenth_is_held_out(tmp_path: Path) -> None:
