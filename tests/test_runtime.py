@@ -141,8 +141,8 @@ def test_arithmetic_of_a_decode_is_what_torch_counts(variant: str, form: int) ->
     assert decode_work(base, sampler, read_variant("adjust:sparse=true"), config, 2, 2) is None
 
 
-@pytest.mark.parametrize("form", range(len(FORMS)))
-@pytest.mark.parametrize("prompt", [1, 4, 7])
+@pytest.mark.parametrize("form", [0, 3])
+@pytest.mark.parametrize("prompt", [4, 7])
 @pytest.mark.parametrize("variant", [
     "joint", "parallel", "adjust", "adjust:candidates=3", "parallel:block_length=2", "adjust:order=left_to_right",
 ])  # fmt: skip
