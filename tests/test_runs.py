@@ -131,7 +131,7 @@ def test_runs_lie_in_the_memory_and_are_as_long_as_their_rows(
     config = DecodeConfig(max_new_tokens=9, cache_period=None if size else 3)
     canvas, seen = Canvas(base, [[BOS, 5], [BOS, 5, 6, 7, 8, 9, 10]], config), by_runs(monkeypatch)
     cached = with_cache(base, config)
-    assert torch.equal(cached.hidden(canvas), cached.hidden(canvas))
+    assert torch.allclose(cached.hidden(canvas), cached.hidden(canvas), atol=1e-5)  # other columns, other rounding
     kept = [part.untyped_storage().data_ptr() for part in canvas.memory.kept]
     assert [k.untyped_storage().data_ptr() for k, _ in seen] == kept[:-1] * 2
     counts = [count_G.tolist() for _, count_G in seen]
