@@ -655,7 +655,7 @@ def test_a_step_is_the_same_however_it_is_cut(mixed: Mixed) -> None:
             assert loss["loss"] > 0.1 and gradient.norm() > 0.1
             for other_loss, other in [*one[1:], *two[3 * n : 3 * n + 3]]:
                 assert other_loss["loss"] == pytest.approx(loss["loss"], rel=1e-6)
-                assert (other - gradient).norm() < 1e-6 * gradient.norm()
+                assert (other - gradient).norm() < 3e-6 * gradient.norm()
             assert torch.equal(two[3 * n][1], one[1][1])  # the sum of the same two
         assert torch.equal(longer[1], stepped(cut_run(stored, 0, 1, 4, 2, {}), steps=5)[1])
 
