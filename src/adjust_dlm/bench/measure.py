@@ -204,7 +204,8 @@ def _behind(bench: Bench, cell: Cell, seconds: float, tokens: int) -> Row:
     if size is None or cell.form != "fast" or len(bench.prompt) < size:
         return {}
     g: Sampler | None = bench.helpers["sampler"] if name in ("adjust", "verified") else None
-    base, rows, bench.base.workspace = bench.base if g is None else g.on(bench.base), list(range(cell.batch)), None
+    base, rows = bench.base if g is None else g.on(bench.base), list(range(cell.batch))
+    bench.base.workspace = None  # or the buffers of the decode would stand beside those made here
     try:
         canvas = Canvas(base, [bench.prompt] * cell.batch, bench.config(cell))
         lane, _ = lane_of(base, g, canvas)

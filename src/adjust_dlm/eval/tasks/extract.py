@@ -104,12 +104,12 @@ def cut_body(text: str) -> str:
 
     Closing brackets may stand there, and lines of a string in triple quotes.
     """
-    lines = lines_of(text)
-    for n, line in enumerate(lines):
-        before = "".join(lines[:n])
+    before = ""
+    for line in lines_of(text):
         in_string = any(before.count(quotes) % 2 for quotes in ('"""', "'''"))
         if line.strip() and line.lstrip("\f")[0] not in " \t)]}" and not in_string:
             return before
+        before += line
     return text
 
 
