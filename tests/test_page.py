@@ -21,7 +21,7 @@ from adjust_dlm.eval.scores import NllConfig
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.http import PAGE, PAGE_HEADERS, PAGE_PATHS
 from helpers import tiny_sampler
-from serving import Served, Typist, byte_tokenizer, serving, typing_engine
+from serving import Served, Typist, byte_tokenizer, serving, typing_engine, wait_for
 from tiny_ar import chat_base, tiny_partner
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -247,8 +247,8 @@ def test_the_canvas_fills_in_while_the_server_works(chromium: Any) -> None:
         assert written >= 1 and masks >= 1 and written + masks == 60
         assert visit.column(0).locator(".problem").text_content() == "stopped"
         passes = base.passes
-        visit.page.wait_for_timeout(300)
-        assert base.passes <= passes + 4 and served.engine.idle  # the round that ran, at most: g is the base here
+        wait_for(lambda: served.engine.idle)
+        assert base.passes <= passes + 4  # the round that ran, at most: g is the base here
 
 
 def test_columns_can_run_one_after_another(chromium: Any) -> None:
@@ -449,9 +449,7 @@ def test_the_text_of_a_column_can_be_copied(chromium: Any, typist: Served) -> No
         assert visit.page.evaluate("navigator.clipboard.readText()") == EMOJI
         visit.page.locator("#replay").fill("1")
         button.click()
-        visit.page.wait_for_timeout(100)
-        copied = visit.page.evaluate("navigator.clipboard.readText()")
-        assert copied == visit.shown(2) != EMOJI
+        wait_for(lambda: visit.page.evaluate("navigator.clipboard.readText()") == visit.shown(2) != EMOJI)
         visit.page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('no')); }")
         visit.column(0).locator(".copy").click()
         expect(visit.column(0).locator(".copy")).to_have_text("Not allowed here")

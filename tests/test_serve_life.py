@@ -61,7 +61,7 @@ def slow() -> Iterator[tuple[Typist, Served]]:
 def left_alone(base: Typist, served: Served) -> None:
     """The work of a client that hung up stops within a round: one that runs, and one that may have begun since."""
     begun = base.passes
-    wait_for(lambda: served.engine.idle, 2.0)
+    wait_for(lambda: served.engine.idle)
     assert base.passes - begun <= 2
 
 
@@ -93,7 +93,7 @@ def test_a_client_that_stops_waiting_stops_its_work(
             answer = served.client.post("/v1/completions", json=SHORT)
             assert answer.json()["choices"][0]["text"] == "xx"
             assert base.passes - begun <= 2 + 2  # its own, one that runs, and one that may have begun since
-            wait_for(lambda: served.engine.idle, 2.0)
+            wait_for(lambda: served.engine.idle)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
 
@@ -127,6 +127,7 @@ def test_a_connection_outlives_the_patience_of_clients(slow: tuple[Typist, Serve
 # Requests that never end ------------------------------------------------------------------------------------------
 
 WHOLE = 0.6  # seconds that a request may take to arrive where it matters
+LATE = 5.0  # seconds that a busy machine may be late
 HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99999\r\n\r\n"
 
@@ -179,7 +180,7 @@ def test_a_request_that_never_ends_is_given_up(
         begun = time.monotonic()
         line.sendall(first)
         got, error = told(heard(line, more))
-        assert WHOLE <= time.monotonic() - begun < WHOLE + 1.5
+        assert WHOLE <= time.monotonic() - begun < WHOLE + LATE
     assert got == statuses
     assert error["code"] == ("request_timeout" if got[-1] == 408 else None)
 
@@ -204,7 +205,7 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
     with serving(typing_engine(Typist("x"))) as served, dialled(served) as line:
         begun = time.monotonic()
         assert heard(line) == b""
-        assert WHOLE / 2 <= time.monotonic() - begun < WHOLE + 1.5
+        assert WHOLE / 2 <= time.monotonic() - begun < WHOLE + LATE
 
 
 def test_behind_a_proxy_of_another_kind_a_body_has_the_same_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +224,7 @@ def test_behind_a_proxy_of_another_kind_a_body_has_the_same_clock(monkeypatch: p
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
     begun = time.monotonic()
     asyncio.run(app(scope, receive, send))
-    assert WHOLE <= time.monotonic() - begun < WHOLE + 1
+    assert WHOLE <= time.monotonic() - begun < WHOLE + LATE
     assert sent[0]["status"] == 408
 
 
@@ -236,7 +237,7 @@ def test_headers_are_refused_beyond_a_limit(slow: tuple[Typist, Served], middle:
             line.sendall(HEAD + b"x: " + middle * count)
             begun = time.monotonic()
             assert httpx.get(f"{served.url}/health").status_code == 200
-            assert time.monotonic() - begun < 0.5
+            assert time.monotonic() - begun < LATE
             line.sendall(b"\r\n" if middle.endswith(b"\n") else b"\r\n\r\n")
             line.shutdown(socket.SHUT_WR)
             got, error = told(heard(line))
@@ -340,7 +341,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch
             assert time.monotonic() - begun > 2 * WHOLE
         else:
             wait_for(lambda: not live)
-            assert time.monotonic() - begun < WHOLE + 1
+            assert time.monotonic() - begun < WHOLE + LATE
             assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
 
 

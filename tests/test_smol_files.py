@@ -559,7 +559,7 @@ def test_the_real_model() -> None:
     folder = smol_ar_dir()
     start = time.perf_counter()
     assert smol_ar_dir() == folder
-    assert time.perf_counter() - start < 0.1
+    assert time.perf_counter() - start < 1
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<empty_output>"]) == [
         0, 1, 2, 16,
