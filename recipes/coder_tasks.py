@@ -16,15 +16,6 @@ kept. A turn or reply that holds a test problem, or a part of one of `RUN` lette
 
 Both go on where they stopped. FILE.asked, beside the replies, has a line for each batch that was graded; a question in
 it is not asked again. Scores skip the tasks that FILE has.
-
-Sampling has its own loop, `Model._batch`, because `generate` is slow here: a mask of padded prompts makes it copy the
-grouped keys for all heads (seven times the cache of this model), the cache is copied to grow by a token, and top_p
-sorts the vocabulary of 151,936. Here a batch reads what its prompts have in length in common in one pass, and then a
-token a pass: the prompt's next one where a row has some left, else a drawn one. So there is no padding and no mask. The
-price is a pass for each token by which the longest prompt of a batch exceeds the shortest. Three samples each of
-GSM8K's 7,473 questions are 11 batches of 2,048, with 4 to 24 such passes beside 320 (120 in the last one). Groups of
-equal length need none, but are 146, so they take 146 times 320 passes. A prompt that exceeds the shortest by more than
-the new tokens begins the next batch. Every 32 passes the rows that have ended leave the batch and its cache.
 """
 
 from __future__ import annotations
@@ -43,27 +34,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adjust_dlm.data.ar import (
-    CHAT_USER,
-    HEAD_ROWS,
-    _Cache,
-    _drawn,
-    _forward,
-    chat_context,
-    forbid_bias,
-    read_vocabulary,
-)
+from adjust_dlm.data.ar import CHAT_USER, ar_sample, chat_context, read_vocabulary
 from adjust_dlm.data.questions import asks_held_out
 from adjust_dlm.eval.downstream import Problem, Task, cut_at_stop, summarize
 from adjust_dlm.eval.tasks import code, gsm8k, maths
 from adjust_dlm.eval.tasks.task_files import read_rows
-from adjust_dlm.sampling import uniform
-from adjust_dlm.types import DecodeConfig, require
+from adjust_dlm.types import require
 
 MBPP_TRAIN = range(601, 975)
 MORE = {"mbpp": 4}  # times the samples, since it has few training questions
 RUN = 40  # so many letters and digits in a row of a test problem are the problem
-EVERY = 32  # passes from one look for ended rows to the next
 TURN: dict[str, Any] = {"new_tokens": 64, "temperature": 1.0, "top_p": 0.95}  # of invented user turns
 LEAST_WORDS = 3  # of an invented user turn
 OPENERS = ("", "How", "What", "Write", "Can", "I", "Please", "Explain", "Create", "Given", "Why", "Is", "Tell")
@@ -139,10 +119,7 @@ class Model:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model: Any = AutoModelForCausalLM.from_pretrained(ar, dtype=dtype).to(device).eval()
         self.tokenizer: Any = AutoTokenizer.from_pretrained(ar)
-        vocabulary = read_vocabulary(self.tokenizer, self.model.config)
-        self.ends = set(vocabulary.end_ids)  # as those of the base
-        forbidden = [vocabulary.mask_id, *range(vocabulary.token_limit, vocabulary.size)]
-        self.bias_V = forbid_bias(vocabulary.size, forbidden, device).to(dtype)
+        self.vocabulary = read_vocabulary(self.tokenizer, self.model.config)
 
     def reply(self, prompts: Sequence[str], **how: Any) -> list[Said]:
         """Replies to prompts of a user; see `go_on`."""
@@ -150,68 +127,18 @@ class Model:
         write = self.tokenizer.apply_chat_template
         return self.go_on([write(chat, tokenize=False, add_generation_prompt=True) for chat in chats], **how)
 
-    def go_on(
-        self, starts: Sequence[str], *, new_tokens: int, batch_size: int, temperature: float = 0.0, top_p: float = 1.0,
-        seed: int = 0, rows: Sequence[int] = (),
-    ) -> list[Said]:  # fmt: skip
-        """What follows each text, up to its end, and whether there is one. Texts of like lengths are asked together.
+    def go_on(self, starts: Sequence[str], *, rows: Sequence[int] = (), seed: int = 0, **how: Any) -> list[Said]:
+        """What follows each text, up to its end, and whether there is one; `how` is that of `ar_sample`, with T = 0.
 
         A draw depends on the seed, the number of its row and the number of its token alone.
         """
-        settings = DecodeConfig(temperature=temperature, top_p=top_p)
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in starts]
-        order = sorted(range(len(ids)), key=lambda n: len(ids[n]))
-        batches: list[list[int]] = []
-        for n in order:
-            if not batches or len(batches[-1]) == batch_size or len(ids[n]) > len(ids[batches[-1][0]]) + new_tokens:
-                batches.append([])
-            batches[-1].append(n)
-        out: list[Said] = [("", False)] * len(ids)
-        for members in batches:
-            numbers = torch.tensor([rows[n] if rows else n for n in members])
-            made = self._batch([ids[n] for n in members], numbers, new_tokens=new_tokens, settings=settings, seed=seed)
-            for n, row in zip(members, made, strict=True):
-                end = next((i for i, token in enumerate(row) if token in self.ends), None)
-                out[n] = self.tokenizer.decode(row[:end]), end is not None
-            sys.stderr.write(f"{len(members)} more of {len(order)} texts\n")
-        return out
-
-    @torch.no_grad()
-    def _batch(
-        self, starts: Sequence[list[int]], rows_B: torch.Tensor, *, new_tokens: int, settings: DecodeConfig, seed: int
-    ) -> list[list[int]]:
-        """New tokens of each row; what stands behind its end means nothing. B rows, S passes, D width, V vocabulary."""
-        weight_VD = self.model.lm_head.weight
-        device, ends = weight_VD.device, torch.tensor(sorted(self.ends), device=weight_VD.device)
-        lengths = [len(start) for start in starts]
-        least, steps = min(lengths), max(lengths) - min(lengths) + new_tokens
-        given = [start + [-1] * (least + steps - len(start)) for start in starts]
-        tokens_BT, out_BS = torch.tensor(given).to(device).split([least, steps], dim=1)
-        given_BS = out_BS.clone()
-        turn_BS = torch.arange(steps) - torch.tensor(lengths)[:, None] + least  # below 0 in the prompt
-        number_BS = turn_BS.clamp_min(0)
-        u_BS = uniform(seed, rows_B[:, None], number_BS, number_BS).to(device)
-        last_BS = (turn_BS >= new_tokens - 1).to(device)
-        place_B = torch.arange(len(starts), device=device)  # of the rows that go on
-        ended_B, cache = torch.zeros_like(place_B, dtype=torch.bool), _Cache(least + steps)
-        for step in range(steps):
-            h_BD, u_B = _forward(self.model.model, tokens_BT, cache), u_BS[place_B, step]
-            parts = zip(h_BD.split(HEAD_ROWS), u_B.split(HEAD_ROWS), strict=True)
-            drawn_B = torch.cat([_drawn(h_CD @ weight_VD.T + self.bias_V, u_C, settings) for h_CD, u_C in parts])
-            given_B = given_BS[place_B, step]
-            token_B = out_BS[place_B, step] = torch.where(given_B >= 0, given_B, drawn_B)
-            ended_B |= (given_B < 0) & torch.isin(token_B, ends) | last_BS[place_B, step]
-            if step % EVERY == EVERY - 1:
-                left = (~ended_B).nonzero()[:, 0]
-                if not len(left):
-                    break
-                if len(left) < len(place_B):
-                    place_B, ended_B, token_B = place_B[left], ended_B[left], token_B[left]
-                    for layer, (k_BHTE, v_BHTE) in cache.buffers.items():
-                        cache.buffers[layer] = k_BHTE[left], v_BHTE[left]
-            tokens_BT = token_B[:, None]
-        found = zip(out_BS.tolist(), lengths, strict=True)
-        return [row[length - least : length - least + new_tokens] for row, length in found]
+        how = {"temperature": 0.0, "top_p": 1.0, "forbid": self.vocabulary.forbidden, **how}
+        ends, rows = self.vocabulary.end_ids, rows or range(len(ids))
+        made = ar_sample(self.model, ids, rows=rows, seed=seed, end_ids=ends, **how)
+        sys.stderr.write(f"{len(made)} more texts\n")
+        texts = self.tokenizer.batch_decode([row[:-1] if row[-1] in ends else row for row in made])
+        return [(text, row[-1] in ends) for text, row in zip(texts, made, strict=True)]
 
 
 class Replies:

@@ -225,7 +225,7 @@ def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
         made = alone.generate(ids, max_new_tokens=70, do_sample=False, suppress_tokens=[MASK, *range(100, 104)])
         row = made[0, ids.shape[1] :].tolist()
-        ends = [n for n, token in enumerate(row) if token in model.ends]
+        ends = [n for n, token in enumerate(row) if token in model.vocabulary.end_ids]
         assert text == (tokenizer.decode(row[: ends[0]]) if ends else tokenizer.decode(row), bool(ends))
     how = {"new_tokens": 70, "temperature": 1.0, "seed": 3}
     drawn = model.reply(prompts, batch_size=8, **how)

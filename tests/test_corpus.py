@@ -50,7 +50,8 @@ def chi_square_is_plausible(counts_V: Tensor, law_V: Tensor) -> bool:
 def test_samples_follow_the_enumerated_law(family: str) -> None:
     model = tiny_model(family)
     settings: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "forbid": [0, 5, 103]}
-    tokens = ar_sample(model, [BOS, 9], count=20_000, new_tokens=2, batch_size=7_000, seed=1, **settings)
+    how: dict[str, Any] = {"rows": range(20_000), "new_tokens": 2, "batch_size": 7_000, "seed": 1, **settings}
+    tokens = torch.tensor(ar_sample(model, [[BOS, 9]] * 20_000, **how))
     first = next_law(model, [BOS, 9], **settings)
     assert (first > 0).sum() > 10
     assert chi_square_is_plausible(tokens[:, 0].bincount(minlength=104).double(), first)
@@ -60,35 +61,17 @@ def test_samples_follow_the_enumerated_law(family: str) -> None:
     assert chi_square_is_plausible(seen, second)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_cache_changes_no_greedy_token(family: str) -> None:
-    model, ids = tiny_model(family), [BOS, 7, 30]
-    got = ar_sample(model, ids, count=1, new_tokens=20, batch_size=4, seed=0, temperature=0)
-    for _ in range(20):
-        ids = [*ids, int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
-    assert got[0].tolist() == ids[3:]
-
-
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 def test_the_kernels_draw_the_same_texts(monkeypatch: pytest.MonkeyPatch, top_p: float) -> None:
     """Those of a card, interpreted here."""
     pytest.importorskip("triton")
     model: Any = tiny_model().to("cuda" if torch.cuda.is_available() else "cpu")
-    how: dict[str, Any] = {"count": 6, "new_tokens": 5, "batch_size": 6, "seed": 5, "top_p": top_p, "forbid": [7]}
+    how: dict[str, Any] = {"rows": range(6), "new_tokens": 5, "batch_size": 6, "seed": 5, "top_p": top_p, "forbid": [7]}
     made = []
     for kernels in (False, True):
         monkeypatch.setattr(ar, "_kernels", lambda logits_CV, kernels=kernels: kernels)
-        made.append(ar_sample(model, [BOS], **how))
-    assert torch.equal(*made)
-
-
-def test_a_sample_depends_on_its_row_alone() -> None:
-    model = tiny_model()
-    seven, three = (ar_sample(model, [BOS], count=7, new_tokens=12, batch_size=b, seed=5) for b in (7, 3))
-    late = ar_sample(model, [BOS], count=2, new_tokens=12, batch_size=2, seed=5, first_row=5)
-    assert torch.equal(seven, three)
-    assert torch.equal(seven[5:], late)
-    assert len({tuple(row) for row in seven.tolist()}) == 7
+        made.append(ar_sample(model, [[BOS]] * 6, **how))
+    assert made[0] == made[1]
 
 
 def test_vocabulary_is_read_from_tokenizer_and_config() -> None:
@@ -192,10 +175,11 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
     good, bad = [*written, *turn, 70, 71, IM_END], [*written, 70, 71]
     asked: list[dict[str, Any]] = []
 
-    def fake(model: Any, prefix: list[int], *, count: int, new_tokens: int, **options: Any) -> Tensor:
-        asked.append({"prefix": prefix, **options})
-        rows = [(bad if (options["first_row"] + n) % 4 else good) for n in range(count)]
-        return torch.tensor([row + [90] * (new_tokens - len(row)) for row in rows])
+    def fake(model: Any, prompts: list[list[int]], *, rows: range, new_tokens: int, **options: Any) -> list[list[int]]:
+        asked.append(options)
+        assert prompts == [TOKENIZER.encode("<|im_start|>user\n")] * len(rows)
+        samples = [bad if row % 4 else good for row in rows]
+        return [sample + [90] * (new_tokens - len(sample)) for sample in samples]
 
     monkeypatch.setattr(canvases_module, "ar_sample", fake)
     build_corpus(tmp_path, config(text=0, chat=9, length=40, sample_batch=8), source())

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from adjust_dlm.data import canvases as canvases_module
 from adjust_dlm.data import questions as module
@@ -115,10 +113,8 @@ def test_replies_are_those_of_each_question_alone() -> None:
     together = ar_replies(model, TOKENIZER, asked, new_tokens=6, batch_size=4, temperature=0.7, seed=5, first_row=10)
     for row, text in enumerate(asked, start=10):
         prompt = TOKENIZER.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
-        alone = ar_sample(
-            model, prompt, count=1, new_tokens=6, batch_size=1, seed=5, temperature=0.7, top_p=0.95, first_row=row
-        )
-        assert together[row - 10] == alone[0].tolist()
+        alone = ar_sample(model, [prompt], rows=[row], new_tokens=6, batch_size=1, seed=5, temperature=0.7, top_p=0.95)
+        assert together[row - 10] == alone[0]
 
 
 def test_the_corpus_holds_right_replies_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +127,7 @@ def test_the_corpus_holds_right_replies_that_end(tmp_path: Path, monkeypatch: py
         out = []
         for n, text in enumerate(texts):
             reply = tokenizer.encode(f"It is {known[text].answers[0]}.", add_special_tokens=False)
-            good, wrong, endless = [*reply, IM_END, 70], [*tokenizer.encode("No."), IM_END], reply
+            good, wrong, endless = [*reply, IM_END], [*tokenizer.encode("No."), IM_END], reply
             out.append((good, wrong, endless)[n % 3])
         return out
 
@@ -151,15 +147,6 @@ def test_the_corpus_holds_right_replies_that_end(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(canvases_module, "ar_replies", lambda *_, **__: [[68, IM_END]] * 9)
     with pytest.raises(InputError, match="only 0 of 9 questions are answered right; ask for none"):
         build_corpus(tmp_path / "none", config, source())
-
-
-def test_prefixes_of_rows_and_one_prefix_sample_alike() -> None:
-    model, prefix = tiny_model(), [1, 5, 9]
-    one = ar_sample(model, prefix, count=5, new_tokens=4, batch_size=2, seed=3, first_row=7)
-    rows = torch.tensor([7, 8, 9, 10, 11])
-    assert torch.equal(one, ar_sample(model, prefix, count=5, new_tokens=4, batch_size=3, seed=3, first_row=rows))
-    each: Tensor = torch.tensor([prefix] * 5)
-    assert torch.equal(one, ar_sample(model, each, count=5, new_tokens=4, batch_size=2, seed=3, first_row=7))
 
 
 def test_the_tables_have_no_entry_twice() -> None:

@@ -5,7 +5,8 @@ Shape suffixes: B rows, T tokens, D width, V vocabulary, H key/value heads, E wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from adjust_dlm.sampling import draw, process, uniform
 from adjust_dlm.types import DecodeConfig, require
 
 HEAD_ROWS = 1024  # rows of logits held at a time
+LOOK_EVERY = 32  # passes from one look for rows that have ended to the next
 TEXT_SEPARATOR = "<|endoftext|>"
 # Tokens that released models carry and never saw in training; the first one that exists becomes MASK.
 UNUSED = ("<|mask|>", "<mask>", "[MASK]", "<empty_output>", "<|reserved_special_token_0|>", "<|fim_pad|>")
@@ -46,6 +48,11 @@ class Vocabulary:
     token_limit: int
     size: int
     chat: bool
+
+    @property
+    def forbidden(self) -> list[int]:
+        """MASK and the ids that the tokenizer has no token for: no text may hold them."""
+        return [self.mask_id, *range(self.token_limit, self.size)]
 
 
 def read_vocabulary(tokenizer: Any, config: Any, *, mask_id: int | None = None) -> Vocabulary:
@@ -84,7 +91,7 @@ class _Cache:
     """Keys and values of one batch in fixed buffers; attention sees the filled part, so it needs no mask."""
 
     def __init__(self, capacity: int) -> None:
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.buffers: dict[int, tuple[Tensor, ...]] = {}
         self.filled, self.capacity = 0, capacity
 
     def update(self, k_BHTE: Tensor, v_BHTE: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -116,72 +123,83 @@ def _forward(body: Any, tokens_BT: Tensor, cache: _Cache) -> Tensor:
 
 @torch.no_grad()
 def ar_sample(
-    model: Any, prefix_ids: Sequence[int] | Tensor, *, count: int, new_tokens: int, batch_size: int, seed: int,
-    temperature: float = 1.0, top_p: float = 0.95, forbid: Sequence[int] = (), first_row: int | Tensor = 0,
-) -> Tensor:  # fmt: skip
-    """Samples `count` continuations from a causal Llama, Qwen2 or Qwen3ForCausalLM in eval mode.
+    model: Any, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], new_tokens: int, batch_size: int, seed: int,
+    temperature: float = 1.0, top_p: float = 0.95, forbid: Sequence[int] = (), end_ids: Collection[int] = (),
+) -> list[list[int]]:  # fmt: skip
+    """Samples a continuation of each prompt from a causal Llama, Qwen2 or Qwen3ForCausalLM in eval mode.
 
-    Every token is drawn by inverse CDF from a uniform of (seed, row, step), so a row does not depend on
-    `batch_size` or its neighbours beyond the rounding of the model's own kernels. Ids in `forbid` are never drawn.
-
-    `prefix_ids` are the ids before every continuation, at least one; or int64 [count, P], those of each row.
-    `first_row` is the id of the first row, and the others follow; or int64 [count], the id of each.
+    Every token is drawn by inverse CDF from a uniform of (seed, row id, number of the new token), so a continuation
+    depends on no batch beyond the rounding of the model's own kernels. Ids in `forbid` are never drawn. Prompts need
+    not have one length; `rows` are their row ids.
 
     Returns:
-        int64 [count, new_tokens] on the CPU, without the prefix.
+        `new_tokens` ids for each prompt, or those up to and with the first of `end_ids` among them.
     """
-    prefix_NP = torch.as_tensor(prefix_ids, dtype=torch.long).expand(count, -1)
-    rows_N = first_row + torch.arange(count) if isinstance(first_row, int) else first_row
-    require(prefix_NP.shape[1] >= 1, "the prefix is empty; a causal model needs at least one token to start from")
-    settings, weight_VD = DecodeConfig(temperature=temperature, top_p=top_p), model.lm_head.weight
-    device, on_gpu = weight_VD.device, weight_VD.device.type == "cuda"
-    bias_V = forbid_bias(len(weight_VD), forbid, device)
+    require(all(map(len, prompts)), "a prompt is empty; a causal model needs at least one token to start from")
+    require(len(rows) == len(prompts), f"{len(prompts)} prompts need as many row ids, not {len(rows)}")
+    require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
+    settings = DecodeConfig(temperature=temperature, top_p=top_p, max_new_tokens=new_tokens, seed=seed)
+    weight_VD = model.lm_head.weight
+    bias_V = forbid_bias(len(weight_VD), forbid, weight_VD.device).to(weight_VD.dtype)
+    out: list[list[int]] = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    while order:
+        limit = len(prompts[order[0]]) + new_tokens  # the others would be done before a longer prompt is read
+        batch = [n for n in order[:batch_size] if len(prompts[n]) <= limit]
+        del order[: len(batch)]
+        ids_B = torch.tensor([rows[n] for n in batch], device=weight_VD.device)
+        _fill(model, [(prompts[n], out[n]) for n in batch], ids_B, settings, bias_V, end_ids)
+    return out
 
-    def pick(h_CD: Tensor, u_C: Tensor) -> Tensor:
-        return _drawn((h_CD @ weight_VD.T) + bias_V.to(weight_VD.dtype), u_C, settings)
 
-    grain = HEAD_ROWS if on_gpu else 1
-    rows = min(batch_size, -(-count // grain) * grain)
-    parts, steps_T = [], torch.arange(new_tokens, device=device)
-    for start in range(0, count, rows):
-        # Always full batches: the surplus of the last one is cut off, and all shapes stay the same.
-        place_B = torch.arange(start, start + rows).clamp_max(count - 1)
-        ids_B = rows_N[place_B].to(device)
-        cache = _Cache(prefix_NP.shape[1] + new_tokens)
-        tokens_BT = prefix_NP[place_B].to(device)
-        out_BT = torch.empty(rows, new_tokens, dtype=torch.long, device=device)
-        # All uniforms at once: inside the loop, nothing waits for the device.
-        u_TB = uniform(seed, ids_B[None], steps_T[:, None], steps_T[:, None])
-        for step in range(new_tokens):
-            h_BD = _forward(model.model, tokens_BT, cache)
-            chunks = zip(h_BD.split(HEAD_ROWS), u_TB[step].split(HEAD_ROWS), strict=True)
-            out_BT[:, step] = torch.cat([pick(h_CD, u_C) for h_CD, u_C in chunks])
-            tokens_BT = out_BT[:, step : step + 1]
-        parts.append(out_BT.cpu())
-    return torch.cat(parts)[:count]
+def _fill(
+    model: Any, rows: list[tuple[Sequence[int], list[int]]], ids_B: Tensor, settings: DecodeConfig, bias_V: Tensor,
+    end_ids: Collection[int],
+) -> None:  # fmt: skip
+    """Continues prompts in order of their lengths, each into its list, without padding or a mask.
+
+    One pass reads what they have in length in common, then each a token of a row: its prompt's, or else a drawn one.
+    """
+    lengths, new_tokens, device = [len(prompt) for prompt, _ in rows], settings.max_new_tokens, ids_B.device
+    at, most, width = lengths[0], lengths[-1], lengths[-1] + new_tokens
+    given = torch.tensor([[*prompt, *[0] * (most - len(prompt))] for prompt, _ in rows], device=device)
+    tokens_BT, cache = torch.nn.functional.pad(given, (0, new_tokens)), _Cache(width)
+    # All uniforms at once: inside the loop, only a look for rows that have ended waits for the device.
+    number_TB = torch.arange(width, device=device)[:, None] - torch.tensor(lengths, device=device)
+    u_TB = uniform(settings.seed, ids_B[None], number_TB.clamp_min_(0), number_TB)
+    seen, every = at, LOOK_EVERY if end_ids or at < most else width
+    while rows:
+        h_BD = _forward(model.model, tokens_BT[:, cache.filled : at], cache)
+        drawn = bisect_right(rows, at, key=lambda row: len(row[0]))  # rows that are through their prompt
+        for start in range(0, drawn, HEAD_ROWS):
+            part = slice(start, min(start + HEAD_ROWS, drawn))
+            tokens_BT[part, at] = _drawn(h_BD[part] @ model.lm_head.weight.T + bias_V, u_TB[at, part], settings)
+        at += 1
+        if at < min(seen + every, width):
+            continue
+        left = []
+        for place, ((prompt, out), tokens) in enumerate(zip(rows, tokens_BT[:, seen:at].tolist(), strict=True)):
+            new = tokens[max(len(prompt) - seen, 0) :][: new_tokens - len(out)]
+            end = next((n for n, token in enumerate(new, 1) if token in end_ids), None)
+            out += new[:end]
+            if end is None and len(out) < new_tokens:
+                left.append(place)
+        if len(left) < len(rows):
+            left_B = torch.tensor(left, dtype=torch.long, device=device)
+            rows, tokens_BT, u_TB = [rows[n] for n in left], tokens_BT[left_B], u_TB[:, left_B]
+            for layer in cache.buffers:
+                cache.buffers[layer] = tuple(kept_BHTE[left_B] for kept_BHTE in cache.buffers[layer])
+        seen = at
 
 
 def ar_replies(
-    model: Any, tokenizer: Any, questions: Sequence[str], *, new_tokens: int, batch_size: int, temperature: float = 0.0,
-    forbid: Sequence[int] = (), seed: int = 0, first_row: int = 0,
+    model: Any, tokenizer: Any, questions: Sequence[str], *, temperature: float = 0.0, seed: int = 0,
+    first_row: int = 0, **how: Any,
 ) -> list[list[int]]:  # fmt: skip
-    """What a chat model answers to each question: int lists of `new_tokens` ids, its end token among them.
-
-    A question stands in the model's own template (with its system turn). Questions of one length are asked together.
-    """
-    start = chat_context(tokenizer) + CHAT_USER
+    """What a chat model answers to each question in its own template (with its system turn); `how` of `ar_sample`."""
+    start, rows = chat_context(tokenizer) + CHAT_USER, range(first_row, first_row + len(questions))
     prompts = [tokenizer.encode(start + question + CHAT_TURN, add_special_tokens=False) for question in questions]
-    replies: list[list[int]] = [[] for _ in prompts]
-    for length in sorted({len(prompt) for prompt in prompts}):
-        members = [n for n, prompt in enumerate(prompts) if len(prompt) == length]
-        out_NT = ar_sample(
-            model, torch.tensor([prompts[n] for n in members]), count=len(members), new_tokens=new_tokens,
-            batch_size=min(batch_size, len(members)), seed=seed, temperature=temperature, forbid=forbid,
-            first_row=first_row + torch.tensor(members),
-        )  # fmt: skip
-        for n, reply in zip(members, out_NT.tolist(), strict=True):
-            replies[n] = reply
-    return replies
+    return ar_sample(model, prompts, rows=rows, temperature=temperature, seed=seed, **how)
 
 
 def chat_context(tokenizer: Any) -> str:
@@ -214,6 +232,4 @@ def _kernels(logits_CV: Tensor) -> bool:
 
 def forbid_bias(size: int, forbid: Sequence[int], device: torch.device | str) -> Tensor:
     """fp32 [V]: -inf at forbidden ids, 0 elsewhere; added to logits."""
-    bias_V = torch.zeros(size)
-    bias_V[list(forbid)] = -torch.inf
-    return bias_V.to(device)
+    return torch.zeros(size).index_fill_(0, torch.tensor(forbid, dtype=torch.long), -torch.inf).to(device)

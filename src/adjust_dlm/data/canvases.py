@@ -19,7 +19,7 @@ from adjust_dlm.types import require
 MAX_USER_TOKENS = 64
 MIN_YIELD = 0.005  # a model that gives fewer chats or right answers than this does not know the template
 QUESTION_TEMPERATURE = 0.5
-QUESTIONS_AT_ONCE = 16_384  # those of one length are sampled together, so many make full batches
+QUESTIONS_AT_ONCE = 16_384  # those of like lengths are sampled together: of many, a batch differs little
 ANSWER_TOKENS = 24  # the right word stands in so many tokens of a reply
 logger = logging.getLogger(__name__)
 Canvas = tuple[list[int], int]
@@ -72,10 +72,10 @@ def _draw(
 ) -> list[list[int]]:
     """`count` samples that fill a canvas behind `prefix`; `context` stands before it and is not part of the canvas."""
     return ar_sample(
-        source.model, context + prefix, count=count, new_tokens=config.length - len(prefix),
+        source.model, [context + prefix] * count, rows=range(row, row + count), new_tokens=config.length - len(prefix),
         batch_size=config.sample_batch, seed=config.seed, temperature=config.sample_temperature,
-        top_p=config.sample_top_p, forbid=_forbidden(source), first_row=row,
-    ).tolist()  # fmt: skip
+        top_p=config.sample_top_p, forbid=source.vocabulary.forbidden,
+    )  # fmt: skip
 
 
 def _chat_canvases(config: CorpusConfig, source: Source, first_row: int, rows: int) -> Iterator[Canvas]:
@@ -105,12 +105,11 @@ def _question_canvases(
         asked = list(islice(stream, min(QUESTIONS_AT_ONCE, 4 * rows)))
         replies = ar_replies(
             source.model, source.tokenizer, [text for text, _ in asked], new_tokens=config.length // 2,
-            batch_size=config.sample_batch, temperature=QUESTION_TEMPERATURE, forbid=_forbidden(source),
-            seed=config.seed, first_row=first_row + tried,
+            batch_size=config.sample_batch, temperature=QUESTION_TEMPERATURE, forbid=source.vocabulary.forbidden,
+            end_ids=end_ids, seed=config.seed, first_row=first_row + tried,
         )  # fmt: skip
         for (text, fact), reply in zip(asked, replies, strict=True):
-            end = next((n for n, token in enumerate(reply) if token in end_ids), None)
-            if end and fact.right(source.tokenizer.decode(reply[: min(end, ANSWER_TOKENS)])):
+            if reply[-1] in end_ids and fact.right(source.tokenizer.decode(reply[:-1][:ANSWER_TOKENS])):
                 sample = [*_ids(source, text), *turn, *reply]
                 canvas = chat_canvas(sample[: config.length - len(prefix)], prefix, turn, end_ids, config.length)
                 if canvas is not None:
@@ -122,27 +121,16 @@ def _question_canvases(
 
 
 def _ids(source: Source, text: str) -> list[int]:
-    found: list[int] = source.tokenizer.encode(text, add_special_tokens=False)
-    return found
-
-
-def _forbidden(source: Source) -> list[int]:
-    """MASK and ids that the tokenizer has no token for."""
-    return [source.vocabulary.mask_id, *range(source.vocabulary.token_limit, source.vocabulary.size)]
+    return list(source.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _list_canvases(config: CorpusConfig, source: Source, seed: int, held_out: bool) -> Iterator[Canvas]:
-    tasks = list_tasks(seed, held_out=held_out)
-    end = source.vocabulary.end_ids[0]
+    tasks, end = list_tasks(seed, held_out=held_out), source.vocabulary.end_ids[0]
     while batch := list(islice(tasks, 1024)):
-        prompts = [CHAT_USER + task.prompt + CHAT_TURN for task in batch]
-        encoded = [
-            source.tokenizer(texts, add_special_tokens=False)["input_ids"]
-            for texts in (prompts, [t.answer for t in batch])
-        ]
         fits = 0
-        for prompt, answer in zip(*encoded, strict=True):
-            tokens = [*prompt, *answer, end]
+        for task in batch:
+            prompt = _ids(source, CHAT_USER + task.prompt + CHAT_TURN)
+            tokens = [*prompt, *_ids(source, task.answer), end]
             if len(tokens) <= config.length:
                 fits += 1
                 yield tokens + [end] * (config.length - len(tokens)), len(prompt)

@@ -50,9 +50,7 @@ class AdapterModel(nn.Module):
             causal.lm_head.weight is causal.model.embed_tokens.weight,
             "the model's head is not tied to its embeddings; only models with tied embeddings can be adapted",
         )
-        lora = LoraConfig(
-            r=rank, lora_alpha=alpha, target_modules=list(LINEARS), lora_dropout=0.0, task_type="CAUSAL_LM"
-        )
+        lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(LINEARS), task_type="CAUSAL_LM")
         with torch.random.fork_rng(devices=[]):
             self.peft = get_peft_model(causal, lora).eval()
         self.peft.peft_config["default"].base_model_name_or_path = source
@@ -61,9 +59,8 @@ class AdapterModel(nn.Module):
         self._fresh_adapters(seed)
         head_VD: Tensor = self.body.embed_tokens.weight
         self.mask_D = nn.Parameter(head_VD.float().mean(0))
-        # MASK and ids beyond the tokenizer can never be the answer.
-        forbidden = [vocabulary.mask_id, *range(vocabulary.token_limit, vocabulary.size)]
-        self.register_buffer("bias_V", forbid_bias(vocabulary.size, forbidden, head_VD.device), persistent=False)
+        bias_V = forbid_bias(vocabulary.size, vocabulary.forbidden, head_VD.device)
+        self.register_buffer("bias_V", bias_V, persistent=False)
         self._chunk: Chunk = ce_chunk
 
     def compile_passes(self) -> None:
@@ -135,9 +132,7 @@ class AdapterModel(nn.Module):
         with refusing(f"cannot read the adapter in {folder}", OSError, KeyError, SafetensorError):
             found, mask_D = load_file(folder / ADAPTER), load_file(folder / MASK_EMBEDDING)["mask_embedding"]
         own = {name: w.shape for name, w in get_peft_model_state_dict(self.peft, save_embedding_layers=False).items()}
-        odd = sorted(
-            name for name in own.keys() | found.keys() if own.get(name) != getattr(found.get(name), "shape", None)
-        )
+        odd = sorted(n for n in own.keys() | found.keys() if own.get(n) != getattr(found.get(n), "shape", None))
         odd += ["mask_embedding"] if mask_D.shape != self.mask_D.shape else []
         require(not odd, f"the adapter in {folder} has another rank or is of another model: {odd[0] if odd else ''}")
         config: Any = self.peft.peft_config["default"]
