@@ -6,9 +6,10 @@
 
 DIR holds gsm8k/{train,test}.jsonl, math/{math500_test,math_train_part}.jsonl, humaneval/HumanEval.jsonl.gz and
 mbpp/mbpp.jsonl. Scores are those of `adjust eval TASK --chat --shots 0`, in the model's own chat template. Replies are
-kept where they end and are right, as `messages` for `adjust adapt --text-files`; no test question is asked: of MBPP the
-problems 601 to 974, without the few that have the text or the code of a test problem. `--share i/n`: this process's
-part of the replies. Programs of the model run on this machine (docs/code-execution.md).
+kept where they end and are right, as `messages` for `adjust adapt --text-files`; of a question without a right one the
+first that ends. No test question is asked: of MBPP the problems 601 to 974, without the few that have the text or the
+code of a test problem. `--share i/n`: this process's part of the replies. Programs of the model run on this machine
+(docs/code-execution.md).
 
 `--invented N` also asks questions of the model's own. N user turns are sampled behind the chat's context and a word of
 `OPENERS`, in turn; those that close (or open the next turn) and are new are asked, each once, and replies that end are
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +217,7 @@ def score(model: Model, args: argparse.Namespace, scratch: Path) -> None:
 
 
 def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
-    """Right replies as chats, at most `samples` different ones of a question; then the invented ones."""
+    """Replies to training questions, see `keep`; then the invented ones."""
     part, parts = map(int, args.share.split("/"))
     names = ("samples", "temperature", "top_p", "new_tokens", "share", "limit")
     file = Replies(args.output, {"model": args.names[0], **{name: getattr(args, name) for name in names}})
@@ -230,24 +232,39 @@ def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
         size = max(1, args.batch_size // samples)
         batches = [left[at : at + size] for at in range(0, len(left), size)]
         random.Random(0).shuffle(batches)  # if the time is over, short questions are not all
-        for batch in batches:
+
+        def ask(batch: list[tuple[int, Problem]], seed: int = seed, samples: int = samples) -> list[Said]:
             rows = [number * samples + n for number, _ in batch for n in range(samples)]
-            problems = [problem for _, problem in batch]
-            said = model.reply([p.prompt for p in problems for _ in range(samples)], rows=rows, seed=seed, **how)
-            grouped = [said[at : at + samples] for at in range(0, len(said), samples)]
-            file.add(task.name, [p.id for p in problems], list(right(asked, problems, grouped)), tried=len(said))
+            texts = [problem.prompt for _, problem in batch for _ in range(samples)]
+            return model.reply(texts, rows=rows, seed=seed, **how)
+
+        with ThreadPoolExecutor(1) as card:  # which samples on while this thread has proofs and programs graded
+            jobs = (card.submit(ask, batch) for batch in batches)
+            job = next(jobs, None)
+            for batch in batches:
+                assert job is not None
+                said, job = job.result(), next(jobs, None)
+                keep(file, asked, [problem for _, problem in batch], said)
         file.report(task.name)
     invent(model, file, Tested(args.data), range(part, args.invented, parts), how)
 
 
-def right(asked: Asked, problems: Sequence[Problem], grouped: Sequence[list[Said]]) -> Iterator[tuple[str, str]]:
-    """The different replies of each problem that end, without a stop word, and are right."""
+def keep(file: Replies, asked: Asked, problems: Sequence[Problem], said: list[Said]) -> None:
+    """Adds the different replies of each problem that end, without a stop word, and are right.
+
+    Where none is right, the first that ends: the base is to learn how the model writes, of every question.
+    """
     task, _, metric = asked
+    samples = len(said) // len(problems)
+    grouped = [said[at : at + samples] for at in range(0, len(said), samples)]
     found = graded(asked, problems, [[text for text, _ in group] for group in grouped])
+    chats = []
     for problem, group, scores in zip(problems, grouped, found, strict=True):
-        whole = [ended and cut_at_stop(text, task.stop) == text for text, ended in group]
-        good = {text for (text, _), s, all_of_it in zip(group, scores, whole, strict=True) if s[metric] and all_of_it}
-        yield from ((problem.prompt, text) for text in sorted(good))
+        whole = [(text, s[metric]) for (text, ended), s in zip(group, scores, strict=True)
+                 if ended and cut_at_stop(text, task.stop) == text]  # fmt: skip
+        good = sorted({text for text, is_right in whole if is_right}) or [text for text, _ in whole[:1]]
+        chats += [(problem.prompt, text) for text in good]
+    file.add(task.name, [p.id for p in problems], chats, tried=len(said))
 
 
 def invent(model: Model, file: Replies, tested: Tested, rows: range, how: dict[str, Any]) -> None:

@@ -89,18 +89,21 @@ def pairs(lines: list[Any]) -> list[tuple[str, str]]:
     return [(line["messages"][0]["content"], line["messages"][1]["content"]) for line in lines]
 
 
-def test_replies_are_kept_where_they_end_and_are_right(run: Any) -> None:
+@pytest.mark.parametrize("solved", [True, False])
+def test_right_replies_that_end_are_kept_or_else_the_first_that_ends(run: Any, *, solved: bool) -> None:
     """Of training questions alone: GSM8K, MATH, and of MBPP the problems from 601 on, with their programs run."""
-    asked = []
+    asked, kept = [], 0 if solved else 1
+    given = {word: texts if solved else [texts[2], texts[1]] * 2 for word, texts in SAID.items()}
+    wanted = [texts[kept][0] for texts in SAID.values()]
 
     def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
         assert len(prompts) == (16 if "f 601" in prompts[0] else 4) == prompts.count(prompts[0])
         assert how["temperature"] == 0.7 and how["top_p"] == 1.0 and how["rows"] == list(range(len(prompts)))
         asked.append(prompts[0])
-        return next(texts for word, texts in SAID.items() if word in prompts[0]) * (len(prompts) // 4)
+        return next(texts for word, texts in given.items() if word in prompts[0]) * (len(prompts) // 4)
 
     _, go = run("replies", reply)
-    assert pairs(go()) == list(zip(asked, [texts[0][0] for texts in SAID.values()], strict=True))
+    assert pairs(go()) == list(zip(asked, wanted, strict=True))
 
 
 def test_an_interrupted_run_loses_and_repeats_nothing(run: Any, tmp_path: Path, capsys: Any) -> None:
@@ -110,7 +113,7 @@ def test_an_interrupted_run_loses_and_repeats_nothing(run: Any, tmp_path: Path, 
         if stops and stops[0] in prompts[0]:
             raise KeyboardInterrupt(stops.pop(0))
         asked.update(prompts)
-        return [(f"It is {4 - row % 2}.", True) for row in how["rows"]]
+        return [(f"It is {4 - row % 2}.", "of it" in prompt) for prompt, row in zip(prompts, how["rows"], strict=True)]
 
     _, go = run("replies", reply)
     train = [{"question": f"{word} of it?", "answer": "#### 4"} for word in ("One", "Half", "Third", "Quarter", "None")]
@@ -159,7 +162,7 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
 
     def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
         if how["seed"] < 9:
-            return [("wrong", True)] * len(prompts)
+            return [("cut", False)] * len(prompts)
         asked.append((list(prompts), how["rows"]))
         return [(f"Of {prompt}" if "loop" not in prompt else LONG, "monad" not in prompt) for prompt in prompts]
 
