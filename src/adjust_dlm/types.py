@@ -6,15 +6,28 @@ V vocabulary, K tokens per step, T commits.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from os import PathLike
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    SupportsIndex,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor  # a mistake on the command line is told before torch is imported
@@ -40,6 +53,31 @@ EVALUATION_ROWS = 2**32  # row ids from here on are for evaluation: no trajector
 NEXT_DECAY = 3.0  # exp(-rank/3): measured best of the forms tried
 NEXT_SHARE = 0.9  # weight on the rows revealed next; the rest is spread over all masked rows
 MOST = 2**31 - 1  # of any count: arithmetic with it stays within int64
+FINITE = sys.float_info.max
+
+
+class Bound(NamedTuple):
+    """Where the number of a setting must lie, both ends allowed, and how a message says so. Stands in an annotation."""
+
+    least: float
+    most: float
+    words: str
+
+    def words_for(self, value: float) -> str:
+        """What is wrong with a value that lies outside."""
+        return f"at most {MOST}" if value > self.most == MOST else self.words
+
+
+_TINY = math.nextafter(0, 1)
+Count = Annotated[int, Bound(1, MOST, "at least 1")]
+Whole = Annotated[int, Bound(0, MOST, "at least 0")]
+Seed = Annotated[int, Bound(0, 2**63 - 1, "in 0..2**63-1")]
+Positive = Annotated[float, Bound(_TINY, FINITE, "a finite number above 0")]
+NotNegative = Annotated[float, Bound(0, FINITE, "a finite number >= 0")]
+Nats = Annotated[float, Bound(0, math.inf, "a number >= 0")]
+Above0 = Annotated[float, Bound(_TINY, math.inf, "above 0")]
+Share = Annotated[float, Bound(0, 1, "in [0, 1]")]
+TopP = Annotated[float, Bound(_TINY, 1, "in (0, 1]")]
 
 
 class InputError(ValueError):
@@ -59,43 +97,6 @@ def refusing(what: str, *kinds: type[Exception], first: bool = False, hint: str 
         raise InputError(f"{what}: {said.splitlines()[0] if first else ' '.join(said.split())}{hint}") from error
 
 
-def is_number(value: object) -> bool:
-    """Whether a setting that may come from a file or a flag is a real number (infinity included, NaN not)."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
-
-
-def require_whole(name: str, value: object) -> None:
-    """Raises `InputError` unless a setting is an int."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole, f"{name} is {value!r}; it must be a whole number")
-
-
-def require_count(name: str, value: object, least: int, *, optional: bool = False) -> None:
-    """Raises `InputError` unless a setting is a whole number from `least` to `MOST`, or an allowed None."""
-    if value is None and optional:
-        return
-    require_whole(name, value)
-    assert isinstance(value, int)
-    require(value >= least, f"{name} is {value}; it must be at least {least}")
-    require(value <= MOST, f"{name} is {value}; it must be at most {MOST}")
-
-
-def require_least(settings: object, **least: float) -> None:
-    """Raises `InputError` unless each of these settings has at least its value."""
-    for name, bound in least.items():
-        value = getattr(settings, name)
-        require(value >= bound, f"{name} is {value}; it must be at least {bound}")
-
-
-def require_number(name: str, value: Any, *, zero: bool = False) -> None:
-    """Raises `InputError` unless a setting is a finite number above 0, or 0 where that is allowed."""
-    good = is_number(value) and 0 <= value < math.inf and (zero or value > 0)
-    require(good, f"{name} is {value!r}; it must be a finite number {'>= 0' if zero else 'above 0'}")
-
-
 def is_id(value: object, least: int, end: int) -> bool:
     """Whether a value is a whole number (numpy's and torch's too), from `least` to before `end`."""
     return isinstance(value, SupportsIndex) and least <= operator.index(value) < end
@@ -107,36 +108,61 @@ def require(condition: bool, message: str) -> None:
         raise InputError(message)
 
 
-def require_kinds(settings: object) -> None:
-    """Raises `InputError` unless every field of a dataclass holds what its annotation says.
+@functools.cache
+def _annotations(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Settings that raise `InputError` unless every field holds what its annotation says, with its `Bound`.
 
     A whole number will do for a float, a list for a tuple, a `Path` for a str.
     """
-    for name, kind in get_type_hints(type(settings)).items():
-        value, items = getattr(settings, name), get_origin(kind) is tuple
-        several = items and isinstance(value, tuple | list)
-        for one in value if several else [value]:
-            own = get_args(kind)[0] if several else kind
-            require(_is_kind(one, own), f"{name} is {one!r}; it must be {in_words(own)}")
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, kind in _annotations(cls).items():
+            value, items = getattr(self, name), get_origin(kind) is tuple
+            several = items and isinstance(value, tuple | list)
+            for one in value if several else [value]:
+                require_value(name, one, get_args(kind)[0] if several else kind)
+
+
+def require_value(name: str, value: object, kind: Any) -> None:
+    """Raises `InputError` unless a value is what an annotation says."""
+    wanted = _wanted(value, kind)
+    verb = "lie" if str(wanted).startswith("in ") else "be"
+    require(wanted is None, f"{name} is {value!r}; it must {verb} {wanted}")
 
 
 def in_words(kind: Any) -> str:
-    """An annotation: int, one of a, b, or null."""
+    """An annotation: a whole number, one of a, b, or null."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(in_words, get_args(kind)))
-    return "null" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
+    return _WORDS.get(kind) or (kind.__name__ if isinstance(kind, type) else str(kind))
 
 
-def _is_kind(value: object, kind: Any) -> bool:
+_WORDS = {NoneType: "null", int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _wanted(value: Any, kind: Any) -> str | None:
+    """What a value should be instead, None where it is what an annotation says."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return isinstance(value, str) and value in args
+    if origin is Annotated:
+        bounds = (bound for bound in args[1:] if isinstance(bound, Bound) and not bound.least <= value <= bound.most)
+        return _wanted(value, args[0]) or next((bound.words_for(value) for bound in bounds), None)
     if origin in (Union, UnionType):
-        return any(_is_kind(value, one) for one in args)
-    wider = {float: int | float, str: str | PathLike}
-    return isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
+        wanted = [_wanted(value, one) for one in args]
+        return None if None in wanted else " or ".join(filter(None, wanted))
+    if origin is Literal:
+        good = isinstance(value, str) and value in args
+    else:
+        wider = {float: int | float, str: str | PathLike}
+        good = isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
+    return None if good else in_words(kind)
 
 
 def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
@@ -149,14 +175,8 @@ def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
     require(good, f"device_map is {device_map!r}; it must be one of {', '.join(get_args(Spread))}, or a mapping")
 
 
-_LEAST = {
-    "tokens_per_step": 1, "max_new_tokens": 1, "top_k": 0, "candidates": 0, "block_length": 1, "cache_period": 1,
-    "cache_window": 1,
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig:
+class DecodeConfig(Checked):
     """Everything that decides which tokens come out, for every decoder.
 
     Attributes:
@@ -181,35 +201,25 @@ class DecodeConfig:
         seed: with a row's id, the only source of randomness.
     """
 
-    tokens_per_step: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    tokens_per_step: Count = 1
+    max_new_tokens: Count = 64
+    temperature: NotNegative = 1.0
+    top_p: TopP = 1.0
+    top_k: Whole = 0
     order: OrderRule | None = None
     order_on: OrderOn | None = None
     schedule: Schedule = "exact"
     suppress_eos: bool = False
-    block_length: int | None = None
-    candidates: int | None = None
-    cache_period: int | None = None
-    cache_window: int | None = None
+    block_length: Count | None = None
+    candidates: Whole | None = None
+    cache_period: Count | None = None
+    cache_window: Count | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_whole("seed", self.seed)
-        for name, least in _LEAST.items():
-            require_count(name, getattr(self, name), least, optional=getattr(DecodeConfig, name) is None)
-        require_number("temperature", self.temperature, zero=True)
-        mass = self.top_p
-        require(is_number(mass) and 0 < mass <= 1, f"top_p is {mass!r}; it must lie in (0, 1]")
-        require(isinstance(self.suppress_eos, bool), f"suppress_eos is {self.suppress_eos!r}; it must be true or false")
+        super().__post_init__()
         without = self.cache_window is not None and self.cache_period is None
         require(not without, f"cache_window is {self.cache_window} without a cache; set cache_period too")
-        for name, kind in (("order", OrderRule), ("order_on", OrderOn), ("schedule", Schedule)):
-            value, allowed = getattr(self, name), get_args(kind)
-            known = value in allowed or (value is None and name != "schedule")
-            require(known, f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
     def but(self, **changes: object) -> DecodeConfig:
         """A copy with some fields changed (and checked again)."""
@@ -219,7 +229,7 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerConfig:
+class SamplerConfig(Checked):
     """Every choice in g (docs/design.md, decisions 2 and 3).
 
     Attributes:
@@ -235,18 +245,14 @@ class SamplerConfig:
 
     norms: bool = True
     residual: bool = True
-    output_norm_init: float = 0.1
+    output_norm_init: Annotated[float, Bound(-FINITE, FINITE, "a finite number")] = 0.1
     pairing: Literal["state", "token"] = "state"
-    layers: int = 1
-    mlp: float = 1.0
+    layers: Count = 1
+    mlp: Positive = 1.0
     features: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("layers", self.layers, 1)
-        mlp, start = self.mlp, self.output_norm_init
-        require(0 < mlp < math.inf, f"mlp is {mlp}; it is a multiple of the base's, above 0")
-        require(abs(start) < math.inf, f"output_norm_init is {start}; it must be a finite number")
+        super().__post_init__()
         object.__setattr__(self, "features", tuple(self.features))  # a list in a file
 
     @classmethod

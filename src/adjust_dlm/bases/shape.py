@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adjust_dlm.types import require, require_count, require_number
+from adjust_dlm.types import Checked, Count, Positive, require, require_value
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _CONTEXT = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # of a config that does not say
@@ -61,7 +61,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(Checked):
     """What a body is built from: names and values of a family's `config.json`.
 
     Attributes:
@@ -84,34 +84,29 @@ class Shape:
     """
 
     model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    vocab_size: Count
+    max_position_embeddings: Count
+    rms_norm_eps: Positive
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     rope: dict[str, Any]
-    initializer_range: float
+    initializer_range: Positive
     qk_norm: bool = False
     rotate_fp32: bool = False
-    block: int | None = None
+    block: Count | None = None
 
     def __post_init__(self) -> None:
         """Checks every value by name: configs come from strangers."""
-        for name in _WHOLE:
-            value = getattr(self, name)
-            good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            require(good, f"{name} is {value!r}; it must be a whole number >= 1")
-        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range, **self.rope}
-        for name in sorted(numbers.keys() - {"rope_type", "truncate"}):
-            require_number(name, numbers[name])
-        require_count("block", self.block, 1, optional=True)
+        super().__post_init__()
+        for name in sorted(self.rope.keys() - {"rope_type", "truncate"}):
+            require_value(name, self.rope[name], Positive)
         heads, kv = self.num_attention_heads, self.num_key_value_heads
         require(heads % kv == 0, f"num_key_value_heads is {kv}; it must divide the {heads} heads")
         require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")

@@ -11,7 +11,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, Dtype, OrderOn, OrderRule, Quantize, Schedule, Spread, require
+from adjust_dlm.types import (
+    DEFAULT_BASE,
+    Checked,
+    Count,
+    DecodeConfig,
+    Dtype,
+    NotNegative,
+    OrderOn,
+    OrderRule,
+    Quantize,
+    Schedule,
+    Spread,
+    TopP,
+    Whole,
+    require,
+)
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
@@ -19,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadFlags:
+class LoadFlags(Checked):
     """Flags of every command that loads a base and its helpers.
 
     Attributes:
@@ -63,20 +78,18 @@ class DrawFlags(LoadFlags):
         eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
-    tokens_per_step: int = 4
-    max_new_tokens: int = 64
-    temperature: float = 0.6
-    top_p: float = 1.0
-    top_k: int = 0
+    tokens_per_step: Count = 4
+    max_new_tokens: Count = 64
+    temperature: NotNegative = 0.6
+    top_p: TopP = 1.0
+    top_k: Whole = 0
     order: OrderRule | None = None
     suppress_eos: bool = False
-    block_length: int | None = None
+    block_length: Count | None = None
     eager: bool = False
 
     def decode_config(self) -> DecodeConfig:
         """The part that decides which tokens come out; raises InputError for values that make no sense."""
-        rows = getattr(self, "num_samples", 1)
-        require(rows >= 1, f"num_samples is {rows}; it must be at least 1")
         names = [field.name for field in fields(DecodeConfig) if hasattr(self, field.name)]
         return DecodeConfig(**{name: getattr(self, name) for name in names})
 
@@ -102,12 +115,12 @@ class DecodeFlags(DrawFlags):
 
     order_on: OrderOn | None = None
     schedule: Schedule = "exact"
-    candidates: int | None = None
-    cache_period: int | None = None
-    cache_window: int | None = None
+    candidates: Whole | None = None
+    cache_period: Count | None = None
+    cache_window: Count | None = None
     chat: bool = True
     seed: int = 0
-    num_samples: int = 1
+    num_samples: Count = 1
     json: bool = False
     output: Path | None = None
 
