@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from adjust_dlm.artifacts import plain, public_name, save_pretrained
+from adjust_dlm.artifacts import public_name, save_pretrained
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.family import DreamBase, LladaBase
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
-from adjust_dlm.files import write_whole
+from adjust_dlm.files import plain, write_whole
 from adjust_dlm.hub import SAMPLER as CONFIG
 from adjust_dlm.hub import local, read_json
 from adjust_dlm.sampler import WEIGHTS, Sampler, load_sampler, require_same_base
