@@ -18,8 +18,8 @@ from adjust_dlm.bench.settings import COMPONENTS, RuntimeConfig
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
 from adjust_dlm.bench.waits import wait_cell
-from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.eval.plots import csv_text
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import default_sampler, read_config
@@ -77,7 +77,7 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
             log.info("%s: %s", cell.name, ", ".join(f"{row['part']} {1000 * row['seconds']:.2f} ms" for row in made))
         out["rows"] = with_ratios(rows)
         columns = list(dict.fromkeys(name for row in out["rows"] for name in row))
-        files = {"runtime.csv": to_csv(out["rows"], columns), "runtime.md": markdown(out)}
+        files = {"runtime.csv": csv_text(out["rows"], columns), "runtime.md": markdown(out)}
         write_whole({Path(config.output) / name: text for name, text in files.items()})
     return out
 

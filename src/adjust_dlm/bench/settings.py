@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from adjust_dlm.bench.shapes import SHAPES
 from adjust_dlm.options import VerifiedOptions
@@ -23,7 +23,6 @@ from adjust_dlm.types import (
 from adjust_dlm.variants import read_variant
 
 Form = Literal["eager", "fast", "compiled", "public"]
-FORMS: tuple[Form, ...] = get_args(Form)
 COMPONENTS = "components"  # in the place of a decoder
 
 

@@ -105,7 +105,8 @@ def facts() -> tuple[Fact, ...]:
             thing = asked.split()[-1] if kind == "color" else asked  # a banana: whatever is asked about bananas
             about = (thing, *answers) if kind in ("opposite", "synonym") else (thing,)
             out.append(Fact(kind, (asked,), answers, about))
-    out += [Fact("plural", (w,), (_plural(w),), (w,)) for w in _WORDS["regular"].split()]
+    for word in _WORDS["regular"].split():
+        out.append(Fact("plural", (word,), (word + ("es" if word.endswith(("ch", "sh", "s", "x")) else "s"),), (word,)))
     for continent, table in _WORDS["continents"].items():
         out += [Fact("continent", (name,), (continent,), (name,)) for name in table.split()]
     for a, b in itertools.product(range(1, MOST + 1), repeat=2):
@@ -120,10 +121,6 @@ def facts() -> tuple[Fact, ...]:
             out.append(Fact(f"{name} after", (early,), (late,), (early,)))
             out.append(Fact(f"{name} before", (late,), (early,), (late,)))
     return tuple(out)
-
-
-def _plural(word: str) -> str:
-    return word + ("es" if word.endswith(("ch", "sh", "s", "x")) else "s")
 
 
 def questions(seed: int, *, held_out: bool = False) -> Iterator[tuple[str, Fact]]:
