@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from adjust_dlm.types import Above0, Bound, Checked, Count, Nats, NotNegative, Positive, Share, Whole, require
+from adjust_dlm.checks import Above0, Bound, Checked, Count, Nats, NotNegative, Positive, Share, Whole, require
 
 EdlmRule = Literal["best", "resample"]
 EndSwitch = Literal["off", "faithful", "sane"]

@@ -17,8 +17,9 @@ from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.bases.tokenizers import chat_ids
+from adjust_dlm.checks import Checked, Count, InputError, refusing, require
 from adjust_dlm.hub import require_device
-from adjust_dlm.types import Checked, Count, InputError, OrderOn, OrderRule, State, refusing, require
+from adjust_dlm.types import OrderOn, OrderRule, State
 
 
 @dataclass(frozen=True, kw_only=True)

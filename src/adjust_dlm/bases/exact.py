@@ -14,8 +14,9 @@ from torch import Tensor
 
 from adjust_dlm.bases.base import Base, BaseSpec, Partner, register_base
 from adjust_dlm.bases.shape import Shape
+from adjust_dlm.checks import MOST, Bound, Count, require, require_value
 from adjust_dlm.sampling import wrapped
-from adjust_dlm.types import MOST, Bound, Count, OrderRule, State, require, require_value
+from adjust_dlm.types import OrderRule, State
 
 _FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
 

@@ -17,9 +17,9 @@ from adjust_dlm.bench.figures import all_figures
 from adjust_dlm.bench.records import blocks_of, label_of, read_result, rows_of
 from adjust_dlm.bench.samples import samples_of, side_by_side
 from adjust_dlm.bench.tables import all_tables, show, summary, table_files
+from adjust_dlm.checks import Checked, Whole, require
 from adjust_dlm.eval.plots import check_plot, draw, fit, to_png
 from adjust_dlm.files import write_whole
-from adjust_dlm.types import Checked, Whole, require
 from adjust_dlm.words import counted
 
 log = logging.getLogger(__name__)

@@ -6,20 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adjust_dlm.bench.shapes import SHAPES
+from adjust_dlm.checks import Above0, Checked, Count, NotNegative, TopP, Whole, require
 from adjust_dlm.options import VerifiedOptions
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    Above0,
-    Checked,
-    Count,
-    NotNegative,
-    OrderRule,
-    Quantize,
-    TopP,
-    Whole,
-    check_placement,
-    require,
-)
+from adjust_dlm.types import DEFAULT_BASE, OrderRule, Quantize, check_placement
 from adjust_dlm.variants import read_variant
 
 Form = Literal["eager", "fast", "compiled", "public"]

@@ -11,20 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    Checked,
-    Count,
-    DecodeConfig,
-    Dtype,
-    NotNegative,
-    OrderRule,
-    Quantize,
-    Spread,
-    TopP,
-    Whole,
-    require,
-)
+from adjust_dlm.checks import Checked, Count, NotNegative, TopP, Whole, require
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, Dtype, OrderRule, Quantize, Spread
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base

@@ -16,10 +16,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from adjust_dlm.checks import Count, require
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
 from adjust_dlm.commands.output import Outcome, say, to_json
 from adjust_dlm.progress import Bar
-from adjust_dlm.types import Count, require
 from adjust_dlm.variants import DECODERS, build_options, read_options
 from adjust_dlm.words import counted
 

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from adjust_dlm.checks import Above0, Bound, Count, NotNegative, Whole, require
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
-from adjust_dlm.types import Above0, Bound, Count, NotNegative, Whole, require
 from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ import tyro
 import yaml
 
 from adjust_dlm import words
+from adjust_dlm.checks import InputError, in_words, require
 from adjust_dlm.commands import FLAGS
 from adjust_dlm.hub import once
-from adjust_dlm.types import InputError, in_words, require
 
 C = TypeVar("C")
 _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")

@@ -7,23 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    EVALUATION_ROWS,
-    MOST,
-    Bound,
-    Checked,
-    Count,
-    DecodeConfig,
-    Dtype,
-    NotNegative,
-    OrderOn,
-    OrderRule,
-    Seed,
-    TopP,
-    Whole,
-    require,
-)
+from adjust_dlm.checks import MOST, Bound, Checked, Count, NotNegative, Seed, TopP, Whole, require
+from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, Dtype, OrderOn, OrderRule
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from adjust_dlm.bases import Base, Partner
+from adjust_dlm.checks import Count, require, require_value
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
 from adjust_dlm.sampler import Sampler, require_same_base
-from adjust_dlm.types import Count, DecodeConfig, DecodeResult, require, require_value
+from adjust_dlm.types import DecodeConfig, DecodeResult
 from adjust_dlm.variants import DECODERS as DECODERS
 from adjust_dlm.variants import Decoder as Decoder
 from adjust_dlm.variants import build_options, split_settings

@@ -11,26 +11,12 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from adjust_dlm.checks import MOST, Bound, Checked, Count, NotNegative, Positive, TopP, Whole, require
 from adjust_dlm.data.settings import check_prompts
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.plots import check_plot
 from adjust_dlm.eval.tasks.task_files import local_file
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    MOST,
-    Bound,
-    Checked,
-    Count,
-    DecodeConfig,
-    NotNegative,
-    OrderRule,
-    Positive,
-    Quantize,
-    TokenSource,
-    TopP,
-    Whole,
-    require,
-)
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, TokenSource
 from adjust_dlm.variants import DECODERS, read_variant
 
 Pooling = Literal["mean", "last"]

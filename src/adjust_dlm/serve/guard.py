@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adjust_dlm.checks import Above0, Checked, Count
 from adjust_dlm.serve.errors import ApiError, answer
-from adjust_dlm.types import Above0, Checked, Count
 
 REQUEST_SECONDS = 30.0  # from the first byte of a request to its last
 

@@ -7,26 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from adjust_dlm.checks import Above0, Count, NotNegative, Positive, Seed, Share, Whole, require
 from adjust_dlm.data.settings import KINDS, SAMPLED, CorpusConfig, TextConfig, TrajectoriesConfig
 from adjust_dlm.hub import require_init
 from adjust_dlm.train.trackers import TrackerName, check_trackers
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    NEXT_DECAY,
-    NEXT_SHARE,
-    Above0,
-    Count,
-    KernelName,
-    NotNegative,
-    OrderRule,
-    Positive,
-    RowWeights,
-    SamplerConfig,
-    Seed,
-    Share,
-    Whole,
-    require,
-)
+from adjust_dlm.types import DEFAULT_BASE, NEXT_DECAY, NEXT_SHARE, KernelName, OrderRule, RowWeights, SamplerConfig
 
 CHECKPOINT = "checkpoint.pt"  # in the output folder
 # Settings that a resumed run may change.

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
+from adjust_dlm.checks import Above0, Bound, Count, NotNegative, TopP, Whole, require
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.settings import EvalConfig
 from adjust_dlm.eval.tasks.parallelbench_tasks import CONFIG, select
 from adjust_dlm.eval.tasks.sandbox import Limits
 from adjust_dlm.eval.tasks.task_files import local_file
-from adjust_dlm.types import Above0, Bound, Count, NotNegative, TopP, Whole, require
 
 NEW_TOKENS = {"waiting_line": 32, "waiting_line_n15": 128, "puzzle": 64, "words_to_sentence": 64}
 Grammar = Literal["auto", "off", "languagetool"]
