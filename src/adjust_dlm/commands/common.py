@@ -7,7 +7,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +76,7 @@ class DrawFlags(LoadFlags):
 
     def decode_config(self) -> DecodeConfig:
         """The part that decides which tokens come out; raises InputError for values that make no sense."""
-        names = [field.name for field in fields(DecodeConfig) if hasattr(self, field.name)]
-        return DecodeConfig(**{name: getattr(self, name) for name in names})
+        return DecodeConfig.of(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,10 +132,8 @@ class TrajectoriesConfig(TextConfig):
 
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
         """One configuration per temperature, with the base's own order filled in."""
-        names = ("tokens_per_step", "max_new_tokens", "top_p", "top_k", "suppress_eos", "seed")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        shared |= {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
-        return [DecodeConfig(**shared, temperature=temperature) for temperature in self.temperature]
+        own = {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
+        return [DecodeConfig.of(self, **own, temperature=temperature) for temperature in self.temperature]
 
 
 @dataclass(frozen=True, kw_only=True)

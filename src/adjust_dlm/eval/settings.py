@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -53,8 +53,7 @@ class EvalConfig(Checked):
 
     def decode_config(self, **changes: Any) -> DecodeConfig:
         """What these settings say of decoding, but for K, with changes."""
-        shared = {field.name for field in fields(DecodeConfig)} & {field.name for field in fields(self)}
-        return DecodeConfig(**{name: getattr(self, name) for name in shared - {"tokens_per_step"}} | changes)
+        return DecodeConfig.of(self, **{"tokens_per_step": 1} | changes)
 
     def at_every_k(self, decoders: Iterable[str]) -> list[str]:
         """Decoders at every K; K = 1 of parallel and ADJUST is joint decoding, and runs once.
