@@ -373,7 +373,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         ("dream", {"mask_token_id": 36.7}, "mask_id is 36.7; it must be a whole number"),
         ("dream", {"tie_word_embeddings": "false"}, "says 'false' on tied embeddings"),
         ("dream", {"quantization_config": {"bits": 4}}, "is quantized"),
-        ("dream", {"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number"),
+        ("dream", {"num_attention_heads": 0}, "num_attention_heads is 0; it must be at least 1"),
         ("dream", {"num_attention_heads": "4"}, "num_attention_heads is '4'"),
         ("dream", {"hidden_size": 32.0}, "hidden_size is 32.0"),
         ("dream", {"num_hidden_layers": None}, "num_hidden_layers is None"),

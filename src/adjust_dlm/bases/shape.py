@@ -129,22 +129,18 @@ class Shape(Checked):
         lost += ["head_dim"] * (kind == "qwen3" and facts.get("head_dim") is None)  # 128 by default there, whatever D
         require(not lost, f"the config lacks {', '.join(lost)}")
         heads, bias = facts["num_attention_heads"], flag(facts, "attention_bias")
-        kv = facts.get("num_key_value_heads")
+        kv, width = facts.get("num_key_value_heads"), facts["hidden_size"]
+        countable = isinstance(width, int) and isinstance(heads, int) and heads > 0  # else an earlier check says more
+        head = facts["head_dim"] if facts.get("head_dim") is not None else width // heads if countable else 0
         return cls(
             model_type=kind, **{name: facts[name] for name in _NEEDED},
-            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts),
+            num_key_value_heads=heads if kv is None else kv, head_dim=head,
             max_position_embeddings=facts.get("max_position_embeddings", _CONTEXT[kind]),
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind != "qwen2", mlp_bias=flag(facts, "mlp_bias") and kind == "llama",
             qk_norm=kind == "qwen3", rope=_rope(facts),
             initializer_range=facts.get("initializer_range", 0.02), block=block,
         )  # fmt: skip
-
-
-def _head_dim(facts: Mapping[str, Any]) -> Any:
-    width, heads, given = facts["hidden_size"], facts["num_attention_heads"], facts.get("head_dim")
-    countable = isinstance(width, int) and isinstance(heads, int) and heads > 0
-    return given if given is not None else width // heads if countable else 0  # 0: an earlier check says more
 
 
 def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:

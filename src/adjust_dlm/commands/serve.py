@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from adjust_dlm.checks import Above0, Bound, Count, NotNegative, Whole, require
+from adjust_dlm.checks import FINITE, Above0, Bound, Count, NotNegative, require
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 from adjust_dlm.variants import build_options, read_options
@@ -54,8 +54,8 @@ class ServeConfig(DrawFlags):
     max_queue: Count = 256
     timeout: Above0 = 600.0
     api_key: str | None = None
-    max_body: Count = 1 << 20
-    rate_limit: Whole = 0
+    max_body: Annotated[int, Bound(1, FINITE, "at least 1")] = 1 << 20
+    rate_limit: Annotated[int, Bound(0, FINITE, "at least 0")] = 0
     drain_seconds: NotNegative = 30.0
 
 

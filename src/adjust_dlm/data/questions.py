@@ -20,12 +20,6 @@ HELD_OUT_EVERY = 3  # one in so many countries, words and pairs of numbers
 MOST = 20  # the largest number of a pair
 
 _WORDS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-    "December",
-)  # fmt: skip
-
 WORDING: dict[str, tuple[str, ...]] = {kind: tuple(forms) for kind, forms in _WORDS["wording"].items()}
 _SPOKEN = frozenset(re.findall(r"[\w'-]+", " ".join(itertools.chain(*WORDING.values())).lower()))
 _NAMED = frozenset({"capital", "continent", "language"})  # a country's name is enough to ask about it
@@ -37,10 +31,7 @@ _ASKS = re.compile(
 )
 _COUNTS_SOMETHING = re.compile(r"how many|number of|count", re.IGNORECASE)
 _FILLING = {"a", "an", "the", "in", "on", "one", "our", "earth", "united"}  # not in "how many continents are there?"
-_NUMBERS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
-)  # fmt: skip
+_NUMBERS = _WORDS["numbers"].split()
 _NUMBER = re.compile(rf"\b({'|'.join(_NUMBERS)})\b", re.IGNORECASE)
 _REACHES = re.compile(  # a number, perhaps its unit, what is done with it, a number
     r"\d\s*[-+*/x\u00d7\u00f7\u2212\u2013]\s*\d"
@@ -116,7 +107,8 @@ def facts() -> tuple[Fact, ...]:
             out.append(Fact("minus", (str(a), str(b)), (str(a - b),), (pair,)))
         if min(a, b) >= 2 and max(a, b) <= 12:
             out.append(Fact("times", (str(a), str(b)), (str(a * b),), (pair,)))
-    for name, ring in (("day", _DAYS), ("month", _MONTHS)):
+    for name in ("day", "month"):
+        ring = _WORDS[name].split()
         for early, late in zip(ring, ring[1:] + ring[:1], strict=True):
             out.append(Fact(f"{name} after", (early,), (late,), (early,)))
             out.append(Fact(f"{name} before", (late,), (early,), (late,)))
