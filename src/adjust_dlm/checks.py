@@ -8,10 +8,10 @@ import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, SupportsIndex, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Self, SupportsIndex, Union, get_args, get_origin, get_type_hints
 
 MOST = 2**31 - 1  # of any count: arithmetic with it stays within int64
 FINITE = sys.float_info.max
@@ -88,6 +88,12 @@ class Checked:
             several = items and isinstance(value, tuple | list)
             for one in value if several else [value]:
                 require_value(name, one, get_args(kind)[0] if several else kind)
+
+    @classmethod
+    def from_settings(cls, settings: object, **changes: Any) -> Self:
+        """What other settings say under the same names, with changes."""
+        said = {field.name: getattr(settings, field.name) for field in fields(cls) if hasattr(settings, field.name)}
+        return cls(**said | changes)
 
 
 def require_value(name: str, value: object, kind: Any) -> None:

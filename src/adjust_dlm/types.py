@@ -97,12 +97,6 @@ class DecodeConfig(Checked):
         without = self.cache_window is not None and self.cache_period is None
         require(not without, f"cache_window is {self.cache_window} without a cache; set cache_period too")
 
-    @classmethod
-    def of(cls, settings: object, **changes: Any) -> DecodeConfig:
-        """What other settings say under the same names, with changes."""
-        said = {field.name: getattr(settings, field.name) for field in fields(cls) if hasattr(settings, field.name)}
-        return cls(**said | changes)
-
     def but(self, **changes: object) -> DecodeConfig:
         """A copy with some fields changed (and checked again)."""
         unknown = set(changes) - {f.name for f in fields(self)}

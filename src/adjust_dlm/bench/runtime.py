@@ -108,7 +108,7 @@ def open_bench(config: RuntimeConfig) -> Bench:
             sampler = random_sampler(base)
     asked = [decoder for decoder in config.decoders if decoder != COMPONENTS]
     helpers = open_helpers(config, base, [*asked, "adjust"], sampler=sampler)  # components want g, too
-    settings = DecodeConfig.of(config, tokens_per_step=1)
+    settings = DecodeConfig.from_settings(config, tokens_per_step=1)
     most = ceilings(base.device, base.dtype, fp8=base.quantized == "fp8-dynamic")
     prompt = [base.spec.bos_id or 0] * config.prompt_tokens
     return Bench(base, helpers, settings, prompt, config.runs, config.cell_seconds, most, config.tokens_per_wait)

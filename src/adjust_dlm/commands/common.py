@@ -76,15 +76,23 @@ class DrawFlags(LoadFlags):
 
     def decode_config(self) -> DecodeConfig:
         """The part that decides which tokens come out; raises InputError for values that make no sense."""
-        return DecodeConfig.of(self)
+        return DecodeConfig.from_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFlags(DrawFlags, DecodeConfig):
-    """Flags of every command that decodes prompts of its own: all settings of decoding, and these.
+    """Flags of every command that decodes prompts of its own: all settings of decoding among them.
 
     Attributes:
+        order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
+        schedule: K per pass, or the model family's published step counts.
+        candidates: positions a round may go on to, the best of the base's pass; by default as many as it commits, 0 is
+            every one.
+        cache_period: reuse keys and values of what stands before the first mask for that many passes; by default no
+            pass reuses any, and all are exact.
+        cache_window: let what is reused follow the first mask; that many finished tokens before it are computed anyway.
         chat: put a prompt into the base's chat template, where it has one; --no-chat continues it as it stands.
+        seed: with a sample's row number the only source of randomness.
         num_samples: samples per prompt.
         json: JSON lines on stdout instead of text.
         output: folder for result.json, samples.jsonl and run.yaml.

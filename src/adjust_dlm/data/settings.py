@@ -133,7 +133,7 @@ class TrajectoriesConfig(TextConfig):
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
         """One configuration per temperature, with the base's own order filled in."""
         own = {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
-        return [DecodeConfig.of(self, **own, temperature=temperature) for temperature in self.temperature]
+        return [DecodeConfig.from_settings(self, **own, temperature=temperature) for temperature in self.temperature]
 
 
 @dataclass(frozen=True, kw_only=True)

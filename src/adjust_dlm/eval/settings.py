@@ -53,7 +53,7 @@ class EvalConfig(Checked):
 
     def decode_config(self, **changes: Any) -> DecodeConfig:
         """What these settings say of decoding, but for K, with changes."""
-        return DecodeConfig.of(self, **{"tokens_per_step": 1} | changes)
+        return DecodeConfig.from_settings(self, **{"tokens_per_step": 1} | changes)
 
     def at_every_k(self, decoders: Iterable[str]) -> list[str]:
         """Decoders at every K; K = 1 of parallel and ADJUST is joint decoding, and runs once.

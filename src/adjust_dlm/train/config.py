@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,8 +53,7 @@ class PoolConfig(TextConfig):
 
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
-        texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
-        return TrajectoriesConfig(output="", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts)
+        return TrajectoriesConfig.from_settings(self, output="", first_row=first, seed=seed, suppress_eos=suppress_eos)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +185,7 @@ class TrainConfig(SamplerConfig):
 
     def sampler_config(self) -> SamplerConfig:
         """What g is built from."""
-        return SamplerConfig(**{form.name: getattr(self, form.name) for form in fields(SamplerConfig)})
+        return SamplerConfig.from_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
