@@ -453,13 +453,13 @@ def test_noise_belongs_to_row_commit_position_and_token_and_not_to_the_padding()
     [
         ({"mixture": -0.1}, "mixture is -0.1; it must lie in"),
         ({"mixture": 1.1}, "mixture is 1.1"),
-        ({"mixture": "all"}, "mixture is 'all'; it must be float"),
+        ({"mixture": "all"}, "mixture is 'all'; it must be a number"),
         ({"mixture": math.nan}, "mixture is nan"),
         ({"lookahead": 0}, "lookahead is 0; it must be at least 1"),
         ({"lookahead": 2.5}, "lookahead is 2.5"),
         ({"lookahead": math.inf}, "lookahead is inf"),
         ({"lookahead": True}, "lookahead is True"),
-        ({"correct": "yes"}, "correct is 'yes'; it must be bool"),
+        ({"correct": "yes"}, "correct is 'yes'; it must be true or false"),
         ({"window": 16}, "decoder 'apd' has no option window; it has mixture, lookahead, correct"),
     ],
 )

@@ -460,7 +460,7 @@ def test_rounding_is_not_compared_with_rounding() -> None:
     ("settings", "said"),
     [
         ({"n": 1}, "n is 1"),
-        ({"temperatures": (0.0,)}, "give some above 0"),
+        ({"temperatures": (0.0,)}, "temperatures is 0.0; it must be a finite number above 0"),
         ({"decoders": ("paralel",)}, "unknown decoder 'paralel'"),
         ({"sources": ()}, "sources is empty"),
         ({"sources": ("mine",)}, "sources is 'mine'"),

@@ -185,7 +185,7 @@ def test_logits_in_small_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"tau": 0}, "tau is 0; it must be a finite number above 0"),
         ({"tau": math.inf}, "tau is inf"),
-        ({"epsilon_kl": 0}, "epsilon_kl is 0; it must be a number above 0"),
+        ({"epsilon_kl": 0}, "epsilon_kl is 0; it must be above 0"),
         ({"epsilon_kl": math.nan}, "epsilon_kl is nan"),
         ({"history": -1}, "history is -1; it must be at least 0"),
         ({"history": 10**20}, "history is 100000000000000000000; it must be at most 2147483647"),

@@ -85,11 +85,11 @@ def test_a_g_with_knobs_comes_back_and_an_older_file_loads(tmp_path: Path) -> No
     ("config", "said"),
     [
         ({"layers": 0}, "layers is 0; it must be at least 1"),
-        ({"layers": 1.5}, "layers is 1.5; it must be int"),
-        ({"mlp": 0}, "mlp is 0; it is a multiple"),
-        ({"mlp": float("inf")}, "mlp is inf; it is a multiple"),
-        ({"norms": "no"}, "norms is 'no'; it must be bool"),
-        ({"residual": None}, "residual is None; it must be bool"),
+        ({"layers": 1.5}, "layers is 1.5; it must be a whole number"),
+        ({"mlp": 0}, "mlp is 0; it must be a finite number above 0"),
+        ({"mlp": float("inf")}, "mlp is inf; it must be a finite number above 0"),
+        ({"norms": "no"}, "norms is 'no'; it must be true or false"),
+        ({"residual": None}, "residual is None; it must be true or false"),
         ({"output_norm_init": float("nan")}, "output_norm_init is nan; it must be a finite number"),
         ({"features": 3}, "features is 3; it must be tuple"),
     ],
@@ -272,8 +272,8 @@ def test_a_second_stage_goes_on_from_the_first_and_says_so(exact: ExactBase, fol
     ("changes", "said"),
     [
         ({"rollout": 7}, r"slice_states is 4; it must exceed the rollout \(7\)"),
-        ({"reverse": 2.0}, r"reverse is 2.0; it is a share"),
-        ({"next_share": -0.1}, r"next_share is -0.1; it is a share"),
+        ({"reverse": 2.0}, r"reverse is 2.0; it must lie in"),
+        ({"next_share": -0.1}, r"next_share is -0.1; it must lie in"),
         ({"next_decay": 0}, "next_decay is 0; it must be a finite number above 0"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
     ],
@@ -386,5 +386,5 @@ def test_features_that_a_base_does_not_have_are_refused(exact: ExactBase) -> Non
             Sampler(base, SamplerConfig(features=layers))
     with pytest.raises(InputError, match="gives no states of earlier layers"):
         Sampler(exact, SamplerConfig(features=(1,)))
-    with pytest.raises(InputError, match=r"features is 1\.5; it must be int"):
+    with pytest.raises(InputError, match=r"features is 1\.5; it must be a whole number"):
         SamplerConfig(features=(1.5,))  # type: ignore[arg-type]

@@ -387,7 +387,7 @@ def test_blocks_stop_at_the_end_of_the_text() -> None:
     ("kind", "settings", "message"),
     [
         (OriginOptions, {"eps": 1.0}, "eps is 1.0"),
-        (OriginOptions, {"eps": "x"}, "eps is x"),
+        (OriginOptions, {"eps": "x"}, "eps is 'x'"),
         (SoftOrderOptions, {"alg_temp": -0.1}, "alg_temp is -0.1"),
         (GuidedOptions, {"cfg_scale": float("nan")}, "cfg_scale is nan"),
         (GuidedOptions, {"confidence_eos_eot_inf": "on"}, "it must be one of off, faithful, sane"),

@@ -214,7 +214,7 @@ def test_a_row_does_not_depend_on_its_batch(family: str, decoder: str) -> None:
         (FastDllmOptions, {"threshold": -1}, "threshold is -1"),
         (SdarOptions, {"remasking": "entropy_bounded"}, "remasking is 'entropy_bounded'; it must be one of low_con"),
         (SdarOptions, {"denoising_steps": 0}, "denoising_steps is 0"),
-        (SdarOptions, {"confidence_threshold": "x"}, "confidence_threshold is 'x'; it must be float"),
+        (SdarOptions, {"confidence_threshold": "x"}, "confidence_threshold is 'x'; it must be a number"),
     ],
 )
 def test_wrong_settings_are_refused(kind: Any, settings: dict[str, Any], message: str) -> None:

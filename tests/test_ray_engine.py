@@ -198,7 +198,7 @@ def test_actors_without_room_are_not_waited_for(tmp_path: Path) -> None:
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"engine ray needs Ray: pip install 'adjust-dlm\[ray\]'"):
-        make_with_ray(settings(tmp_path / "s", engine="ray"), prepared_run)
+        make_with_ray(settings(tmp_path / "s", engine="ray"), prepared_run, lambda done: None)
     assert not (tmp_path / "s").exists()
 
 

@@ -500,7 +500,7 @@ def test_settings_without_a_cell_are_refused() -> None:
     ("changes", "told"),
     [
         ({"batch_sizes": (0,)}, "batch_sizes is"), ({"runs": 0}, "runs is 0"), ({"seconds": 0.0}, "seconds is"),
-        ({"forms": ("slow",)}, "known are eager, fast"), ({"decoders": ("nothing",)}, "unknown decoder"),
+        ({"forms": ("slow",)}, "it must be one of eager, fast"), ({"decoders": ("nothing",)}, "unknown decoder"),
         ({"layers": 2}, "layers can be set for"), ({"quantize": "int3"}, "quantize is"),
         ({"temperature": -1.0}, "temperature is"), ({"order": "alphabet"}, "order is"),
     ],

@@ -346,9 +346,9 @@ def test_a_missing_weight_file_is_refused(saved) -> None:
     [
         (lambda f: f["config"].update(depth=2, width=3), r"unknown settings \['depth', 'width'\]"),
         (lambda f: f["config"].update(pairing="both"), "pairing is 'both'; it must be one of state, token"),
-        (lambda f: f.pop("config"), r"not a sampler config: KeyError\('config'\)"),
-        (lambda f: f.pop("base_fingerprint"), r"not a sampler config: KeyError\('base_fingerprint'\)"),
-        (lambda f: f.update(config=None), "not a sampler config: TypeError"),
+        (lambda f: f.pop("config"), "not a sampler config"),
+        (lambda f: f.pop("base_fingerprint"), "not a sampler config"),
+        (lambda f: f.update(config=None), "not a sampler config"),
     ],
 )
 def test_a_bad_config_is_refused_by_name(saved, change, said: str) -> None:
@@ -362,7 +362,7 @@ def test_a_bad_config_is_refused_by_name(saved, change, said: str) -> None:
 def test_a_config_that_is_not_json_is_refused(saved, content: bytes) -> None:
     base, _, folder = saved
     (folder / CONFIG).write_bytes(content)
-    with pytest.raises(InputError, match=f"{folder / CONFIG} is not a sampler config"):
+    with pytest.raises(InputError, match=f"{folder / CONFIG} (is not JSON|holds a list)"):
         load_sampler(folder, base)
 
 

@@ -10,14 +10,14 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from adjust_dlm.bases import Base
-from adjust_dlm.files import write_whole
+from adjust_dlm.files import plain, write_whole
 from adjust_dlm.hub import SAMPLER as CONFIG
 from adjust_dlm.hub import is_hub_id, local
 from adjust_dlm.sampler import WEIGHTS, Sampler, load_sampler
@@ -138,42 +138,14 @@ def check_hub_id(what: str, repo_id: str) -> None:
 
 # Model card ----------------------------------------------------------------------------------------------------
 
-_INTRO = """\
-# ADJUST sampler for {base}
-
-One small transformer layer g for the masked diffusion language model {base}. After each pass of the frozen base,
-`tokens_per_step` tokens are drawn one after another; g updates the base's states in between. Embedding and head are the
-base's own and are not in this repository.
-"""
-
-_USE = """\
-## Use
-
-```python
-from adjust_dlm import from_pretrained, generate, load_base
-
-base = load_base("{base}")
-g = from_pretrained("PATH_OR_ID", base)
-print(generate(base, "Once", sampler=g, tokens_per_step=4))
-```
-"""
-
-_LIMITS = """\
-## Limits
-
-- It is not lossless. With more than one token per pass the law of the text differs from the base's own law, which draws
-  one token at a time; the distance grows with the number of tokens per pass. With one token per pass g is never called.
-- It belongs to exactly one base, the one with the fingerprint above, and is refused on any other.
-- It makes nothing truer or safer than the base's own text.
-- Numbers in this card are those that were given when it was written; what is not here was not given.
-"""
-
 
 def model_card(
     sampler: Sampler, facts: Mapping[str, Any], results: Mapping[str, Any], *, sections: Sequence[str] = (),
     tags: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Markdown with YAML front matter, from the facts given and nothing else."""
+    from jinja2 import Environment, FileSystemLoader
+
     head = {"library_name": LIBRARY, "tags": [*TAGS, *tags]}
     head |= {key: facts[key] for key in ("license", "base_model") if facts.get(key)}
     if "base_model" in head:
@@ -182,11 +154,17 @@ def model_card(
     table = inner if isinstance(inner, Mapping) else {}
     places = (facts, facts.get("training") or {}, table.get("config") or {})
     name = next((public_name(str(place["base"])) for place in places if place.get("base")), "a base without a name")
-    parts = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n", _INTRO.format(base=name), _about(sampler, facts, name),
-        _USE.format(base=name), *sections, _measured(facts, table), _LIMITS,
-    ]  # fmt: skip
-    return "\n".join(parts)
+    training = facts.get("training") or {}
+    data = facts.get("data") or "not given"
+    if data == "not given" and "trajectories" in training and "data_digest" in training:
+        data = f"{training['trajectories']} trajectories of the base, digest `{str(training['data_digest'])[:16]}`"
+    page = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True)
+    return page.get_template("card.md.j2").render(
+        head=yaml.safe_dump(head, sort_keys=False), name=name, sampler=sampler, form=asdict(sampler.config), data=data,
+        parameters=sum(p.numel() for p in sampler.parameters()), sections=sections, cells=table.get("cells"),
+        config=table.get("config"), measured=_finite(table), heldout=_finite(facts.get("heldout") or {}),
+        title_of=title_of, public_name=public_name, interval=_interval,
+    )  # fmt: skip
 
 
 def public_name(name: str) -> str:
@@ -194,62 +172,11 @@ def public_name(name: str) -> str:
     return Path(name).name if name.startswith(("/", "~", ".")) or "\\" in name else name
 
 
-def _about(sampler: Sampler, facts: Mapping[str, Any], name: str) -> str:
-    training = facts.get("training") or {}
-    data = "not given"
-    if "trajectories" in training and "data_digest" in training:
-        data = f"{training['trajectories']} trajectories of the base, digest `{str(training['data_digest'])[:16]}`"
-    rows = {
-        "base": f"`{name}`",
-        "fingerprint of the base": f"`{sampler.base_fingerprint}`",
-        "parameters": f"{sum(p.numel() for p in sampler.parameters()):,}, stored as bf16",
-        "form": ", ".join(f"{key} {value}" for key, value in asdict(sampler.config).items()),
-        "data": facts.get("data") or data,
-    }
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), ""])
-
-
-def _measured(facts: Mapping[str, Any], table: Mapping[str, Any]) -> str:
-    """The K-table, or plain numbers, and what training measured on held-out trajectories."""
-    parts = ["## Measured\n"]
-    if table.get("cells"):
-        config = table.get("config") or {}
-        judge = f" under `{public_name(str(config['judge']))}`" if config.get("judge") else ""
-        length = f" of {config['max_new_tokens']} tokens" if config.get("max_new_tokens") else ""
-        said = f"Unconditional texts{length}; NLL in nats a token{judge}, MAUVE against joint text; 95 % intervals."
-        parts += [said, "", *_k_table(table["cells"]), ""]
-    else:
-        parts += _numbers(table)
-    if heldout := _numbers(facts.get("heldout") or {}):
-        parts += ["On held-out trajectories, at the end of training:", "", *heldout]
-    return "\n".join(parts if len(parts) > 1 else [*parts, "No measurements were given.", ""])
-
-
-def _numbers(values: Mapping[str, Any]) -> list[str]:
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     kinds = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    good = {k: v for k, v in kinds.items() if math.isfinite(v)}
-    rows = [f"| {title_of(key, unit=True)} | {value:.4g} |".replace("||", r"\|\|") for key, value in good.items()]
-    return ["| | value |", "|---|---|", *rows, ""] if rows else []
-
-
-def _k_table(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = ["| T | decoder | K | n | NLL | MAUVE | gap closed |", "|---|---|---|---|---|---|---|"]
-    for cell in cells:
-        values = [str(cell.get(key, "")) for key in ("temperature", "decoder")]
-        values += [str(cell.get(key) or "") for key in ("tokens_per_step", "n")]  # a variant's K is 0: it has none
-        values += [_interval(cell, "nll", ".3f"), _interval(cell, "mauve", ".3f"), _interval(cell, "gap_closed", ".1%")]
-        rows.append(f"| {' | '.join(values)} |")
-    return rows
+    return {k: v for k, v in kinds.items() if math.isfinite(v)}
 
 
 def _interval(cell: Mapping[str, Any], key: str, form: str) -> str:
     both = [cell.get(key), cell.get(f"{key}_ci95")]
     return " +- ".join(format(value, form) for value in both if value is not None and math.isfinite(value))
-
-
-# Small things --------------------------------------------------------------------------------------------------
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, tuples and paths as the types that JSON and YAML know."""
-    return json.loads(json.dumps(value, default=lambda x: asdict(x) if is_dataclass(x) else str(x)))  # type: ignore[arg-type]

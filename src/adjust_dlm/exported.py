@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from adjust_dlm.artifacts import plain, public_name, save_pretrained
+from adjust_dlm.artifacts import public_name, save_pretrained
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.family import DreamBase, LladaBase
 from adjust_dlm.bases.layers import Body
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
-from adjust_dlm.files import write_whole
+from adjust_dlm.files import plain, write_whole
 from adjust_dlm.hub import SAMPLER as CONFIG
 from adjust_dlm.hub import local, read_json
 from adjust_dlm.sampler import WEIGHTS, Sampler, load_sampler, require_same_base
@@ -51,11 +51,12 @@ def export(sampler: Sampler, base: Base, folder: Path | str, **saved: Any) -> Pa
 
     require_same_base("the sampler", sampler.base_fingerprint, base)
     facts = base_facts(base)
-    section = _CARD.format(model_class=f"{facts['shape']['model_type'].capitalize()}ForCausalLM")  # Qwen2, Qwen3, Llama
+    card, program = (Path(__file__).with_name(name).read_text() for name in ("card_export.md", "custom_generate.txt"))
+    section = card.format(model_class=f"{facts['shape']['model_type'].capitalize()}ForCausalLM")  # Qwen2, Qwen3, Llama
     saved = {"base": facts["spec"]["name"], **saved}
     save_pretrained(sampler, folder, sections=[section], tags=["custom_generate"], **saved)
     needs = f"adjust-dlm>={adjust_dlm.__version__}\n"
-    texts = {FACTS: json.dumps(facts, indent=2) + "\n", GENERATE: _GENERATE_PY, REQUIREMENTS: needs}
+    texts = {FACTS: json.dumps(facts, indent=2) + "\n", GENERATE: program, REQUIREMENTS: needs}
     write_whole({Path(folder, name): text for name, text in texts.items()})
     return Path(folder)
 
@@ -192,47 +193,11 @@ def _load(model: Any, repo: str, revision: str | None) -> tuple[TransformerBase,
     weights = [(p.data_ptr(), p.dtype, 0 if p.is_inference() else p._version) for p in model.parameters()]
     key = (str(folder), *stamps, *weights)
     if model not in _LOADED or _LOADED[model][0] != key:
-        base = wrap_model(model, _read_facts(folder / FACTS))
+        facts = read_json(folder / FACTS)
+        lost = sorted({"family", "spec", "next_frame", "fingerprint", "weights", "shape"} - facts.keys())
+        require(not lost, f"{folder / FACTS} lacks {', '.join(lost)}")
+        family = facts["family"]
+        require(family in _FAMILIES, f"{folder / FACTS}: family is {family!r}; known are {', '.join(_FAMILIES)}")
+        base = wrap_model(model, facts)
         _LOADED[model] = key, base, load_sampler(folder, base)
     return _LOADED[model][1:]
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    facts = read_json(path)
-    lost = sorted({"family", "spec", "next_frame", "fingerprint", "weights", "shape"} - facts.keys())
-    require(not lost, f"{path} lacks {', '.join(lost)}")
-    family = facts["family"]
-    require(family in _FAMILIES, f"{path}: family is {family!r}; known are {', '.join(_FAMILIES)}")
-    return facts
-
-
-_CARD = """\
-## Use from transformers
-
-```python
-from transformers import {model_class}
-
-model = {model_class}.from_pretrained("THE_BASE")
-out = model.generate(ids, custom_generate="PATH_OR_ID", trust_remote_code=True, tokens_per_step=4, max_new_tokens=64)
-```
-
-The model must hold this base's weights, in float32 or bfloat16; others are refused. Also understood: `attention_mask`
-(left padding), `temperature` (1 unless given), `top_p`, `top_k`, `seed` (the same seed gives the same text), `order`,
-`suppress_eos`.
-"""
-
-_GENERATE_PY = '''\
-"""ADJUST decoding for `model.generate(..., custom_generate=REPO, trust_remote_code=True)`."""
-
-import sys
-
-from adjust_dlm.exported import generate_with
-
-
-def generate(model, sampler_repo=None, **arguments):
-    """Ids [rows, prompt + max_new_tokens]; see adjust_dlm.exported.generate_with for the arguments."""
-    # transformers copies this file, alone, to a cache and tells it nothing about the repository it is from;
-    # its own `generate`, which calls this function, was told.
-    repo = sampler_repo or sys._getframe(1).f_locals.get("custom_generate")
-    return generate_with(repo, model, arguments)
-'''

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and values as the types that files know."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,3 +84,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
         made.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, paths, tuples, NumPy and torch scalars as the types that JSON and YAML know."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -40,7 +40,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of a JSON text; raises ValueError for a name that stands there twice, where json takes the last."""
     if len(found := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice; give it once")
     return found
 
 

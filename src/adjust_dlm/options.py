@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from adjust_dlm.types import is_number, require, require_count, require_kinds, require_number
+from adjust_dlm.checks import Above0, Bound, Checked, Count, Nats, NotNegative, Positive, Share, Whole, require
 
 EdlmRule = Literal["best", "resample"]
 EndSwitch = Literal["off", "faithful", "sane"]
@@ -15,7 +16,7 @@ Reference = Literal["causal", "remasked"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdjustOptions:
+class AdjustOptions(Checked):
     """Settings of `adjust`.
 
     Attributes:
@@ -24,9 +25,6 @@ class AdjustOptions:
     """
 
     sparse: bool = False
-
-    def __post_init__(self) -> None:
-        require(isinstance(self.sparse, bool), f"sparse is {self.sparse!r}; it must be true or false")
 
     def check(self, sampler: object, candidates: int | None) -> None:
         """Raises InputError where a sparse step is asked for that cannot be made."""
@@ -38,7 +36,7 @@ class AdjustOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveOptions:
+class AdaptiveOptions(Checked):
     """Settings of `adaptive`.
 
     Attributes:
@@ -47,16 +45,12 @@ class AdaptiveOptions:
         most: tokens a round at most; None is no limit.
     """
 
-    gamma: float = 1.0
-    most: int | None = None
-
-    def __post_init__(self) -> None:
-        require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
-        require_count("most", self.most, 1, optional=True)
+    gamma: Nats = 1.0
+    most: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifiedOptions:
+class VerifiedOptions(Checked):
     """Settings of `verified`.
 
     Attributes:
@@ -66,16 +60,12 @@ class VerifiedOptions:
             is another at T > 0, and takes fewer passes. At T = 0 both are the same.
     """
 
-    depth: int = 4
+    depth: Count = 4
     match: Literal["token", "law"] = "token"
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("depth", self.depth, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CascadeOptions:
+class CascadeOptions(Checked):
     """Settings of `cascade`.
 
     Attributes:
@@ -84,18 +74,13 @@ class CascadeOptions:
         calls: of g in a round, at most; None goes on until g is certain of nothing.
     """
 
-    tau: float = 0.9
-    tau_g: float | None = None
-    calls: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("tau", self.tau), ("tau_g", self.tau if self.tau_g is None else self.tau_g)):
-            require_number(name, value)
-        require_count("calls", self.calls, 0, optional=True)
+    tau: Positive = 0.9
+    tau_g: Positive | None = None
+    calls: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThresholdOptions:
+class ThresholdOptions(Checked):
     """Settings of `threshold`.
 
     Attributes:
@@ -104,44 +89,34 @@ class ThresholdOptions:
             position's likeliest token, so that what was drawn does not decide whether it stays. The same at T = 0.
     """
 
-    tau: float = 0.9
+    tau: Positive = 0.9
     score: Literal["drawn", "likeliest"] = "drawn"
-
-    def __post_init__(self) -> None:
-        require_number("tau", self.tau)
-        require(self.score in ("drawn", "likeliest"), f"score is {self.score!r}; it must be drawn or likeliest")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactorOptions:
+class FactorOptions(Checked):
     """Settings of `factor`.
 
     Attributes:
         f: commit the n most certain tokens while (n + 1) (1 - p_n) < f, p_n the n-th probability.
     """
 
-    f: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_number("f", self.f, zero=True)
+    f: NotNegative = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyBoundOptions:
+class EntropyBoundOptions(Checked):
     """Settings of `entropy_bound`.
 
     Attributes:
         gamma: nats; what the entropies of a pass's tokens, the largest left out, may sum to.
     """
 
-    gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        require(is_number(self.gamma) and self.gamma >= 0, f"gamma is {self.gamma}; it must be a number >= 0")
+    gamma: Nats = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class KlassOptions:
+class KlassOptions(Checked):
     """Settings of `klass`; the defaults are the release's.
 
     Attributes:
@@ -150,19 +125,13 @@ class KlassOptions:
         history: passes in a row that a position must have been calm; 0 is `threshold`.
     """
 
-    tau: float = 0.9
-    epsilon_kl: float = 0.01
-    history: int = 2
-
-    def __post_init__(self) -> None:
-        require_number("tau", self.tau)
-        epsilon = self.epsilon_kl
-        require(is_number(epsilon) and epsilon > 0, f"epsilon_kl is {epsilon}; it must be a number above 0")
-        require_count("history", self.history, 0)
+    tau: Positive = 0.9
+    epsilon_kl: Above0 = 0.01
+    history: Whole = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdlmOptions:
+class EdlmOptions(Checked):
     """Settings of `edlm`; those behind `completions` belong to the rule "resample" alone.
 
     Attributes:
@@ -176,52 +145,44 @@ class EdlmOptions:
     """
 
     rule: EdlmRule = "best"
-    completions: int = 2
-    importance_temperature: float = 1.0
+    completions: Count = 2
+    importance_temperature: Positive = 1.0
     window_start: float = 1.0
     window_end: float = 0.8
     as_released: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         start, end = self.window_start, self.window_end
-        require_kinds(self)
-        require_count("completions", self.completions, 1)
-        require_number("importance_temperature", self.importance_temperature)
         require(0 <= end <= start <= 1, f"the window runs from {start} to {end}; it must fall, within 1 and 0")
         given = [f.name for f in fields(self)[2:] if getattr(self, f.name) != f.default]
         require(self.rule == "resample" or not given, f"rule 'best' takes no {', '.join(given)}; 'resample' does")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OriginOptions:
+class OriginOptions(Checked):
     """Settings of `origin`.
 
     Attributes:
         eps: the time at which its steps end, in [0, 1).
     """
 
-    eps: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require(is_number(self.eps) and 0 <= self.eps < 1, f"eps is {self.eps}; it must lie in [0, 1)")
+    eps: Annotated[float, Bound(0, math.nextafter(1, 0), "in [0, 1)")] = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftOrderOptions:
+class SoftOrderOptions(Checked):
     """Settings of `soft_order`.
 
     Attributes:
         alg_temp: temperature of the choice of positions; 0 takes the best ones.
     """
 
-    alg_temp: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_number("alg_temp", self.alg_temp, zero=True)
+    alg_temp: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuidedOptions:
+class GuidedOptions(Checked):
     """Settings of `guided`.
 
     Attributes:
@@ -232,7 +193,7 @@ class GuidedOptions:
         eos_eot: ids of these two; None: the base's first two end ids (EOT is EOS where there is one only).
     """
 
-    cfg_scale: float = 0.0
+    cfg_scale: NotNegative = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: EndSwitch = "off"
     eos_eot: tuple[int, int] | None = None
@@ -242,26 +203,22 @@ class GuidedOptions:
         pair = ids is None or (isinstance(ids, list | tuple) and [type(i) for i in ids] == [int, int])
         require(pair, f"eos_eot is {ids!r}; it must be two token ids, or none")
         object.__setattr__(self, "eos_eot", ids and tuple(ids))  # a list in a file
-        require_kinds(self)
-        require_number("cfg_scale", self.cfg_scale, zero=True)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
-class FastDllmOptions:
+class FastDllmOptions(Checked):
     """Settings of `fast_dllm`.
 
     Attributes:
         threshold: commit every token above this probability, and always the best one; from 1 on it is one a pass.
     """
 
-    threshold: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_number("threshold", self.threshold, zero=True)
+    threshold: NotNegative = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SdarOptions:
+class SdarOptions(Checked):
     """Settings of `sdar`.
 
     Attributes:
@@ -272,17 +229,12 @@ class SdarOptions:
     """
 
     remasking: Remasking = "low_confidence_dynamic"
-    denoising_steps: int = 4
-    confidence_threshold: float = 0.85
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("denoising_steps", self.denoising_steps, 1)
-        require_number("confidence_threshold", self.confidence_threshold, zero=True)
+    denoising_steps: Count = 4
+    confidence_threshold: NotNegative = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApdOptions:
+class ApdOptions(Checked):
     """Settings of `apd`.
 
     Attributes:
@@ -294,18 +246,13 @@ class ApdOptions:
             round before it.
     """
 
-    mixture: float = 0.7
-    lookahead: int | None = None
+    mixture: Share = 0.7
+    lookahead: Count | None = None
     correct: bool = False
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require(0 <= self.mixture <= 1, f"mixture is {self.mixture}; it must lie in [0, 1]")
-        require_count("lookahead", self.lookahead, 1, optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DcdOptions:
+class DcdOptions(Checked):
     """Settings of `dcd`.
 
     Attributes:
@@ -317,8 +264,4 @@ class DcdOptions:
 
     keep: Keep = "random"
     reference: Reference = "causal"
-    alpha: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        require_number("alpha", self.alpha, zero=True)
+    alpha: NotNegative = 1.0

@@ -27,8 +27,8 @@ from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.tensor_files import check_finite, read_header
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import SAMPLER as CONFIG
-from adjust_dlm.hub import once, require_init, require_sampler
-from adjust_dlm.types import InputError, SamplerConfig, State, refusing, require
+from adjust_dlm.hub import read_json, require_init, require_sampler
+from adjust_dlm.types import SamplerConfig, State, refusing, require
 
 WEIGHTS = "sampler.safetensors"
 
@@ -256,11 +256,9 @@ def start_sampler(base: Base, config: SamplerConfig, init: str) -> Sampler:
 def read_config(folder: Path) -> dict[str, Any]:
     """What a sampler's config file says: its form, its base and how it was trained; checked."""
     path = require_sampler(folder)
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text(), object_pairs_hook=once)
-        unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}
-        facts["base_fingerprint"][:16]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a sampler config: {error!r}") from error
+    facts = read_json(path)
+    good = isinstance(facts.get("config"), dict) and isinstance(facts.get("base_fingerprint"), str)
+    require(good, f"{path} is not a sampler config: it lacks config or base_fingerprint")
+    unknown = set(facts["config"]) - {f.name for f in fields(SamplerConfig)}
     require(not unknown, f"{path} has unknown settings {sorted(unknown)}")
     return facts

@@ -6,15 +6,15 @@ V vocabulary, K tokens per step, T commits.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
-from os import PathLike
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from adjust_dlm.checks import FINITE, Bound, Checked, Count, NotNegative, Positive, TopP, Whole
+from adjust_dlm.checks import InputError as InputError
+from adjust_dlm.checks import refusing as refusing
+from adjust_dlm.checks import require as require
 
 if TYPE_CHECKING:
     from torch import Tensor  # a mistake on the command line is told before torch is imported
@@ -39,104 +39,6 @@ MASKED = -2  # order of a position that still holds the mask
 EVALUATION_ROWS = 2**32  # row ids from here on are for evaluation: no trajectory has one, so none is trained on
 NEXT_DECAY = 3.0  # exp(-rank/3): measured best of the forms tried
 NEXT_SHARE = 0.9  # weight on the rows revealed next; the rest is spread over all masked rows
-MOST = 2**31 - 1  # of any count: arithmetic with it stays within int64
-
-
-class InputError(ValueError):
-    """Bad input from the user: the command line exits with 2 and prints this one line."""
-
-
-@contextmanager
-def refusing(what: str, *kinds: type[Exception], first: bool = False, hint: str = "") -> Iterator[None]:
-    """Makes errors of other code an `InputError` of one line: what went wrong, what they say, and what to do.
-
-    `first` takes the first of their lines alone.
-    """
-    try:
-        yield
-    except kinds as error:
-        said = str(error) or repr(error)
-        raise InputError(f"{what}: {said.splitlines()[0] if first else ' '.join(said.split())}{hint}") from error
-
-
-def is_number(value: object) -> bool:
-    """Whether a setting that may come from a file or a flag is a real number (infinity included, NaN not)."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
-
-
-def require_whole(name: str, value: object) -> None:
-    """Raises `InputError` unless a setting is an int."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole, f"{name} is {value!r}; it must be a whole number")
-
-
-def require_count(name: str, value: object, least: int, *, optional: bool = False) -> None:
-    """Raises `InputError` unless a setting is a whole number from `least` to `MOST`, or an allowed None."""
-    if value is None and optional:
-        return
-    require_whole(name, value)
-    assert isinstance(value, int)
-    require(value >= least, f"{name} is {value}; it must be at least {least}")
-    require(value <= MOST, f"{name} is {value}; it must be at most {MOST}")
-
-
-def require_least(settings: object, **least: float) -> None:
-    """Raises `InputError` unless each of these settings has at least its value."""
-    for name, bound in least.items():
-        value = getattr(settings, name)
-        require(value >= bound, f"{name} is {value}; it must be at least {bound}")
-
-
-def require_number(name: str, value: Any, *, zero: bool = False) -> None:
-    """Raises `InputError` unless a setting is a finite number above 0, or 0 where that is allowed."""
-    good = is_number(value) and 0 <= value < math.inf and (zero or value > 0)
-    require(good, f"{name} is {value!r}; it must be a finite number {'>= 0' if zero else 'above 0'}")
-
-
-def is_id(value: object, least: int, end: int) -> bool:
-    """Whether a value is a whole number (numpy's and torch's too), from `least` to before `end`."""
-    return isinstance(value, SupportsIndex) and least <= operator.index(value) < end
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `InputError(message)` unless `condition` holds."""
-    if not condition:
-        raise InputError(message)
-
-
-def require_kinds(settings: object) -> None:
-    """Raises `InputError` unless every field of a dataclass holds what its annotation says.
-
-    A whole number will do for a float, a list for a tuple, a `Path` for a str.
-    """
-    for name, kind in get_type_hints(type(settings)).items():
-        value, items = getattr(settings, name), get_origin(kind) is tuple
-        several = items and isinstance(value, tuple | list)
-        for one in value if several else [value]:
-            own = get_args(kind)[0] if several else kind
-            require(_is_kind(one, own), f"{name} is {one!r}; it must be {in_words(own)}")
-
-
-def in_words(kind: Any) -> str:
-    """An annotation: int, one of a, b, or null."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(in_words, get_args(kind)))
-    return "null" if kind is NoneType else kind.__name__ if isinstance(kind, type) else str(kind)
-
-
-def _is_kind(value: object, kind: Any) -> bool:
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return isinstance(value, str) and value in args
-    if origin in (Union, UnionType):
-        return any(_is_kind(value, one) for one in args)
-    wider = {float: int | float, str: str | PathLike}
-    return isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
 
 
 def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
@@ -149,14 +51,8 @@ def check_placement(quantize: str | None, device_map: DeviceMap | None) -> None:
     require(good, f"device_map is {device_map!r}; it must be one of {', '.join(get_args(Spread))}, or a mapping")
 
 
-_LEAST = {
-    "tokens_per_step": 1, "max_new_tokens": 1, "top_k": 0, "candidates": 0, "block_length": 1, "cache_period": 1,
-    "cache_window": 1,
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig:
+class DecodeConfig(Checked):
     """Everything that decides which tokens come out, for every decoder.
 
     Attributes:
@@ -181,35 +77,25 @@ class DecodeConfig:
         seed: with a row's id, the only source of randomness.
     """
 
-    tokens_per_step: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    tokens_per_step: Count = 1
+    max_new_tokens: Count = 64
+    temperature: NotNegative = 1.0
+    top_p: TopP = 1.0
+    top_k: Whole = 0
     order: OrderRule | None = None
     order_on: OrderOn | None = None
     schedule: Schedule = "exact"
     suppress_eos: bool = False
-    block_length: int | None = None
-    candidates: int | None = None
-    cache_period: int | None = None
-    cache_window: int | None = None
+    block_length: Count | None = None
+    candidates: Whole | None = None
+    cache_period: Count | None = None
+    cache_window: Count | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_whole("seed", self.seed)
-        for name, least in _LEAST.items():
-            require_count(name, getattr(self, name), least, optional=getattr(DecodeConfig, name) is None)
-        require_number("temperature", self.temperature, zero=True)
-        mass = self.top_p
-        require(is_number(mass) and 0 < mass <= 1, f"top_p is {mass!r}; it must lie in (0, 1]")
-        require(isinstance(self.suppress_eos, bool), f"suppress_eos is {self.suppress_eos!r}; it must be true or false")
+        super().__post_init__()
         without = self.cache_window is not None and self.cache_period is None
         require(not without, f"cache_window is {self.cache_window} without a cache; set cache_period too")
-        for name, kind in (("order", OrderRule), ("order_on", OrderOn), ("schedule", Schedule)):
-            value, allowed = getattr(self, name), get_args(kind)
-            known = value in allowed or (value is None and name != "schedule")
-            require(known, f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
     def but(self, **changes: object) -> DecodeConfig:
         """A copy with some fields changed (and checked again)."""
@@ -219,7 +105,7 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerConfig:
+class SamplerConfig(Checked):
     """Every choice in g (docs/design.md, decisions 2 and 3).
 
     Attributes:
@@ -235,18 +121,14 @@ class SamplerConfig:
 
     norms: bool = True
     residual: bool = True
-    output_norm_init: float = 0.1
+    output_norm_init: Annotated[float, Bound(-FINITE, FINITE, "a finite number")] = 0.1
     pairing: Literal["state", "token"] = "state"
-    layers: int = 1
-    mlp: float = 1.0
+    layers: Count = 1
+    mlp: Positive = 1.0
     features: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("layers", self.layers, 1)
-        mlp, start = self.mlp, self.output_norm_init
-        require(0 < mlp < math.inf, f"mlp is {mlp}; it is a multiple of the base's, above 0")
-        require(abs(start) < math.inf, f"output_norm_init is {start}; it must be a finite number")
+        super().__post_init__()
         object.__setattr__(self, "features", tuple(self.features))  # a list in a file
 
     @classmethod

@@ -17,12 +17,13 @@ from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.bases.tokenizers import chat_ids
+from adjust_dlm.checks import Checked, Count, InputError, refusing, require
 from adjust_dlm.hub import require_device
-from adjust_dlm.types import InputError, OrderOn, OrderRule, State, refusing, require, require_count, require_kinds
+from adjust_dlm.types import OrderOn, OrderRule, State
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseSpec:
+class BaseSpec(Checked):
     """Facts of a base that decoding needs; checked.
 
     Attributes:
@@ -49,11 +50,10 @@ class BaseSpec:
     context: int
     order: OrderRule
     order_on: OrderOn
-    block: int | None = None
+    block: Count | None = None
 
     def __post_init__(self) -> None:
-        require_kinds(self)
-        require_count("block", self.block, 1, optional=True)
+        super().__post_init__()
         object.__setattr__(self, "context", self.context // (self.block or 1) * (self.block or 1))
         ids = {"mask_id": self.mask_id, "pad_id": self.pad_id, "bos_id": self.bos_id or 0}
         ids |= {f"end_ids[{n}]": token for n, token in enumerate(self.end_ids)} | {"last token": self.token_limit - 1}

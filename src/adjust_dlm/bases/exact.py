@@ -7,15 +7,16 @@ its head reads that off, so one token per pass samples p* exactly, by constructi
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases.base import Base, BaseSpec, Partner, register_base
 from adjust_dlm.bases.shape import Shape
+from adjust_dlm.checks import MOST, Bound, Count, require, require_value
 from adjust_dlm.sampling import wrapped
-from adjust_dlm.types import OrderRule, State, require, require_count, require_whole
+from adjust_dlm.types import OrderRule, State
 
 _FLOOR = -60.0  # log of "impossible": exp(-60) is below any 32-bit uniform
 
@@ -40,7 +41,7 @@ class ExactBase(Base):
         words, length = joint.shape[0], joint.ndim
         require(joint.shape == (words,) * length, f"joint has shape {tuple(joint.shape)}; all axes must be equal")
         require(bool((joint >= 0).all() and joint.sum() > 0), "joint must be non-negative with a positive sum")
-        require_count("width", width, words + 1)
+        require_value("width", width, Annotated[int, Bound(words + 1, MOST, f"at least {words + 1}")])
         self.joint = joint.double() / joint.double().sum()
         self.words, self.length, self.width = words, length, width
         self.strings_NL = self.joint.nonzero()
@@ -161,9 +162,9 @@ def load_exact(
         InputError: another device or dtype, a bad value, or more than 1,000,000 strings.
     """
     require(device.type == "cpu" and dtype == torch.float32, "the exact base runs on the CPU in float32")
-    require_whole("seed", seed)
-    require_count("words", words, 2)
-    require_count("length", length, 1)
+    require_value("seed", seed, int)
+    require_value("words", words, Annotated[int, Bound(2, MOST, "at least 2")])
+    require_value("length", length, Count)
     few = length <= 20 and words**length <= 1_000_000  # 2**20 are too many
     require(few, f"{words}**{length} strings are too many to enumerate (1,000,000 at most)")
     generator = torch.Generator().manual_seed(wrapped(seed))

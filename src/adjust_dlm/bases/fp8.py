@@ -74,10 +74,11 @@ def scaled_product(made: tuple[Tensor, Tensor], weight_ND: Tensor, bias: Tensor 
     """[R, N] in bf16, by our own kernel where that is faster."""
     q_RD, scale_R1 = made
     bias = None if bias is None else bias.to(torch.bfloat16)
-    if q_RD.is_cuda and _narrow(q_RD, weight_ND):
-        from adjust_dlm.kernels.product import narrow_product
+    if q_RD.is_cuda and HAS_TRITON and not torch.compiler.is_compiling():
+        from adjust_dlm.kernels.product import is_narrow, narrow_product
 
-        return narrow_product(q_RD, scale_R1, weight_ND, scale_N1, bias)
+        if is_narrow(len(q_RD), len(weight_ND), q_RD.get_device()):
+            return narrow_product(q_RD, scale_R1, weight_ND, scale_N1, bias)
     return _product(q_RD, scale_R1, weight_ND, scale_N1, bias)
 
 
@@ -90,14 +91,6 @@ def _product(q_RD: Tensor, scale_R1: Tensor, weight_ND: Tensor, scale_N1: Tensor
         )  # fmt: skip
     out_RN = q_RD.float() @ weight_ND.float().t() * scale_R1 * scale_N1.t()
     return (out_RN if bias is None else out_RN + bias.float()).bfloat16()
-
-
-def _narrow(q_RD: Tensor, weight_ND: Tensor) -> bool:
-    if not HAS_TRITON or torch.compiler.is_compiling():
-        return False
-    from adjust_dlm.kernels.product import is_narrow
-
-    return is_narrow(len(q_RD), len(weight_ND), q_RD.get_device())
 
 
 def in_fp8_layers(body: nn.Module) -> None:

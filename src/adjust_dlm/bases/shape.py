@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adjust_dlm.types import require, require_count, require_number
+from adjust_dlm.checks import Checked, Count, Positive, require, require_value
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _CONTEXT = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}  # of a config that does not say
@@ -61,7 +61,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(Checked):
     """What a body is built from: names and values of a family's `config.json`.
 
     Attributes:
@@ -84,34 +84,29 @@ class Shape:
     """
 
     model_type: str
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    vocab_size: Count
+    max_position_embeddings: Count
+    rms_norm_eps: Positive
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     rope: dict[str, Any]
-    initializer_range: float
+    initializer_range: Positive
     qk_norm: bool = False
     rotate_fp32: bool = False
-    block: int | None = None
+    block: Count | None = None
 
     def __post_init__(self) -> None:
         """Checks every value by name: configs come from strangers."""
-        for name in _WHOLE:
-            value = getattr(self, name)
-            good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            require(good, f"{name} is {value!r}; it must be a whole number >= 1")
-        numbers = {"rms_norm_eps": self.rms_norm_eps, "initializer_range": self.initializer_range, **self.rope}
-        for name in sorted(numbers.keys() - {"rope_type", "truncate"}):
-            require_number(name, numbers[name])
-        require_count("block", self.block, 1, optional=True)
+        super().__post_init__()
+        for name in sorted(self.rope.keys() - {"rope_type", "truncate"}):
+            require_value(name, self.rope[name], Positive)
         heads, kv = self.num_attention_heads, self.num_key_value_heads
         require(heads % kv == 0, f"num_key_value_heads is {kv}; it must divide the {heads} heads")
         require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
@@ -134,22 +129,18 @@ class Shape:
         lost += ["head_dim"] * (kind == "qwen3" and facts.get("head_dim") is None)  # 128 by default there, whatever D
         require(not lost, f"the config lacks {', '.join(lost)}")
         heads, bias = facts["num_attention_heads"], flag(facts, "attention_bias")
-        kv = facts.get("num_key_value_heads")
+        kv, width = facts.get("num_key_value_heads"), facts["hidden_size"]
+        countable = isinstance(width, int) and isinstance(heads, int) and heads > 0  # else an earlier check says more
+        head = facts["head_dim"] if facts.get("head_dim") is not None else width // heads if countable else 0
         return cls(
             model_type=kind, **{name: facts[name] for name in _NEEDED},
-            num_key_value_heads=heads if kv is None else kv, head_dim=_head_dim(facts),
+            num_key_value_heads=heads if kv is None else kv, head_dim=head,
             max_position_embeddings=facts.get("max_position_embeddings", _CONTEXT[kind]),
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind != "qwen2", mlp_bias=flag(facts, "mlp_bias") and kind == "llama",
             qk_norm=kind == "qwen3", rope=_rope(facts),
             initializer_range=facts.get("initializer_range", 0.02), block=block,
         )  # fmt: skip
-
-
-def _head_dim(facts: Mapping[str, Any]) -> Any:
-    width, heads, given = facts["hidden_size"], facts["num_attention_heads"], facts.get("head_dim")
-    countable = isinstance(width, int) and isinstance(heads, int) and heads > 0
-    return given if given is not None else width // heads if countable else 0  # 0: an earlier check says more
 
 
 def _rope(facts: Mapping[str, Any]) -> dict[str, Any]:

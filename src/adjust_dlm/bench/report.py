@@ -17,9 +17,9 @@ from adjust_dlm.bench.figures import all_figures
 from adjust_dlm.bench.records import blocks_of, label_of, read_result, rows_of
 from adjust_dlm.bench.samples import samples_of, side_by_side
 from adjust_dlm.bench.tables import all_tables, show, summary, table_files
+from adjust_dlm.checks import Checked, Whole, require
 from adjust_dlm.eval.plots import check_plot, draw, fit, to_png
 from adjust_dlm.files import write_whole
-from adjust_dlm.types import require
 from adjust_dlm.words import counted
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ PAGES.globals.update(json=functools.partial(json.dumps, ensure_ascii=False))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig:
+class ReportConfig(Checked):
     """Settings of `adjust report`.
 
     Attributes:
@@ -46,12 +46,12 @@ class ReportConfig:
     results: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     output: str = "runs/report"
     title: str = "Decoders compared"
-    samples: int = 6
+    samples: Whole = 6
     plot: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.results), "name at least one folder with a result.json")
-        require(self.samples >= 0, f"samples is {self.samples}; it must be at least 0")
         folders = [Path(name).resolve() for name in self.results]
         twice = [name for name, at in zip(self.results, folders, strict=True) if folders.count(at) > 1]
         require(not twice, f"{', '.join(twice[:2])}: the same folder twice")

@@ -18,8 +18,8 @@ from adjust_dlm.bench.settings import COMPONENTS, RuntimeConfig
 from adjust_dlm.bench.shapes import SHAPES, random_base, random_sampler
 from adjust_dlm.bench.speed_tables import markdown, with_ratios
 from adjust_dlm.bench.waits import wait_cell
-from adjust_dlm.eval.frontier import to_csv
 from adjust_dlm.eval.generation import open_helpers
+from adjust_dlm.eval.plots import csv_text
 from adjust_dlm.files import write_whole
 from adjust_dlm.provenance import cards
 from adjust_dlm.sampler import default_sampler, read_config
@@ -77,7 +77,7 @@ def make_runtime(config: RuntimeConfig, bench: Bench | None = None) -> Row:
             log.info("%s: %s", cell.name, ", ".join(f"{row['part']} {1000 * row['seconds']:.2f} ms" for row in made))
         out["rows"] = with_ratios(rows)
         columns = list(dict.fromkeys(name for row in out["rows"] for name in row))
-        files = {"runtime.csv": to_csv(out["rows"], columns), "runtime.md": markdown(out)}
+        files = {"runtime.csv": csv_text(out["rows"], columns), "runtime.md": markdown(out)}
         write_whole({Path(config.output) / name: text for name, text in files.items()})
     return out
 
@@ -108,10 +108,7 @@ def open_bench(config: RuntimeConfig) -> Bench:
             sampler = random_sampler(base)
     asked = [decoder for decoder in config.decoders if decoder != COMPONENTS]
     helpers = open_helpers(config, base, [*asked, "adjust"], sampler=sampler)  # components want g, too
-    settings = DecodeConfig(
-        temperature=config.temperature, top_p=config.top_p, order=config.order, suppress_eos=config.suppress_eos,
-        seed=config.seed,
-    )  # fmt: skip
+    settings = DecodeConfig.from_settings(config, tokens_per_step=1)
     most = ceilings(base.device, base.dtype, fp8=base.quantized == "fp8-dynamic")
     prompt = [base.spec.bos_id or 0] * config.prompt_tokens
     return Bench(base, helpers, settings, prompt, config.runs, config.cell_seconds, most, config.tokens_per_wait)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from adjust_dlm.bench.shapes import SHAPES
+from adjust_dlm.checks import Above0, Checked, Count, NotNegative, TopP, Whole, require
 from adjust_dlm.options import VerifiedOptions
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, check_placement, require, require_count
+from adjust_dlm.types import DEFAULT_BASE, OrderRule, Quantize, check_placement
 from adjust_dlm.variants import read_variant
 
 Form = Literal["eager", "fast", "compiled", "public"]
-FORMS: tuple[Form, ...] = get_args(Form)
 COMPONENTS = "components"  # in the place of a decoder
 
 
@@ -24,7 +24,7 @@ def check_wait(decoder: str, tokens: float | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
+class RuntimeConfig(Checked):
     """Settings of `adjust bench runtime`: every combination of forms, L, B, K and decoders is a cell, in that order.
 
     Attributes:
@@ -60,41 +60,32 @@ class RuntimeConfig:
     partner: str | None = None
     output: str = "runs/runtime"
     decoders: tuple[str, ...] = ("parallel", "adjust", COMPONENTS, "joint")
-    tokens_per_step: tuple[int, ...] = (4,)
-    batch_sizes: tuple[int, ...] = ()
-    new_tokens: tuple[int, ...] = ()
+    tokens_per_step: tuple[Count, ...] = (4,)
+    batch_sizes: tuple[Count, ...] = ()
+    new_tokens: tuple[Count, ...] = ()
     forms: tuple[Form, ...] = ("fast", "eager")
-    prompt_tokens: int = 8
-    temperature: float = 1.0
-    top_p: float = 1.0
+    prompt_tokens: Count = 8
+    temperature: NotNegative = 1.0
+    top_p: TopP = 1.0
     order: OrderRule | None = None
     tokens_per_wait: float | None = None
     suppress_eos: bool = True
     seed: int = 0
-    runs: int = 3
-    seconds: float = 300.0
-    cell_seconds: float = 10.0
-    layers: int = 0
-    block: int | None = None
+    runs: Count = 3
+    seconds: Above0 = 300.0
+    cell_seconds: Above0 = 10.0
+    layers: Whole = 0
+    block: Count | None = None
     device: str = "auto"
     quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step", "batch_sizes", "new_tokens"):
-            require(all(n >= 1 for n in getattr(self, name)), f"{name} is {getattr(self, name)}; all must be >= 1")
-        for name in ("prompt_tokens", "runs"):
-            require_count(name, getattr(self, name), 1)
-        for name in ("seconds", "cell_seconds"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be above 0")
-        require(set(self.forms) <= set(FORMS), f"forms are {self.forms}; known are {', '.join(FORMS)}")
+        super().__post_init__()
         for decoder in self.decoders:
             if decoder != COMPONENTS:
                 check_wait(decoder, self.tokens_per_wait)
-        require(self.layers >= 0, f"layers is {self.layers}; it must be >= 0 (0 keeps the shape's own)")
         require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
-        require_count("block", self.block, 1, optional=True)
         require(
             self.block is None or self.base in SHAPES, f"block can be set for {', '.join(SHAPES)}, not {self.base!r}"
         )
         check_placement(self.quantize, None)
-        DecodeConfig(temperature=self.temperature, top_p=self.top_p, order=self.order)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ from adjust_dlm.bench.records import (
     measured,
     rank,
 )
+from adjust_dlm.eval.plots import csv_text
 from adjust_dlm.words import title_of
 
 TEXT = ("kl_qp", "kl_pq", "nll", "mauve")
@@ -260,9 +259,7 @@ def _plain(text: str) -> str:
 
 def to_csv(tables: Sequence[Table]) -> str:
     """One line a value: table, row, column, value, half-width, n. Numbers in full."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("table", "row", "column", "value", "ci95", "n"))
+    lines = []
     for table in tables:
         for row in table.rows:
             cells = list(zip(table.head, row, strict=True))
@@ -270,12 +267,9 @@ def to_csv(tables: Sequence[Table]) -> str:
             for head, cell in cells:
                 if head not in NAMING and cell is not None:
                     value = (cell.mean, cell.ci95, cell.n) if isinstance(cell, Measured) else (cell, None, None)
-                    writer.writerow((table.title, names, head, *map(_number, value)))
-    return out.getvalue()
+                    lines.append(dict(zip(COLUMNS, (table.title, names, head, *value), strict=True)))
+    return csv_text(lines, COLUMNS)
 
 
+COLUMNS = ("table", "row", "column", "value", "ci95", "n")
 NAMING = ("decoder", "task", "metric", "measure", "file", "A", "B", "K")
-
-
-def _number(value: Any) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -7,11 +7,12 @@ import platform
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, Dtype, OrderOn, OrderRule, Quantize, Schedule, Spread, require
+from adjust_dlm.checks import Checked, Count, NotNegative, TopP, Whole, require
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, Dtype, OrderRule, Quantize, Spread
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadFlags:
+class LoadFlags(Checked):
     """Flags of every command that loads a base and its helpers.
 
     Attributes:
@@ -63,27 +64,24 @@ class DrawFlags(LoadFlags):
         eager: run the reference decoders where their fast form on CUDA would be taken.
     """
 
-    tokens_per_step: int = 4
-    max_new_tokens: int = 64
-    temperature: float = 0.6
-    top_p: float = 1.0
-    top_k: int = 0
+    tokens_per_step: Count = 4
+    max_new_tokens: Count = 64
+    temperature: NotNegative = 0.6
+    top_p: TopP = 1.0
+    top_k: Whole = 0
     order: OrderRule | None = None
     suppress_eos: bool = False
-    block_length: int | None = None
+    block_length: Count | None = None
     eager: bool = False
 
     def decode_config(self) -> DecodeConfig:
         """The part that decides which tokens come out; raises InputError for values that make no sense."""
-        rows = getattr(self, "num_samples", 1)
-        require(rows >= 1, f"num_samples is {rows}; it must be at least 1")
-        names = [field.name for field in fields(DecodeConfig) if hasattr(self, field.name)]
-        return DecodeConfig(**{name: getattr(self, name) for name in names})
+        return DecodeConfig.from_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeFlags(DrawFlags):
-    """Flags of every command that decodes prompts of its own.
+class DecodeFlags(DrawFlags, DecodeConfig):
+    """Flags of every command that decodes prompts of its own: all settings of decoding among them.
 
     Attributes:
         order_on: order on processed (tempered and filtered) or raw distributions; by default the base's own.
@@ -100,14 +98,8 @@ class DecodeFlags(DrawFlags):
         output: folder for result.json, samples.jsonl and run.yaml.
     """
 
-    order_on: OrderOn | None = None
-    schedule: Schedule = "exact"
-    candidates: int | None = None
-    cache_period: int | None = None
-    cache_window: int | None = None
     chat: bool = True
-    seed: int = 0
-    num_samples: int = 1
+    num_samples: Count = 1
     json: bool = False
     output: Path | None = None
 

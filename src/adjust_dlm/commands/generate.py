@@ -16,10 +16,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from adjust_dlm.checks import Count, require
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
 from adjust_dlm.commands.output import Outcome, say, to_json
 from adjust_dlm.progress import Bar
-from adjust_dlm.types import require
 from adjust_dlm.variants import DECODERS, build_options, read_options
 from adjust_dlm.words import counted
 
@@ -48,7 +48,7 @@ class GenerateConfig(DecodeFlags):
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     decoder: str = "adjust"
     set: tuple[str, ...] = ()
-    batch_size: int = 16
+    batch_size: Count = 16
     watch: Literal["auto", "always", "never"] = "auto"
 
 
@@ -80,7 +80,6 @@ def run(flags: GenerateConfig) -> Outcome:
 def _check(flags: GenerateConfig) -> DecodeConfig:
     """All that can be refused before a model is loaded."""
     config = flags.decode_config()
-    require(flags.batch_size >= 1, f"batch_size is {flags.batch_size}; it must be at least 1")
     live = flags.watch == "always"
     require(not (live and flags.json), "--watch always and --json exclude each other: both write to stdout")
     require(not live or sys.stdout.isatty(), "--watch always needs a terminal, and stdout is none")

@@ -7,13 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from adjust_dlm.files import write_whole
+from adjust_dlm.files import plain, write_whole
 from adjust_dlm.types import require
 from adjust_dlm.words import title_of
 
@@ -31,19 +31,6 @@ class Outcome:
 
     results: dict[str, Any]
     samples: list[dict[str, Any]] | None = None
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, paths, tuples, NumPy and torch scalars as the types that JSON and YAML know."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.init}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, str | int | float | bool) or value is None:
-        return value
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from adjust_dlm.checks import FINITE, Above0, Bound, Count, NotNegative, require
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
-from adjust_dlm.types import require
 from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from adjust_dlm.serve.asks import AppConfig
     from adjust_dlm.serve.engine import Engine
-    from adjust_dlm.serve.guard import Limits
 
 logger = logging.getLogger(__name__)
 KEY = "ADJUST_API_KEY"
@@ -46,19 +44,19 @@ class ServeConfig(DrawFlags):
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Bound(0, 65535, "in 0..65535")] = 8000
     model_name: str | None = None
     decoder: str = "adjust"
     set: tuple[str, ...] = ()
     load_partner: bool = False
-    max_rows: int = 16
-    max_batch_tokens: int = 16384
-    max_queue: int = 256
-    timeout: float = 600.0
+    max_rows: Count = 16
+    max_batch_tokens: Count = 16384
+    max_queue: Count = 256
+    timeout: Above0 = 600.0
     api_key: str | None = None
-    max_body: int = 1 << 20
-    rate_limit: int = 0
-    drain_seconds: float = 30.0
+    max_body: Annotated[int, Bound(1, FINITE, "at least 1")] = 1 << 20
+    rate_limit: Annotated[int, Bound(0, FINITE, "at least 0")] = 0
+    drain_seconds: NotNegative = 30.0
 
 
 def run(flags: ServeConfig) -> Outcome:
@@ -89,12 +87,6 @@ def check(flags: ServeConfig) -> AppConfig:
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} is not installed; pip install 'adjust-dlm[serve]'")
-    for name, least, most in (
-        ("port", 0, 65535), ("max_body", 1, math.inf), ("rate_limit", 0, math.inf), ("drain_seconds", 0, math.inf),
-    ):  # fmt: skip
-        value = getattr(flags, name)
-        require(least <= value <= most, f"{name} is {value}; it must lie in [{least}, {most}]")
-    limits_of(flags)
     config = flags.decode_config()
     options = read_options(flags.set)
     build_options(flags.decoder, options)
@@ -107,13 +99,6 @@ def check(flags: ServeConfig) -> AppConfig:
     )  # fmt: skip
 
 
-def limits_of(flags: ServeConfig) -> Limits:
-    """What the engine takes on."""
-    from adjust_dlm.serve.guard import Limits  # needs the extra
-
-    return Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
-
-
 def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
     """Loads the model; the application starts and ends the engine.
 
@@ -122,6 +107,7 @@ def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
     """
     from adjust_dlm.bases.partner import load_partner
     from adjust_dlm.serve.engine import Engine
+    from adjust_dlm.serve.guard import Limits
     from adjust_dlm.serve.http import create_app
     from adjust_dlm.serve.work import RowSpec, Work
 
@@ -132,7 +118,8 @@ def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
     base = load_for(flags)
     partner = load_partner(base, flags.partner) if flags.load_partner or flags.partner else None
     sampler, eager = sampler_for(flags, base), flags.eager or None
-    engine = Engine(base, sampler=sampler, partner=partner, limits=limits_of(flags), eager=eager)
+    limits = Limits(rows=flags.max_rows, tokens=flags.max_batch_tokens, queue=flags.max_queue, seconds=flags.timeout)
+    engine = Engine(base, sampler=sampler, partner=partner, limits=limits, eager=eager)
     row = RowSpec(ids=[], new=1, seed=0, row=0)
     engine.plan(Work(rows=(row,), decoder=config.decoder, config=config.config, options=config.options))
     return create_app(engine, config), engine

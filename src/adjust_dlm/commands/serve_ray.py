@@ -72,7 +72,7 @@ def build(args: dict[str, Any]) -> Any:
     for name, instead in _ELSEWHERE.items():
         require(name not in args, f"{name} is no argument here; {instead}")
     given = {key: yaml.safe_load(value) if isinstance(value, str) else value for key, value in args.items()}
-    config: RayServeConfig = filled(RayServeConfig, given, where="args")
+    config = RayServeConfig(**vars(filled(RayServeConfig, given, where="args")))
     check(config)
     rows, gpus = config.max_rows, {"num_gpus": config.gpus} if config.gpus else {}
     deployment = serve.deployment(

@@ -23,8 +23,9 @@ import tyro
 import yaml
 
 from adjust_dlm import words
+from adjust_dlm.checks import InputError, in_words, require
 from adjust_dlm.commands import FLAGS
-from adjust_dlm.types import InputError, in_words, require
+from adjust_dlm.hub import once
 
 C = TypeVar("C")
 _OTHER_BASE = re.compile(r"[-+]?0[0-7_]+$|.*:")
@@ -166,10 +167,7 @@ class _Yaml(yaml.SafeLoader):
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [key.replace("-", "_") for key, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{', '.join(twice)} stands there twice; give it once")
+    once([(key.replace("-", "_"), None) for key, _ in pairs])
     return dict(pairs)
 
 

@@ -8,74 +8,15 @@ orders whole strings.
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-_FIRST = """
-    Aaron Abigail Adam Alan Alice Amanda Amy Andrea Andrew Angela Anna Anthony Arthur Ashley Barbara Benjamin Betty
-    Brandon Brian Bruce Carl Carol Catherine Charles Christine Daniel David Deborah Dennis Diana Donald Donna Dorothy
-    Douglas Dylan Edward Elizabeth Emily Emma Eric Ethan Eugene Frances Frank Gary George Gloria Grace Gregory Hannah
-    Harold Heather Helen Henry Jack Jacob James Janet Jason Jean Jennifer Jeremy Jessica Joan John Jordan Joseph Joyce
-    Judith Julia Karen Keith Kenneth Kevin Kyle Larry Laura Lauren Linda Lisa Logan Louis Madison Margaret Maria Mark
-    Martha Mary Matthew Megan Michael Nancy Nathan Nicole Olivia Pamela Patrick Paul Peter Philip Rachel Ralph Randy
-    Rebecca Richard Robert Roger Rose Ruth Samuel Sandra Sarah Scott Sharon Sophia Stephen Susan Teresa Thomas Tyler
-    Victoria Vincent Virginia Walter Wayne William
-"""
-_LAST = """
-    Adams Allen Alvarez Anderson Bailey Baker Bennett Brooks Brown Butler Campbell Carter Castillo Chavez Clark
-    Collins Cook Cooper Cox Cruz Davis Diaz Edwards Evans Fisher Flores Ford Foster Garcia Gibson Gomez Gonzalez Gray
-    Green Griffin Hall Hamilton Harris Hayes Henderson Hernandez Hill Howard Hughes Hunter Jackson James Jenkins
-    Johnson Jones Jordan Kelly Kennedy Kim King Lee Lewis Long Lopez Marshall Martin Martinez Mason McDonald Mendoza
-    Miller Mitchell Moore Morales Morgan Morris Murphy Murray Myers Nelson Nguyen Ortiz Owens Parker Patel Perez Perry
-    Peterson Phillips Powell Price Ramirez Ramos Reed Reyes Reynolds Richardson Rivera Roberts Robinson Rogers Ross
-    Ruiz Russell Sanchez Sanders Scott Simmons Smith Stevens Stewart Sullivan Taylor Thomas Thompson Torres Turner
-    Walker Wallace Ward Watson West White Williams Wilson Wood Wright Young
-"""
-FIRST_NAMES, LAST_NAMES = tuple(_FIRST.split()), tuple(_LAST.split())
+_WORDS = tomllib.loads(Path(__file__).with_name("lists.toml").read_text(encoding="utf-8"))
+FIRST_NAMES, LAST_NAMES = tuple(_WORDS["first"].split()), tuple(_WORDS["last"].split())
 HELD_OUT_EVERY = 5  # each fifth first and last name is kept for held-out tasks
-
-_WORDING: dict[str, tuple[str, ...]] = {
-    "copy": (
-        "Repeat this list without any change: {people}",
-        "{people}\nWrite this list again, just as it stands.",
-        "Give me an exact copy of the list {people}",
-        "Echo the following list of people: {people}",
-    ),
-    "reverse": (
-        "Write this list backwards: {people}",
-        "{people}\nTurn the order around, last person first.",
-        "Reverse the list {people}",
-        "Here are some people: {people}. List them from the last to the first.",
-    ),
-    "sort": (
-        "Sort this list alphabetically: {people}",
-        "{people}\nPut these names in alphabetical order.",
-        "Arrange the list from A to Z: {people}",
-        "Order these people by name: {people}",
-    ),
-    "insert": (
-        'Insert "{person}" at index {index} (counting from 0): {people}',
-        '{people}\nAdd "{person}" so that it gets index {index}, where the first index is 0.',
-        'Put "{person}" into the list at index {index}, starting at 0: {people}',
-    ),
-    "remove": (
-        "Remove the person at index {index} (counting from 0): {people}",
-        "{people}\nDelete the entry with index {index}, where the first index is 0.",
-        "Take out the name at index {index}, starting at 0: {people}",
-    ),
-    "replace": (
-        'Replace the person at index {index} (counting from 0) by "{person}": {people}',
-        '{people}\nChange the entry with index {index} to "{person}", where the first index is 0.',
-        'Put "{person}" in place of the name at index {index}, starting at 0: {people}',
-    ),
-    "shuffle": (
-        "Shuffle this list: {people}",
-        "{people}\nWrite these people in another, random order.",
-        "Mix up the order of the list {people}",
-        "Bring these names into a random new order: {people}",
-    ),
-}
-KINDS = tuple(_WORDING)
+KINDS = tuple(_WORDS["wording"])
 
 
 @dataclass(frozen=True)
@@ -113,7 +54,7 @@ def make_task(rng: random.Random, kind: str, first: tuple[str, ...], last: tuple
     size = rng.randint(3, 6)
     *people, person = _people(rng, size + 1, first, last)
     index = rng.randint(0, size if kind == "insert" else size - 1)
-    prompt = rng.choice(_WORDING[kind]).format(people=write_list(people), person=person, index=index)
+    prompt = rng.choice(_WORDS["wording"][kind]).format(people=write_list(people), person=person, index=index)
     return ListTask(kind, prompt, write_list(ANSWERS[kind](people, index, person, rng)))
 
 

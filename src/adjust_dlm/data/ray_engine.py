@@ -64,7 +64,7 @@ class ShardMaker:
         return row
 
 
-def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
+def make_with_ray(config: Any, prepare: Prepare, show: Show) -> dict[str, int]:
     """Makes the shards that are missing: `rows_made, shards_made, base_calls, tokens` of this call.
 
     An actor calls `prepare` with the `TrajectoriesConfig`; `show` is called with the number of rows done.
@@ -87,10 +87,7 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
             made = {**row, "rows_made": rows, "shards_made": int(rows > 0)}
             done = {name: count + int(made[name]) for name, count in done.items()}
             logger.debug("rows %d..%d made by worker %d", row["start"], row["stop"] - 1, row["worker"])
-            if show:
-                show(done["rows_made"])
-            elif done["shards_made"] % max(1, len(left) // 20) == 0:
-                logger.info("%d of %d shards made", done["shards_made"], len(left))
+            show(done["rows_made"])
     _check_seen(folder, left)
     return done
 

@@ -5,19 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    EVALUATION_ROWS,
-    DecodeConfig,
-    Dtype,
-    OrderOn,
-    OrderRule,
-    require,
-    require_kinds,
-    require_least,
-)
+from adjust_dlm.checks import MOST, Bound, Checked, Count, NotNegative, Seed, TopP, Whole, require
+from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, Dtype, OrderOn, OrderRule
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
@@ -50,7 +41,7 @@ def check_prompts(spec: str, *, chat: bool) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class TextConfig(Checked):
     """What texts of a base are decoded.
 
     Attributes:
@@ -67,16 +58,11 @@ class TextConfig:
     prompts: str = "unconditional"
     chat: bool = False
     max_new_tokens: int = 128
-    temperature: tuple[float, ...] = (1.0,)
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: tuple[NotNegative, ...] = (1.0,)
+    top_p: TopP = 1.0
+    top_k: Whole = 0
     order: OrderRule | None = None
     order_on: OrderOn | None = None
-
-    def __post_init__(self) -> None:
-        require_kinds(self)
-        for heat in self.temperature:
-            DecodeConfig(temperature=heat, top_p=self.top_p, top_k=self.top_k)  # checks them
 
     def check_files(self) -> None:
         """Raises InputError unless all that is to be read is there."""
@@ -107,26 +93,24 @@ class TrajectoriesConfig(TextConfig):
 
     output: str
     base: str = DEFAULT_BASE
-    num: int = 1024
+    num: Count = 1024
     sampler: str | None = None
     tokens_per_step: int = 1
     suppress_eos: bool = False
-    seed: int = 0
-    first_row: int = 0
-    batch_size: int = 64
-    shard_rows: int = 512
+    seed: Seed = 0
+    first_row: Annotated[int, Bound(0, EVALUATION_ROWS - 1, "at least 0, and below 2**32")] = 0
+    batch_size: Count = 64
+    shard_rows: Count = 512
     device: str = "auto"
     dtype: Dtype = "auto"
     compile: bool = False
     engine: Literal["local", "ray"] = "local"
-    actors: int | None = None
+    actors: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_least(self, num=1, first_row=0)
         last = self.first_row + self.num - 1
         require(last < EVALUATION_ROWS, f"the last row is {last}; those from {EVALUATION_ROWS} on are for evaluation")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
         require(1 <= self.max_new_tokens < 2**15, f"max_new_tokens is {self.max_new_tokens}; at most 32767 are stored")
         require(
             (self.tokens_per_step == 1) == (self.sampler is None),
@@ -134,10 +118,9 @@ class TrajectoriesConfig(TextConfig):
         )
         require(bool(self.temperature), "temperature is empty; give at least one")
         require(
-            self.batch_size >= 1 and self.shard_rows >= 1 and self.shard_rows % self.batch_size == 0,
+            self.shard_rows % self.batch_size == 0,
             f"batch_size {self.batch_size} does not divide shard_rows {self.shard_rows}; for example 64 and 512",
         )
-        require(self.actors is None or self.actors >= 1, f"actors is {self.actors}; it must be at least 1")
         require(
             self.engine == "ray" or self.actors is None,
             f"actors is {self.actors} but the engine is local; add engine ray",
@@ -149,14 +132,12 @@ class TrajectoriesConfig(TextConfig):
 
     def decode_configs(self, base: Base) -> list[DecodeConfig]:
         """One configuration per temperature, with the base's own order filled in."""
-        names = ("tokens_per_step", "max_new_tokens", "top_p", "top_k", "suppress_eos", "seed")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        shared |= {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
-        return [DecodeConfig(**shared, temperature=temperature) for temperature in self.temperature]
+        own = {"order": self.order or base.spec.order, "order_on": self.order_on or base.spec.order_on}
+        return [DecodeConfig.from_settings(self, **own, temperature=temperature) for temperature in self.temperature]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
+class CorpusConfig(Checked):
     """What a corpus holds; a folder is resumed only with the same settings.
 
     Attributes:
@@ -175,24 +156,20 @@ class CorpusConfig:
     """
 
     ar: str = "smol"
-    text: int = 120_000
-    chat: int = 40_000
-    lists: int = 60_000
-    questions: int = 0
-    heldout: int = 1024
+    text: Whole = 120_000
+    chat: Whole = 40_000
+    lists: Whole = 60_000
+    questions: Whole = 0
+    heldout: Whole = 1024
     text_files: tuple[Path, ...] = ()
-    length: int = 129
-    sample_batch: int = 4096
-    sample_temperature: float = 1.0
-    sample_top_p: float = 0.95
-    seed: int = 0
+    length: Annotated[int, Bound(2, MOST, "at least 2")] = 129
+    sample_batch: Count = 4096
+    sample_temperature: NotNegative = 1.0
+    sample_top_p: TopP = 0.95
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        require_kinds(self)
-        require_least(self, **dict.fromkeys(SAMPLED, 0), heldout=0, sample_batch=1)
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1")
-        DecodeConfig(temperature=self.sample_temperature, top_p=self.sample_top_p)  # checks them
-        require(self.length >= 2, f"length is {self.length}; a canvas needs at least 2 tokens")
+        super().__post_init__()
         asked = sum(getattr(self, kind) for kind in SAMPLED) + len(self.text_files)
         require(asked > 0, "the corpus is empty; ask for some canvases")
 

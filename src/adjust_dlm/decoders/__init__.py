@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from adjust_dlm.bases import Base, Partner
+from adjust_dlm.checks import Count, require, require_value
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
 from adjust_dlm.sampler import Sampler, require_same_base
-from adjust_dlm.types import DecodeConfig, DecodeResult, require, require_count
+from adjust_dlm.types import DecodeConfig, DecodeResult
 from adjust_dlm.variants import DECODERS as DECODERS
 from adjust_dlm.variants import Decoder as Decoder
 from adjust_dlm.variants import build_options, split_settings
@@ -115,7 +116,7 @@ def decode(
         FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
-    require_count("slots", slots, 1, optional=True)
+    require_value("slots", slots, Count | None)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
@@ -160,7 +161,7 @@ def decode_many(
     Raises:
         InputError: as `decode`.
     """
-    require_count("batch_size", batch_size, 1)
+    require_value("batch_size", batch_size, Count)
     rows = range(len(prompts)) if rows is None else rows
     require(len(rows) == len(prompts), f"{len(rows)} row ids for {len(prompts)} prompts; give one each")
     how: dict[str, Any] = {"decoder": decoder, "sampler": sampler, "eager": eager, **more}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders.machinery.canvas import Canvas
@@ -43,11 +42,7 @@ def origin(base: Base, canvas: Canvas, options: OriginOptions) -> None:
         chosen_R = canvas.uniforms(position_R, row_R, _STEP + step) < share
         chosen_BL = torch.zeros_like(canvas.masked_BL)
         chosen_BL[row_R, position_R] = chosen_R
-        score_BL, token_BL = propose(base, canvas, chosen_BL, plain_logits(base, h_BLD, canvas), _any_order)
+        logits = plain_logits(base, h_BLD, canvas)  # equal scores: all are committed, from left to right
+        score_BL, token_BL = propose(base, canvas, chosen_BL, logits, lambda _, token_R, *__: torch.zeros_like(token_R))
         canvas.quota_B = chosen_BL.sum(-1)
         commit_best(canvas, score_BL, token_BL)
-
-
-def _any_order(_logits_RV: Tensor, token_R: Tensor, _row_R: Tensor, _position_R: Tensor) -> Tensor:
-    """Equal scores: all are committed, from left to right."""
-    return torch.zeros_like(token_R)

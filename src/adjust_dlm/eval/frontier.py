@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import logging
@@ -15,7 +13,7 @@ from typing import Any
 from adjust_dlm.bases import Base
 from adjust_dlm.data.lists import ListTask, list_tasks
 from adjust_dlm.eval.generation import costs, generate_rows, half_width, open_helpers
-from adjust_dlm.eval.plots import Curve, Panel, Point, draw, to_png
+from adjust_dlm.eval.plots import Curve, Panel, Point, csv_text, draw, to_png
 from adjust_dlm.eval.settings import FORM, FrontierConfig
 from adjust_dlm.eval.table import make_table, open_base
 from adjust_dlm.files import write_whole
@@ -56,7 +54,7 @@ def make_frontier(config: FrontierConfig, base: Base | None = None, sampler: Sam
         row["speedup"] = row["tokens_per_second"] / slow[row["task"]]
     best = compare(rows)
     if rank == 0:
-        files: dict[str, str | bytes] = {"frontier.csv": to_csv(rows)}
+        files: dict[str, str | bytes] = {"frontier.csv": csv_text(rows, COLUMNS)}
         if config.plot:
             files["frontier.png"] = to_png(draw(panels(rows)))
         write_whole({Path(config.output, name): content for name, content in files.items()})
@@ -161,17 +159,6 @@ def compare(rows: Sequence[Row], grid: Sequence[float] = GRID) -> list[Row]:
             if line["sampler"] or line["free"]:
                 out.append(line)
     return out
-
-
-def to_csv(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> str:
-    """One line a row, numbers with six digits."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {k: ("" if v != v else f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows
-    )
-    return out.getvalue()
 
 
 def panels(rows: Sequence[Row]) -> list[Panel]:

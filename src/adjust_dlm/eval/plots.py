@@ -1,12 +1,13 @@
-"""Curves with error bars by matplotlib, as PNG."""
+"""Curves with error bars by matplotlib, as PNG, and tables as CSV."""
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -113,4 +114,15 @@ def to_png(figure: Any) -> bytes:
     """The file."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130)
+    return out.getvalue()
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """One line a row, numbers with six digits; nothing for None and for what is no number."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {k: ("" if v != v else f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()} for row in rows
+    )
     return out.getvalue()

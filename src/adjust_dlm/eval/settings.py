@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from adjust_dlm.checks import MOST, Bound, Checked, Count, NotNegative, Positive, TopP, Whole, require
 from adjust_dlm.data.settings import check_prompts
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.plots import check_plot
 from adjust_dlm.eval.tasks.task_files import local_file
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    DecodeConfig,
-    OrderRule,
-    Quantize,
-    TokenSource,
-    require,
-    require_kinds,
-    require_least,
-)
+from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, TokenSource
 from adjust_dlm.variants import DECODERS, read_variant
 
 Pooling = Literal["mean", "last"]
 Split = Literal["line", "paragraph"]
+Several = Annotated[int, Bound(2, MOST, "at least 2")]  # else there is no interval
 OF_THE_LAW = ("max_new_tokens", "suppress_eos")  # with another value a variant is measured against another law
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Checked):
     """Settings of every command that decodes and measures.
 
     Attributes:
@@ -52,23 +44,16 @@ class EvalConfig:
     base: str = DEFAULT_BASE
     sampler: str | None = None
     output: str = "runs/eval"
-    tokens_per_step: tuple[int, ...] = (2, 4, 8)
-    max_new_tokens: int = 128
-    batch_size: int = 256
+    tokens_per_step: tuple[Count, ...] = (2, 4, 8)
+    max_new_tokens: Count = 128
+    batch_size: Count = 256
     seed: int = 1
     device: str = "auto"
     quantize: Quantize | None = None
 
-    def __post_init__(self) -> None:
-        require_least(self, batch_size=1)
-        good = all(k >= 1 for k in self.tokens_per_step)
-        require(good, f"tokens_per_step is {self.tokens_per_step}; all must be at least 1")
-        self.decode_config()
-
     def decode_config(self, **changes: Any) -> DecodeConfig:
         """What these settings say of decoding, but for K, with changes."""
-        shared = {field.name for field in fields(DecodeConfig)} & {field.name for field in fields(self)}
-        return DecodeConfig(**{name: getattr(self, name) for name in shared - {"tokens_per_step"}} | changes)
+        return DecodeConfig.from_settings(self, **{"tokens_per_step": 1} | changes)
 
     def at_every_k(self, decoders: Iterable[str]) -> list[str]:
         """Decoders at every K; K = 1 of parallel and ADJUST is joint decoding, and runs once.
@@ -112,8 +97,8 @@ class DivergenceConfig(EvalConfig):
 
     output: str = "runs/divergence"
     decoders: tuple[str, ...] = ("joint", "parallel", "adjust")
-    n: int = 256
-    temperatures: tuple[float, ...] = (1.0,)
+    n: Several = 256
+    temperatures: tuple[Positive, ...] = (1.0,)
     sources: tuple[TokenSource, ...] = ("own", "base")
     prompts: str = "unconditional"
     chat: bool = False
@@ -124,11 +109,8 @@ class DivergenceConfig(EvalConfig):
     partner = None  # no decoder that asks one can be measured
 
     def __post_init__(self) -> None:
-        require_kinds(self)
         super().__post_init__()
-        require_least(self, n=2)  # else there is no interval
-        good = self.temperatures and all(math.isfinite(t) and t > 0 for t in self.temperatures)
-        require(bool(good), f"temperatures are {self.temperatures}; give some above 0 (at 0 a law is one text)")
+        require(bool(self.temperatures), "temperatures is empty; give some above 0 (at 0 a law is one text)")
         require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(TokenSource))}")
         for variant in self.decoders:
             for name, value in read_variant(variant).settings.items():
@@ -171,23 +153,21 @@ class TableConfig(EvalConfig):
 
     partner: str | None = None
     output: str = "runs/table"
-    n: int = 1024
-    divergence: int = 256
-    temperatures: tuple[float, ...] = (1.0, 0.6)
+    n: Several = 1024
+    divergence: Whole = 256
+    temperatures: tuple[NotNegative, ...] = (1.0, 0.6)
     variants: tuple[str, ...] = ()
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     judge: str = "smol"
-    buckets: int = 0
+    buckets: Whole = 0
     suppress_eos: bool = True
     compile: bool = False
     eager: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_least(self, n=2, divergence=0)
         require(self.divergence != 1, "divergence is 1; give 0, or 2 texts or more")
-        good = all(math.isfinite(t) and t >= 0 for t in self.temperatures) and self.temperatures
-        require(bool(good), f"temperatures are {self.temperatures}; give finite numbers >= 0")
+        require(bool(self.temperatures), "temperatures is empty; give at least one")
         for variant in self.variants:
             read_variant(variant)
 
@@ -252,20 +232,20 @@ class FrontierConfig(TableConfig):
     """
 
     output: str = "runs/frontier"
-    tokens_per_step: tuple[int, ...] = ()
+    tokens_per_step: tuple[Count, ...] = ()
     variants: tuple[str, ...] = TEXT
     list_variants: tuple[str, ...] = LISTS
-    list_n: int = 400
-    list_max_new_tokens: int = 64
+    n: Whole = 1024
+    list_n: Whole = 400
+    list_max_new_tokens: Count = 64
     plot: bool = True
 
     def __post_init__(self) -> None:
-        if self.n:
-            super().__post_init__()
-        for variant in (*self.variants, *self.list_variants):
+        super().__post_init__()
+        require(self.n != 1, "n is 1; give 0, or 2 texts or more")
+        for variant in self.list_variants:
             read_variant(variant)
         require(bool(self.n or self.list_n), "n and list_n are both 0: there is nothing to measure")
-        require_least(self, list_n=0, list_max_new_tokens=1)
         check_plot(self.plot)
 
 
@@ -297,7 +277,7 @@ def is_lines(file: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NllConfig:
+class NllConfig(Checked):
     """Settings of `adjust eval nll`, which `adjust eval mauve` has, too.
 
     Attributes:
@@ -319,16 +299,15 @@ class NllConfig:
     start: str = ""
     tokens_of: str = ""
     split: Split = "line"
-    max_tokens: int = 0
-    batch_size: int = 32
+    max_tokens: Whole = 0
+    batch_size: Count = 32
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     output: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.files), "name at least one file of texts")
-        require(self.max_tokens >= 0, f"max_tokens is {self.max_tokens}; it must be at least 0 (0 is all)")
-        require(self.batch_size >= 1, f"batch_size is {self.batch_size}; it must be at least 1")
 
     def check_files(self) -> None:
         """Raises InputError unless the texts are there."""
@@ -349,7 +328,7 @@ class MauveConfig(NllConfig):
     """
 
     reference: str = ""
-    buckets: int = 0
+    buckets: Whole = 0
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     scale: float = 5.0
     pooling: Pooling = "mean"
@@ -357,7 +336,6 @@ class MauveConfig(NllConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.reference), "name the texts to compare with: --reference FILE")
-        require(self.buckets >= 0, f"buckets is {self.buckets}; it must be at least 0 (0 takes n / 10)")
         check_clusters(self.seeds, self.scale)
 
     def check_files(self) -> None:

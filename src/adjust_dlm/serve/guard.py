@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from adjust_dlm.checks import Above0, Checked, Count
 from adjust_dlm.serve.errors import ApiError, answer
-from adjust_dlm.types import require, require_least
 
 REQUEST_SECONDS = 30.0  # from the first byte of a request to its last
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Checked):
     """How much an engine takes on.
 
     Attributes:
@@ -29,14 +29,10 @@ class Limits:
         seconds: after which a request is given up, waiting included.
     """
 
-    rows: int = 16
-    tokens: int = 16384
-    queue: int = 256
-    seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        require_least(self, rows=1, tokens=1, queue=1)
-        require(self.seconds > 0, f"seconds is {self.seconds}; it must be above 0")
+    rows: Count = 16
+    tokens: Count = 16384
+    queue: Count = 256
+    seconds: Above0 = 600.0
 
 
 def late() -> ApiError:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from adjust_dlm.checks import Above0, Count, NotNegative, Positive, Seed, Share, Whole, require
 from adjust_dlm.data.settings import KINDS, SAMPLED, CorpusConfig, TextConfig, TrajectoriesConfig
 from adjust_dlm.hub import require_init
 from adjust_dlm.train.trackers import TrackerName, check_trackers
-from adjust_dlm.types import (
-    DEFAULT_BASE,
-    NEXT_DECAY,
-    NEXT_SHARE,
-    KernelName,
-    OrderRule,
-    RowWeights,
-    SamplerConfig,
-    require,
-    require_count,
-    require_kinds,
-    require_least,
-    require_number,
-)
+from adjust_dlm.types import DEFAULT_BASE, NEXT_DECAY, NEXT_SHARE, KernelName, OrderRule, RowWeights, SamplerConfig
 
 CHECKPOINT = "checkpoint.pt"  # in the output folder
 # Settings that a resumed run may change.
@@ -66,8 +53,7 @@ class PoolConfig(TextConfig):
 
     def trajectories(self, *, seed: int, suppress_eos: bool, first: int = 0) -> TrajectoriesConfig:
         """The settings under which `adjust trajectories` makes the same rows."""
-        texts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(TextConfig)}
-        return TrajectoriesConfig(output="", first_row=first, seed=seed, suppress_eos=suppress_eos, **texts)
+        return TrajectoriesConfig.from_settings(self, output="", first_row=first, seed=seed, suppress_eos=suppress_eos)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,42 +109,42 @@ class TrainConfig(SamplerConfig):
     pool: PoolConfig = field(default_factory=PoolConfig)
     output: str = "runs/sampler"
     preset: Literal["default", "printed", "released"] = "default"
-    rollout: int = 3
+    rollout: Count = 3
     loss: Literal["sum", "last", "released"] = "sum"
-    reverse: float = 0.0
+    reverse: Share = 0.0
     weights: RowWeights = "next"
-    next_decay: float = NEXT_DECAY
-    next_share: float = NEXT_SHARE
+    next_decay: Positive = NEXT_DECAY
+    next_share: Share = NEXT_SHARE
     optimizer: Literal["muon", "adamw"] = "muon"
-    lr: float = 2e-3
-    warmup: int = 50
-    decay: float = 0.7
-    steps: int = 5000
+    lr: Positive = 2e-3
+    warmup: Whole = 50
+    decay: Share = 0.7
+    steps: Count = 5000
     slice_states: int = 11
-    slices: int = 8
-    accumulate: int = 1
-    clip: float = 1.0
-    heldout: int = 64
+    slices: Count = 8
+    accumulate: Count = 1
+    clip: Above0 = 1.0
+    heldout: Whole = 64
     heldout_trajectories: tuple[str, ...] = ()
-    heldout_texts: int = 64
-    eval_every: int = 500
-    checkpoint_every: int = 500
-    seed: int = 0
+    heldout_texts: Whole = 64
+    eval_every: Count = 500
+    checkpoint_every: Count = 500
+    seed: Seed = 0
     suppress_eos: bool = False
     init: str = "fresh"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    rows: int | None = None
+    rows: Count | None = None
     kernel: KernelName = "auto"
     compile: bool = False
-    untimed: int = 0
-    max_seconds: float | None = None
+    untimed: Whole = 0
+    max_seconds: Above0 | None = None
     resume: Literal["auto", "never"] = "auto"
     track: tuple[TrackerName, ...] = ()
     dry_run: bool = False
 
     def __post_init__(self) -> None:
         """Checks values, and fills in the preset."""
-        require_kinds(self)
+        super().__post_init__()
         for name, value in PRESETS.get(self.preset, {}).items():
             given, default = getattr(self, name), self.__dataclass_fields__[name].default
             require(
@@ -166,10 +152,6 @@ class TrainConfig(SamplerConfig):
                 f"preset {self.preset} sets {name} to {value!r}; {given!r} was asked for: drop one of the two",
             )
             object.__setattr__(self, name, value)
-        require_least(self, rollout=1, steps=1, slices=1, accumulate=1, eval_every=1, checkpoint_every=1)
-        require_least(self, warmup=0, heldout=0, heldout_texts=0, seed=0, untimed=0)
-        require(self.seed < 2**63, f"seed is {self.seed}; it must be below 2**63")
-        require(self.rows is None or self.rows >= 1, f"rows is {self.rows}; it must be at least 1, or none for all")
         require(
             self.slice_states > self.rollout,
             f"slice_states is {self.slice_states}; it must exceed the rollout ({self.rollout})",
@@ -179,15 +161,8 @@ class TrainConfig(SamplerConfig):
             f"trajectories is {self.trajectories}; one_pass decodes what it trains on: give stored rows as "
             "heldout_trajectories",
         )
-        for name in ("next_share", "reverse", "decay"):
-            require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; it is a share, 0..1")
-        for name in ("next_decay", "lr"):
-            require_number(name, getattr(self, name))
-        super().__post_init__()
         if self.one_pass:
             self.pool.check_rows(self.slices)
-        require(self.clip > 0, f"clip is {self.clip}; it must be above 0")
-        require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
         check_trackers(self.track)
 
     @property
@@ -210,7 +185,7 @@ class TrainConfig(SamplerConfig):
 
     def sampler_config(self) -> SamplerConfig:
         """What g is built from."""
-        return SamplerConfig(**{form.name: getattr(self, form.name) for form in fields(SamplerConfig)})
+        return SamplerConfig.from_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,38 +226,33 @@ class AdaptConfig(CorpusConfig):
 
     output: Path
     corpus: Path | None = None
-    share_text: float = 0.55
-    share_chat: float = 0.25
-    share_lists: float = 0.2
-    share_files: float = 0.25
-    share_questions: float = 0.1
-    batch_size: int = 512
-    micro_batch: int = 256
-    steps: int = 4000
-    max_seconds: float | None = None
-    lr: float = 2e-3
-    warmup: int = 100
-    clip: float = 1.0
-    block_size: int | None = None
+    share_text: NotNegative = 0.55
+    share_chat: NotNegative = 0.25
+    share_lists: NotNegative = 0.2
+    share_files: NotNegative = 0.25
+    share_questions: NotNegative = 0.1
+    batch_size: Count = 512
+    micro_batch: Count = 256
+    steps: Count = 4000
+    max_seconds: Above0 | None = None
+    lr: Positive = 2e-3
+    warmup: Whole = 100
+    clip: Above0 = 1.0
+    block_size: Count | None = None
     order: OrderRule = "entropy"
     suffix: float = 0.0
-    lora_rank: int = 64
-    lora_alpha: int = 64
+    lora_rank: Count = 64
+    lora_alpha: Count = 64
     init: Path | None = None
     mask_id: int | None = None
-    eval_every: int = 0
-    log_every: int = 20
-    checkpoint_every_seconds: float = 120.0
+    eval_every: Whole = 0
+    log_every: Count = 20
+    checkpoint_every_seconds: NotNegative = 120.0
     compile: bool = True
     resume: Literal["auto", "never"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_least(self, batch_size=1, micro_batch=1, steps=1, lora_rank=1, log_every=1)
-        require_least(self, warmup=0, eval_every=0, checkpoint_every_seconds=0)
-        for name in ("lr", "clip", "lora_alpha"):
-            require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}; it must be a positive number")
-        require_count("block_size", self.block_size, 1, optional=True)
         require(
             0 <= self.suffix <= (self.block_size is not None),
             f"suffix is {self.suffix}; it is a share of blocks, 0..1, and needs block_size",
@@ -293,13 +263,9 @@ class AdaptConfig(CorpusConfig):
             self.length % size == 0,
             f"length is {self.length}; with block_size {size} it must be a multiple of that, such as {near}",
         )
-        require(self.lr < math.inf, f"lr is {self.lr}; it must be finite")
-        for kind, share in self.shares.items():
-            require(0 <= share < math.inf, f"share_{kind} is {share}; it must be a finite number >= 0")
         asked = {kind: getattr(self, kind) for kind in SAMPLED} | {"files": len(self.text_files)}
         weighed = any(asked[kind] and share for kind, share in self.shares.items())
         require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
-        require(self.max_seconds is None or self.max_seconds > 0, f"max_seconds is {self.max_seconds}; it must be > 0")
 
     def check_files(self) -> None:
         """The folder of the corpus, too, and whether the processes can share a batch."""

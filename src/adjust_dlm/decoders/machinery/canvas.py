@@ -12,8 +12,9 @@ from torch import Tensor
 from adjust_dlm.bases import Base, BaseSpec
 from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.memory import Memory
+from adjust_dlm.checks import is_id, require
 from adjust_dlm.sampling import DRAW, NOISE, confidence, gumbel, uniform, wrapped
-from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, OrderRule, State, is_id, require
+from adjust_dlm.types import GIVEN, MASKED, DecodeConfig, OrderRule, State
 
 
 @dataclass

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 import string
+import tomllib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -42,62 +43,8 @@ CONFIG = "task_config.yaml"  # of a group, in the public folder
 FILES = {"latin_square": "latin_square_n4", "sudoku": "sudoku_n4_12"}  # where a public file is not called as its task
 Row = tuple[str, dict[str, Any], str]  # prompt, facts, a right reply
 
-_FRAME = (
-    "A clinic calls its patients by this list:\n{people}\n{order}\nAnswer with the list alone, written the same way."
-)
-_INDEX = "where the front of the list has index 0"
-_ORDERS = {
-    "copy": "Write it out once more without any change.",
-    "reverse": "It was taken down back to front. Turn it around, so that whoever is at its end comes first.",
-    "sort": "Rearrange it from A to Z by the names as they are written, so by first name.",
-    "shuffle": "Draw lots for a new order of these patients. It must differ from the order above.",
-    "insert_index": 'Also call "{word}", who goes to index {index}, {where}.',
-    "insert_random": 'Also call "{word}", anywhere you like. The others stay in order.',
-    "remove_index": "Whoever has index {index}, {where}, went home. Strike out that name.",
-    "remove_random": "One of them, whoever you like, went home. Strike out one name. The others stay in order.",
-    "replace_index": 'Whoever has index {index}, {where}, gave the place to "{word}". Exchange the names.',
-    "replace_random": 'One of them, whoever you like, gave the place to "{word}". Exchange the names.',
-}
-_LATIN = (
-    "Build a Latin square from the {size} symbols {symbols}: {size} lines of {size} symbols, where every line and "
-    "every column has each symbol once. Put commas between the symbols of a line and write nothing else."
-)
-_SUDOKU = (
-    "In this small Sudoku, 0 marks an open cell. Every row, every column and every one of the four 2x2 boxes has each "
-    "of 1, 2, 3 and 4 once.\n{grid}\nWrite the whole grid, four lines of four digits, and nothing else."
-)
-_SENTENCE = "Write one sentence that makes sense and has all of these words in it, spelled as here: {words}."
-_SCENES = """
-    kitchen: soup spoon stove recipe onion butter oven dinner taste chop
-    garden: flower shovel soil weed hedge bloom tomato dig fence seed
-    beach: sand wave shell towel swim sunny sailboat crab shore splash
-    school: pupil teacher lesson pencil homework chalk classroom spell learn desk
-    farm: cow barn tractor hay milk goose plough harvest stable feed
-    winter: snow mitten sledge freeze scarf icicle shiver skate frost blanket
-    train: platform ticket luggage conductor whistle passenger depart rail delay window
-    doctor: nurse fever medicine cough bandage clinic thermometer heal patient pulse
-    music: guitar drum melody singer violin concert dance piano loud rhythm
-    forest: squirrel path mushroom branch owl camp moss hike fox acorn
-    shop: cashier basket coin discount customer cheap buy shelf receipt queue
-    house: roof cellar chimney carpet curtain lamp paint neighbour stairs key
-"""
-_FIELDS = """
-    astronomy: eclipse asteroid nebula telescope gravity comet
-    law: verdict tribunal contract statute plaintiff testimony
-    geology: sediment magma fossil quartz tectonic erosion
-    computing: algorithm compiler database encryption bandwidth recursion
-    philosophy: paradox virtue dogma metaphor irony dilemma
-    economics: inflation monopoly dividend tariff subsidy bankruptcy
-    chemistry: catalyst polymer isotope solvent enzyme alloy
-    mathematics: theorem fraction polygon symmetry integer probability
-"""
-
-
-def _table(text: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(line.split(":")[1].split()) for line in text.strip().splitlines())
-
-
-SCENES, FIELDS = _table(_SCENES), _table(_FIELDS)
+_WORDS = tomllib.loads(Path(__file__).with_name("parallelbench.toml").read_text(encoding="utf-8"))
+SCENES, FIELDS = (tuple(tuple(words.split()) for words in _WORDS[name].values()) for name in ("scenes", "fields"))
 
 
 def make_problem(task: str, number: int, *, seed: int, people: Sequence[int] = (3, 4, 5, 6), shots: int = 1) -> Problem:
@@ -147,11 +94,11 @@ def _line(task: str, rng: random.Random, size: int) -> Row:
     every = rng.sample(range(len(FIRST) * len(LAST)), size + 1)
     *people, word = [f"{FIRST[n // len(LAST)]} {LAST[n % len(LAST)]}" for n in every]
     index = rng.randrange(size + task.startswith("insert"))
-    order = _ORDERS[task].format(word=word, index=index, where=_INDEX)
+    order = _WORDS["orders"][task].format(word=word, index=index, where=_WORDS["index"])
     answer = ANSWERS[task.partition("_")[0]](people, index, word, rng)
     free = task == "shuffle" or task.endswith("_random")
     facts = {"input": people, "word": word} if free else {"answer": answer}
-    return _FRAME.format(people=write_list(people), order=order), facts, write_list(answer)
+    return _WORDS["frame"].format(people=write_list(people), order=order), facts, write_list(answer)
 
 
 def _latin(rng: random.Random) -> Row:
@@ -164,7 +111,7 @@ def _latin(rng: random.Random) -> Row:
             if all(a != b for other in rows for a, b in zip(row, other, strict=True))
         ]
         rows.append(rng.choice(fits))
-    prompt = _LATIN.format(size=SIZE, symbols=", ".join(symbols))
+    prompt = _WORDS["latin_square"].format(size=SIZE, symbols=", ".join(symbols))
     return prompt, {"symbols": symbols}, "\n".join(",".join(row) for row in rows)
 
 
@@ -194,7 +141,7 @@ def _sudoku(rng: random.Random) -> Row:
             break
     shown = "".join("0" if n in blanks else digit for n, digit in enumerate(full))
     answer = _lines(full)
-    return _SUDOKU.format(grid=_lines(shown)), {"answer": answer}, answer
+    return _WORDS["sudoku"].format(grid=_lines(shown)), {"answer": answer}, answer
 
 
 def _lines(grid: str) -> str:
@@ -207,7 +154,7 @@ def _words(rng: random.Random, level: str) -> Row:
     else:
         groups = rng.sample(SCENES, 4) if level == "medium" else [*rng.sample(SCENES, 2), *rng.sample(FIELDS, 2)]
         words = rng.sample([rng.choice(group) for group in groups], 4)
-    return _SENTENCE.format(words=", ".join(words[:-1]) + f" and {words[-1]}"), {"words": words}, ""
+    return _WORDS["sentence"].format(words=", ".join(words[:-1]) + f" and {words[-1]}"), {"words": words}, ""
 
 
 def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int = 1) -> list[Problem]:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from adjust_dlm.types import require
+from adjust_dlm.checks import Above0, Checked, Count, require
 
 PROTECTIONS = ("user", "processes", "network", "proc", "files")
 GRACE = 5.0  # seconds for the tree to end after the order; then it is killed from outside
@@ -33,8 +33,8 @@ _JAIL = Path(__file__).with_name("jail.py")
 _MARK = "ADJUST_SANDBOX"
 
 
-@dataclass(frozen=True)
-class Limits:
+@dataclass(frozen=True, kw_only=True)
+class Limits(Checked):
     """What a program may use.
 
     Attributes:
@@ -47,17 +47,13 @@ class Limits:
         namespaces: use those of the kernel where it lends them.
     """
 
-    seconds: float = 5.0
-    memory_mb: int = 2048
-    file_mb: int = 64
-    output_kb: int = 1024
-    processes: int = 32
-    files: int = 64
+    seconds: Above0 = 5.0
+    memory_mb: Count = 2048
+    file_mb: Count = 64
+    output_kb: Count = 1024
+    processes: Count = 32
+    files: Count = 64
     namespaces: bool = True
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(value > 0 or name == "namespaces", f"{name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from adjust_dlm.checks import Above0, Bound, Count, NotNegative, TopP, Whole, require
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.settings import EvalConfig
 from adjust_dlm.eval.tasks.parallelbench_tasks import CONFIG, select
 from adjust_dlm.eval.tasks.sandbox import Limits
 from adjust_dlm.eval.tasks.task_files import local_file
-from adjust_dlm.types import require, require_least
 
 NEW_TOKENS = {"waiting_line": 32, "waiting_line_n15": 128, "puzzle": 64, "words_to_sentence": 64}
 Grammar = Literal["auto", "off", "languagetool"]
@@ -38,22 +38,21 @@ class DownstreamConfig(EvalConfig):
     partner: str | None = None
     data: str = ""
     decoders: tuple[str, ...] = ("parallel", "adjust")
-    tokens_per_step: tuple[int, ...] = (1, 2, 4, 8)
-    limit: int = 0
-    num_samples: int = 1
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    block_length: int | None = None
-    shots: int = 0
+    tokens_per_step: tuple[Count, ...] = (1, 2, 4, 8)
+    limit: Whole = 0
+    num_samples: Count = 1
+    max_new_tokens: Count = 256
+    temperature: NotNegative = 0.0
+    top_p: TopP = 1.0
+    block_length: Count | None = None
+    shots: Whole = 0
     chat: bool = False
-    batch_size: int = 16
+    batch_size: Count = 16
     seed: int = 0
     eager: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_least(self, limit=0, shots=0, num_samples=1)
         require(bool(self.decoders and self.tokens_per_step), "name at least one decoder and one tokens_per_step")
         self.variants()  # read, and so checked
 
@@ -82,7 +81,7 @@ class Gsm8kConfig(DownstreamConfig):
     output: str = "runs/gsm8k"
     data: str = "openai/gsm8k:main/test-00000-of-00001.parquet"
     shots_data: str = "openai/gsm8k:main/train-00000-of-00001.parquet"
-    shots: int = 8
+    shots: Whole = 8
     form: Literal["cot", "hashes"] = "cot"
 
 
@@ -98,13 +97,12 @@ class MathConfig(DownstreamConfig):
     output: str = "runs/math"
     data: str = "HuggingFaceH4/MATH-500:test.jsonl"
     shots_data: str = ""
-    shots: int = 4
-    max_new_tokens: int = 512
-    per_subject: int = 0
+    shots: Whole = 4
+    max_new_tokens: Count = 512
+    per_subject: Whole = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_least(self, per_subject=0)
         require(
             not self.shots or bool(self.shots_data),
             f"{self.shots} examples are asked for and no file of them is named: give --shots-data FILE or --shots 0",
@@ -124,20 +122,18 @@ class CodeConfig(DownstreamConfig):
         workers: programs run at once; 0 is one per CPU.
     """
 
-    temperature: float = 0.2
-    max_new_tokens: int = 512
+    temperature: NotNegative = 0.2
+    max_new_tokens: Count = 512
     allow_code_execution: bool = False
     ks: tuple[int, ...] = (1,)
-    timeout: float = 15.0
-    memory_mb: int = 2048
-    workers: int = 0
+    timeout: Above0 = 15.0
+    memory_mb: Count = 2048
+    workers: Whole = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         right = self.ks and all(1 <= k <= self.num_samples for k in self.ks)
         require(bool(right), f"ks is {self.ks}; every k must lie in 1..{self.num_samples}, the num_samples")
-        require_least(self, workers=0)
-        self.limits()
 
     def check_files(self) -> None:
         """As for every task, and that programs may run: this machine is theirs to read, too."""
@@ -164,7 +160,7 @@ class HumanEvalConfig(CodeConfig):
 
     data: str = "openai/openai_humaneval:openai_humaneval/*.parquet"
     output: str = "runs/humaneval"
-    top_p: float = 0.9
+    top_p: TopP = 0.9
     examples: str = ""
 
     def __post_init__(self) -> None:
@@ -182,7 +178,7 @@ class MbppConfig(CodeConfig):
 
     data: str = "google-research-datasets/mbpp:full/*.parquet"
     output: str = "runs/mbpp"
-    shots: int = 3
+    shots: Whole = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,26 +199,20 @@ class ParallelBenchConfig(DownstreamConfig):
 
     output: str = "runs/parallelbench"
     tasks: tuple[str, ...] = ("all",)
-    n: int = 0
+    n: Whole = 0
     people: tuple[int, ...] = (3, 4, 5, 6)
     task_seed: int = 0
     grammar: Grammar = "auto"
-    max_new_tokens: int = 0
-    shots: int = 1
+    max_new_tokens: Whole = 0
+    shots: Annotated[int, Bound(0, 8, "0 to 8")] = 1
     chat: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.tasks), "name at least one task, or all")
-        require_least(self, n=0)
-        require(0 <= self.shots <= 8, f"shots is {self.shots}; it must be 0 to 8")
         good = bool(self.people) and all(2 <= size <= 100 for size in self.people)
         require(good, f"people is {list(self.people)}; give sizes from 2 to 100")
-        groups = select(self.tasks)
-        if self.max_new_tokens:
-            super().__post_init__()
-        else:
-            for group in groups:
-                self.for_group(self.group_name(group))
+        select(self.tasks)
 
     def check_files(self) -> None:
         """Raises InputError unless the benchmark's folder, if it is named, is one."""
