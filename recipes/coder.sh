@@ -73,4 +73,12 @@ if stage tables; then
     for temperature in ${TEMPERATURES:-0 0.2}; do tasks "$out/t$temperature" "${every[@]}" --temperature "$temperature"; done
     run eval humaneval "${asked[@]}" --data "$DATA/humaneval/HumanEval.jsonl.gz" --max-new-tokens "${NEW:-320}" --output "$out/t1" --allow-code-execution \
         "${every[@]}" --temperature 1 --top-p 1 --num-samples "${PASS_SAMPLES:-10}" --ks 1 "${PASS_SAMPLES:-10}"
+    paired() { # folder, metric: each decoder against joint, problem by problem
+        local others=()
+        for file in "$1"/samples-*.jsonl; do [[ $file == */samples-joint* ]] || others+=("$file"); done
+        python3 -m adjust_dlm.cli eval paired "$1"/samples-joint*.jsonl "${others[@]}" --metric "$2" --output "$1/paired"
+    }
+    for folder in "$out"/t*/gsm8k; do paired "$folder" value; done
+    for folder in "$out"/t*/math; do [ -d "$folder" ] && paired "$folder" math_verify; done
+    for folder in "$out"/t*/{humaneval,mbpp} "$out/t1"; do [ -d "$folder" ] && paired "$folder" pass@1; done
 fi

@@ -143,7 +143,7 @@ WRONG = {  # arguments behind a command -> what is said; "nowhere" does not exis
     "eval mauve": {"a --buckets -1 --reference b": "buckets is -1",
                    "a --reference b --seeds": "seeds is empty",
                    f"{__file__} --reference nowhere": "cannot read nowhere: No such file"},
-    "eval paired": {"a": "1 files", "nowhere b": NOWHERE},
+    "eval paired": {"a": "1 files; name A", "nowhere b": NOWHERE},
     "eval gsm8k": {"--limit -1": "limit is -1", "--data nowhere": NOWHERE, "--decoders paralel": SAYS},
     "eval math": {"--shots-data a --shots -1": "shots is -1", "--shots 0 --data nowhere": NOWHERE},
     "eval humaneval": {"--workers -1": "workers is -1", "--allow-code-execution --data nowhere": NOWHERE,

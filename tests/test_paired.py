@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ def test_the_interval_is_scipys_and_repeats() -> None:
         (b.astype(float) - a.astype(float),), np.mean, n_resamples=10_000, method="percentile", rng=1
     ).confidence_interval
     assert (got["low"], got["high"]) == pytest.approx((theirs.low, theirs.high), abs=0.01)  # steps of a mean are 1/150
+    least = np.mean(b * 1.0 - a * 1.0) - 1.645 * np.std(b * 1.0 - a * 1.0) / math.sqrt(150)
+    assert got["least"] == pytest.approx(least, abs=0.01)
     assert got["high"] - got["low"] == pytest.approx(2 * 1.96 * np.std(b * 1.0 - a * 1.0) / math.sqrt(150), rel=0.05)
 
 
@@ -110,25 +113,33 @@ def test_files_are_matched_by_id_and_completions_averaged(tmp_path: Path) -> Non
     a = samples(tmp_path / "a.jsonl", {"p1": 1, "p2": [1, 0], "p3": 0})
     b = samples(tmp_path / "b.jsonl", {"p3": 1, "p2": [1, 1], "p1": 1})
     assert read_scores(str(a), "strict") == {"p1": 1.0, "p2": 0.5, "p3": 0.0}
-    got = run(PairedConfig(files=(str(a), str(b)), metric="strict"))
-    assert (got["n"], got["difference"], got["metric"]) == (3, 0.5, "strict")
+    got = run(PairedConfig(files=(str(a), str(b), str(a)), metric="strict"))
+    assert [(got["a"], pair["b"], pair["difference"]) for pair in got["pairs"]] == [
+        (str(a), str(b), 0.5), (str(a), str(a), 0.0)
+    ]  # fmt: skip
+    assert (got["pairs"][0]["n"], got["metric"]) == (3, "strict")
     assert aligned(read_scores(str(a), "strict"), read_scores(str(b), "strict")) == ([1, 0.5, 0], [1, 1, 1])
     assert run(PairedConfig(files=(str(a), str(b))))["metric"] == "strict"  # the only one
 
 
-def test_the_command_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_writes_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     a = samples(tmp_path / "a.jsonl", {str(n): int(n < 3) for n in range(10)})
     b = samples(tmp_path / "b.jsonl", {str(n): int(n < 9) for n in range(10)})
     folder = tmp_path / "out"
     assert cli.main(["eval", "paired", str(a), str(b), "--metric", "strict", "--output", str(folder)]) == 0
     shown = capsys.readouterr().out
-    results = json.loads((folder / "result.json").read_text())["results"]
+    (results,) = json.loads((folder / "result.json").read_text())["results"]["pairs"]
     assert (results["difference"], results["only_a"], results["only_b"], results["n"]) == (0.6, 0, 6, 10)
     assert results["mcnemar_p"] == 2 / 64
-    words = [line.split("\u2502")[1:3] for line in shown.splitlines() if "\u2502" in line]
-    table = {key.strip(): value.strip() for key, value in words}
+    heads, values = re.findall(r"^[\u2503\u2502](.*)[\u2503\u2502]$", shown.split("pairs")[1], re.MULTILINE)
+    cells = zip(heads.split("\u2503"), values.split("\u2502"), strict=True)
+    table = {key.strip(): value.strip() for key, value in cells}
     assert (table["B - A"], table["McNemar p"], table["solved by B alone"]) == ("0.6", "0.03125", "6")
-    assert float(table["95 % interval from"]) < 0.6 < float(table["95 % interval to"])
+    assert float(table["95 % interval from"]) <= float(table["one-sided 95 % bound"]) < 0.6
+    assert float(table["95 % interval to"]) > 0.6
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:

@@ -599,7 +599,8 @@ def broken(folder: Path, **changes: Any) -> None:
 
 def pair(folder: Path) -> None:
     content = json.loads((folder / "result.json").read_text())
-    content |= {"command": "eval paired", "results": {"a": "x", "b": "y", "metric": "m", "n": 3, "difference": 0.1}}
+    pairs = [{"b": "y", "n": 3, "difference": 0.1}]
+    content |= {"command": "eval paired", "results": {"a": "x", "metric": "m", "pairs": pairs}}
     (folder / "result.json").write_text(json.dumps(content))
 
 

@@ -21,7 +21,7 @@ TITLES: dict[str, tuple[str, ...]] = {
     "accuracy": ("accuracy", "share"), "mcnemar_p": ("McNemar p",), "mean_a": ("mean of A",),
     "mean_b": ("mean of B",), "difference": ("B - A",), "only_a": ("solved by A alone",),
     "only_b": ("solved by B alone",), "both": ("solved by both",), "neither": ("solved by neither",),
-    "low": ("95 % interval from",), "high": ("95 % interval to",),
+    "low": ("95 % interval from",), "high": ("95 % interval to",), "least": ("one-sided 95 % bound",),
     "n_empty": ("empty texts",), "n_reference": ("reference texts",), "n_tokens": ("tokens",),
     "base_fingerprint": ("fingerprint of the base",), "kl": ("KL(base||g)", "nats/token"),
     "stale": ("KL(base||earlier state)", "nats/token"), "top1": ("same likeliest token", "share"),

@@ -162,10 +162,11 @@ def paired(results: Iterable[Result]) -> Table:
     rows: list[list[Cell]] = []
     for result in (result for result in results if result.command == "eval paired"):
         with damage_named(result):
-            found = result.results
-            gap = Measured(found["difference"], (found["high"] - found["low"]) / 2, found["n"])
-            rows.append([found["a"], found["b"], found["metric"], found["n"], gap, found["mcnemar_p"]])
-    head = ("A", "B", "metric", "problems", "B - A", "McNemar p")
+            a, metric = result.results["a"], result.results["metric"]
+            for found in result.results["pairs"]:
+                gap = Measured(found["difference"], (found["high"] - found["low"]) / 2, found["n"])
+                rows.append([a, found["b"], metric, found["n"], gap, found["least"], found["mcnemar_p"]])
+    head = ("A", "B", "metric", "problems", "B - A", "one-sided 95 % bound", "McNemar p")
     return Table("paired", "Paired comparisons", "The same problems, one by one; exact McNemar test.", head, rows)
 
 

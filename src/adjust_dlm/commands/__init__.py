@@ -51,7 +51,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
         ("How far every decoder's text is from the base's joint law: KL both ways.",
          "eval.settings:DivergenceConfig", "eval.divergence:run"),
     "eval paired":
-        ("Two decoders on the same problems: difference, interval, McNemar's test.", "eval.paired:PairedConfig"),
+        ("Decoders against a first one on its problems: difference, interval, McNemar.", "eval.paired:PairedConfig"),
     "eval nll":
         ("NLL of existing texts under any autoregressive judge.", "eval.settings:NllConfig", "eval.scores:run_nll"),
     "eval mauve":

@@ -1,4 +1,4 @@
-"""Two decoders on the same problems: what differs, and whether it could be chance.
+"""Decoders on the same problems: what differs, and whether it could be chance.
 
 Problems are pairs, so what they have in common - some are hard for both - cancels. Several completions of a problem are
 averaged first: the problem is what was drawn at random, not the completion.
@@ -27,7 +27,7 @@ class PairedConfig:
     """Settings of `adjust eval paired`.
 
     Attributes:
-        files: two samples-*.jsonl of one task, A and B; the difference is B - A.
+        files: samples-*.jsonl of one task: A, and each B that it is compared with; the difference is B - A.
         metric: which score.
         output: folder for result.json and run.yaml.
     """
@@ -37,19 +37,20 @@ class PairedConfig:
     output: str | None = None
 
     def __post_init__(self) -> None:
-        require(len(self.files) == 2, f"{len(self.files)} files; name two, A and B")
+        require(len(self.files) >= 2, f"{len(self.files)} files; name A, and one B or more")
 
 
 def run(config: PairedConfig) -> dict[str, Any]:
-    """Reads both files and compares them.
+    """Reads the files and compares each with the first.
 
     Returns:
-        `a`, `b`, `metric`, and what `compare` says.
+        `a`, `metric`, and `pairs`: for each other file `b`, and what `compare` says.
     """
-    first, second = config.files
+    first, *others = config.files
     metric = config.metric or _only_metric(first)
-    scores = aligned(read_scores(first, metric), read_scores(second, metric))
-    return {"a": first, "b": second, "metric": metric, **compare(*scores)}
+    a = read_scores(first, metric)
+    pairs = [{"b": other, **compare(*aligned(a, read_scores(other, metric)))} for other in others]
+    return {"a": first, "metric": metric, "pairs": pairs}
 
 
 def compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
@@ -57,8 +58,9 @@ def compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
 
     Returns:
         `n` problems; `mean_a`, `mean_b`; `difference`, mean_b - mean_a; `low`, `high`, its 95 % interval (percentiles
-        of a bootstrap over problems); `both`, `only_a`, `only_b`, `neither`: problems by who solved them, and
-        `mcnemar_p`, all five None unless every score is 0 or 1.
+        of a bootstrap over problems); `least`, its one-sided 95 % bound from below: what B loses at most; `both`,
+        `only_a`, `only_b`, `neither`: problems by who solved them, and `mcnemar_p`, all five None unless every score is
+        0 or 1.
 
     Raises:
         InputError: no scores, lists of two lengths, or a score that is no finite number.
@@ -68,12 +70,13 @@ def compare(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     a_N, b_N = np.asarray(a, np.float64), np.asarray(b, np.float64)
     difference_N, n, rng = b_N - a_N, len(a_N), np.random.default_rng(0)
     require(bool(np.isfinite(difference_N).all()), "scores must be finite numbers")
-    low, high = np.percentile([difference_N[rng.integers(n, size=n)].mean() for _ in range(DRAWS)], [2.5, 97.5])
+    means = [difference_N[rng.integers(n, size=n)].mean() for _ in range(DRAWS)]
+    low, least, high = np.percentile(means, [2.5, 5, 97.5])
     counts = [int(((a_N == x) & (b_N == y)).sum()) for x, y in ((1, 1), (1, 0), (0, 1), (0, 0))]
     solved = [*counts, mcnemar(*counts[1:3])] if sum(counts) == n else [None] * 5
     return {
         "n": n, "mean_a": float(a_N.mean()), "mean_b": float(b_N.mean()), "difference": float(difference_N.mean()),
-        "low": float(low), "high": float(high),
+        "low": float(low), "high": float(high), "least": float(least),
         **dict(zip(("both", "only_a", "only_b", "neither", "mcnemar_p"), solved, strict=True)),
     }  # fmt: skip
 
