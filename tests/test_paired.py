@@ -163,7 +163,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     two = tmp_path / "two.jsonl"
     two.write_text(json.dumps({"id": "p1", "scores": {"strict": 1, "flexible": 1}}) + "\n")
     fails(two, two, r"has 2 metrics \(strict, flexible\); name one", metric="")
-    with pytest.raises(InputError, match="1 files; name two"):
+    with pytest.raises(InputError, match="1 files; name A"):
         PairedConfig(files=(str(a),))
     with pytest.raises(InputError, match="A has 1 scores and B 2"):
         compare([1], [1, 0])
