@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from adjust_dlm.bench.shapes import SHAPES
+from adjust_dlm.hub import BASES
 from adjust_dlm.options import VerifiedOptions
 from adjust_dlm.types import DEFAULT_BASE, DecodeConfig, OrderRule, Quantize, check_placement, require, require_count
 from adjust_dlm.variants import read_variant
@@ -55,6 +56,7 @@ class RuntimeConfig:
         quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
     """
 
+    bases: ClassVar = (*BASES, *SHAPES)
     base: str = DEFAULT_BASE
     sampler: str | None = None
     partner: str | None = None
@@ -91,10 +93,9 @@ class RuntimeConfig:
             if decoder != COMPONENTS:
                 check_wait(decoder, self.tokens_per_wait)
         require(self.layers >= 0, f"layers is {self.layers}; it must be >= 0 (0 keeps the shape's own)")
-        require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
         require_count("block", self.block, 1, optional=True)
-        require(
-            self.block is None or self.base in SHAPES, f"block can be set for {', '.join(SHAPES)}, not {self.base!r}"
-        )
+        for name in ("layers", "block"):
+            good = not getattr(self, name) or self.base in SHAPES
+            require(good, f"{name} can be set for {', '.join(SHAPES)}, not {self.base!r}")
         check_placement(self.quantize, None)
         DecodeConfig(temperature=self.temperature, top_p=self.top_p, order=self.order)
