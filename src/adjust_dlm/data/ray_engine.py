@@ -64,7 +64,7 @@ class ShardMaker:
         return row
 
 
-def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> dict[str, int]:
+def make_with_ray(config: Any, prepare: Prepare, show: Show) -> dict[str, int]:
     """Makes the shards that are missing: `rows_made, shards_made, base_calls, tokens` of this call.
 
     An actor calls `prepare` with the `TrajectoriesConfig`; `show` is called with the number of rows done.
@@ -87,10 +87,7 @@ def make_with_ray(config: Any, prepare: Prepare, show: Show | None = None) -> di
             made = {**row, "rows_made": rows, "shards_made": int(rows > 0)}
             done = {name: count + int(made[name]) for name, count in done.items()}
             logger.debug("rows %d..%d made by worker %d", row["start"], row["stop"] - 1, row["worker"])
-            if show:
-                show(done["rows_made"])
-            elif done["shards_made"] % max(1, len(left) // 20) == 0:
-                logger.info("%d of %d shards made", done["shards_made"], len(left))
+            show(done["rows_made"])
     _check_seen(folder, left)
     return done
 
@@ -167,6 +164,9 @@ def _cluster(config: Any, shards: int) -> Iterator[_Pool]:
         yield _pool(config, ray.cluster_resources(), shards, fixed=ours and address is None)
     finally:
         if ours:
+            for thread in threading.enumerate():  # Ray Data's own: what they ask of Ray after its end can abort us
+                if thread.name.startswith(("StreamingExecutor", "iter_threaded")):
+                    thread.join(LATE)
             ray.shutdown()  # of a cluster that was there before, this only lets go
 
 
@@ -179,8 +179,7 @@ def _start(ray: Any, config: Any, address: str | None) -> None:
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
         logging.getLogger("ray.data").setLevel(logging.ERROR)
     if address is None:
-        cpus = max(config.actors or 1, os.cpu_count() or 1)
-        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+        ray.init(num_cpus=max(config.actors or 1, os.cpu_count() or 1), include_dashboard=False, **quiet)
         return
     with refusing(f"no Ray cluster answers at {address}", OSError, ValueError, first=True):  # OSError: ConnectionError
         host, _, port = address.removeprefix("ray://").rpartition(":")

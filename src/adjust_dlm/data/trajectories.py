@@ -56,7 +56,7 @@ def make_trajectories(
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ranges = store.shard_ranges(config.num, config.shard_rows, first_row=config.first_row)
-    make: Callable[[Show | None], dict[str, int]]
+    make: Callable[[Show], dict[str, int]]
     if config.engine == "ray":
         require(base is None and source is None, "engine ray loads base and prompts in its actors; give their names")
         require(world == 1, f"world is {world}; engine ray starts its actors itself: run it without torchrun")
