@@ -1,4 +1,4 @@
-"""One thread per worker, property tests that are the same on every run, and a time limit for slow ones."""
+"""One thread per worker, no settings of the caller's Hub, the same property tests on every run, and a time limit."""
 
 import os
 from collections import Counter
@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HF_HUB_CACHE", "HF_TOKEN"):
+    os.environ.pop(name, None)  # before anything imports huggingface_hub: tests bring their own Hub and cache
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: kernels then run on the CPU
 torch.set_num_threads(1)

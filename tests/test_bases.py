@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaModel, Qwen2Model, Qwen3Model
 
+from adjust_dlm.bases import base as registry
 from adjust_dlm.bases import cut_at_end, known_bases, load_base
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.exact import ExactBase
@@ -19,6 +20,7 @@ from adjust_dlm.bases.layers import BidirectionalLayer, new_model, shift_right
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase, weights_fingerprint
 from adjust_dlm.decoders import decode
+from adjust_dlm.hub import BASES
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError, State
 from helpers import (
@@ -292,7 +294,7 @@ def test_a_canvas_beyond_the_context_is_refused(family: str) -> None:
 
 
 def test_an_unknown_base_is_refused_with_the_known_names(tmp_path) -> None:
-    assert {"exact", "smol", "adapted"} <= known_bases().keys()
+    assert set(BASES) == known_bases().keys()  # what is known before torch is loaded
     with pytest.raises(InputError, match=r"unknown base 'dreem'; known are .*exact.*Hub id of a published"):
         load_base("dreem")
     with pytest.raises(InputError, match=r"is no model: config\.json is missing"):
@@ -531,9 +533,20 @@ def test_a_base_is_frozen(family: str) -> None:
         (None, {}, "unknown base 'None'"),
         ("exact", {"device": None}, "device is 'None'; it must be auto, cpu, cuda or cuda:N"),
         ("exact", {"dtype": torch.int8}, "dtype is torch.int8; it must be a floating type of torch"),
-        ("exact", {"dtype": "bfloat16"}, "dtype is 'bfloat16'; it must be a floating type of torch"),
+        ("exact", {"dtype": "bfloat61"}, "dtype is 'bfloat61'; it must be a floating type of torch"),
+        ("exact", {"dtype": "int8"}, "dtype is 'int8'; it must be a floating type of torch"),
+        ("exact", {"dtype": "bfloat16"}, "the exact base runs on the CPU in float32"),
     ],
 )
-def test_names_and_places_of_another_type_are_refused(name: Any, placed: dict[str, Any], said: str) -> None:
+def test_names_and_places_that_are_none_are_refused(name: Any, placed: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         load_base(name, **placed)
+
+
+def test_a_floating_type_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    given: list[torch.dtype] = []
+    registry.register_base("mine", "notes its type")(lambda dtype, **_: given.append(dtype))
+    for dtype in ("auto", None, "float16", torch.float16):
+        load_base("mine", dtype=dtype)
+    assert given == [torch.float32, torch.float32, torch.float16, torch.float16]

@@ -146,6 +146,34 @@ def test_every_window_start_of_a_block_weighs_the_same() -> None:
         assert all(abs(n - share) < 5 * share**0.5 for n in seen), (j, seen, share)
 
 
+@pytest.mark.parametrize(("rollout", "length"), [(1, 2), (2, 4), (3, 4), (3, 5)])
+def test_windows_of_slices_shorter_than_a_block_are_those_of_whole_ones(rollout: int, length: int) -> None:
+    """Fewer than S + rollout - 1 states, from every start: ranks, states of g and of the base, and no other windows."""
+    base = tiny_base("dream", block=SIZE, end_ids=(1,))
+    data, g = texts(base), tiny_sampler(base)
+
+    def windows(length: int, first: int) -> dict[tuple[int, int, int], list[Tensor]]:
+        slices = pack_blocks(data, lambda n, commits: min(first, max(0, commits - 2)), length, base)
+        run, out = unroll(g, slices.frames(base), rollout=rollout), {}
+        for k in range(1, rollout + 1):
+            shape = run.windows, run.n, SIZE
+            rank, student, teacher = (
+                part[k - 1].view(*shape, -1) for part in (run.rank, run.student, run.teacher)
+            )  # fmt: skip
+            for w, m in (rank >= 0).flatten(2).any(-1).nonzero().tolist():
+                real = rank[w, m, :, 0] >= 0
+                where = m, int(slices.views.start_N[m]) + w, k
+                out[where] = [part[w, m][real] for part in (rank, student, teacher)]
+        return out
+
+    whole, seen = windows(SIZE + rollout - 1, 0), set()
+    for first in range(1 - (length - rollout), SIZE - 1):
+        for where, parts in windows(length, first).items():
+            torch.testing.assert_close(parts, whole[where], rtol=0, atol=2e-5)
+            seen.add(where)
+    assert seen == whole.keys() and len(seen) > 30
+
+
 def test_texts_without_commits_in_a_block_and_early_ends_count_nothing_there() -> None:
     base = tiny_base("llada", block=SIZE, end_ids=(1,))
     tokens, order = torch.tensor([2, 5, 6, 7, 8, 1, 1, 1, 1]), torch.tensor([-1, -1, -1, -1, 0, 1, -2, -2, -2])

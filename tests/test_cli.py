@@ -1,6 +1,7 @@
 """The command line: flags, files, exit codes, and what is left behind when something goes wrong."""
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -116,6 +117,11 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
 
 SAYS = "unknown decoder 'paralel'; did you mean parallel?"
 NOWHERE = "no file 'nowhere'"
+NEEDED = {"trajectories": "--output x", "eval math": "--shots 0"}
+NO_BASE = {
+    "smol-blok": "unknown base 'smol-blok'; did you mean smol-block? known are adapted, antiberty, checkpoint, exact,",
+    "./nowhere": "there is no file or folder './nowhere'", "nowhere.gguf": "there is no file or folder 'nowhere.gguf'",
+}  # fmt: skip
 WRONG = {  # arguments behind a command -> what is said; "nowhere" does not exist
     "generate": {"a --tokens-per-step 0": "tokens_per_step is 0", "a --sampler nowhere": "nowhere holds no sampler",
                  "a --decoder paralel": SAYS, "--config no.yaml": "cannot read no.yaml"},
@@ -151,7 +157,8 @@ WRONG = {  # arguments behind a command -> what is said; "nowhere" does not exis
     "eval mbpp": {"--ks 2": "ks is (2,)", "--allow-code-execution --data nowhere": NOWHERE},
     "eval parallelbench": {"--n -1": "n is -1", "--data nowhere": "cannot read nowhere/waiting_line",
                            "--tasks copi": "unknown task 'copi'"},
-    "bench runtime": {"--runs 0": "runs is 0", "--sampler nowhere": "nowhere holds no sampler",
+    "bench runtime": {"--runs 0": "runs is 0", "--base tiny-shape --sampler nowhere": "nowhere holds no sampler",
+                      "--base tiny-shap": "did you mean tiny-shape?",
                       "--decoders paralel": SAYS},
     "report": {"nowhere --samples -1": "samples is -1", "nowhere": "no result in nowhere"},
     "genrate": {"": "did you mean generate?"}, "eval": {"tabel": "did you mean table?"},
@@ -166,12 +173,16 @@ def test_a_wrong_value_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         "sys.exit(set(codes) != {2} or 'torch' in sys.modules)"
     )
     wrong = {f"{name} {words}": said for name, cases in WRONG.items() for words, said in cases.items()}
+    based = [name for name in COMMANDS if "base" in {field.name for field in fields(named(COMMANDS[name].settings))}]
+    for name, (base, said) in itertools.product(based, NO_BASE.items()):
+        wrong[f"{name} {NEEDED.get(name, '')} --base {base}"] = said
     command = [sys.executable, "-c", program, *wrong]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     told = dict(zip(wrong, done.stderr.splitlines(), strict=True))
     assert {words: line for words, line in told.items() if wrong[words] not in line} == {}
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, "", [])
     assert set(COMMANDS) - set(WRONG) == {"bases", "decoders", "fetch", "export"}  # no count, and no work before a path
+    assert len(based) > 12 and "export" in based
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -210,7 +221,7 @@ def test_decode_flags_are_those_of_decode_config() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--base", "exakt"], "unknown base 'exakt'; known are adapted, antiberty, checkpoint, exact"),
+        (["--base", "exakt"], "unknown base 'exakt'; did you mean exact? known are adapted, antiberty"),
         (["--decoder", "magic"], "unknown decoder 'magic'; known are joint, parallel, adjust"),
         (["--decoder", "adjust"], "no sampler ships for base 'exact'; name one"),
         (["--tokens-per-step", "0"], "tokens_per_step is 0; it must be at least 1"),

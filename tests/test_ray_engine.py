@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,15 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Killer(logging.Handler):
-    """Kills the worker that made the first shard, and keeps (first row, worker) of all that came back."""
+    """Kills the worker that made the first shard, and keeps (first row, worker) of all that came back.
+
+    Also the names of the threads that there were.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.seen: list[tuple[int, int]] = []
+        self.threads: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         if "made by worker" in record.msg:
@@ -50,6 +55,7 @@ class Killer(logging.Handler):
             if not self.seen:
                 os.kill(worker, signal.SIGKILL)  # type: ignore[arg-type]
             self.seen.append((first, worker))  # type: ignore[arg-type]
+            self.threads |= {thread.name.split("-")[0] for thread in threading.enumerate()}
 
 
 @pytest.mark.slow
@@ -77,6 +83,7 @@ def test_a_killed_worker_loses_and_doubles_nothing(
     assert sorted(first for first, _ in killer.seen) == [n for n in range(0, ROWS, SHARD) if n != 3 * SHARD]
     assert len({worker for _, worker in killer.seen}) == 3  # the two, and the one that took the dead one's place
     assert not ray.is_initialized()
+    assert {"StreamingExecutor", "iter_threaded"} <= killer.threads  # as the engine knows them
 
 
 @pytest.mark.slow
@@ -153,6 +160,20 @@ def test_bad_input_and_a_full_disk_come_back_as_they_are(tmp_path: Path, monkeyp
     error = told()
     assert isinstance(error, RuntimeError)
     assert str(error) == "an actor failed on rows 0..63: ZeroDivisionError: made up"
+
+
+def test_a_cluster_ends_behind_the_threads_that_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    alive: list[bool] = []
+    late = threading.Thread(target=time.sleep, args=(0.2,), name="iter_threaded", daemon=True)
+    monkeypatch.setattr(ray_engine, "_start", lambda *_: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray, "shutdown", lambda: alive.append(late.is_alive()))
+    with pytest.raises(InputError, match="wrong"), ray_engine._cluster(settings(tmp_path, engine="ray"), 1):
+        late.start()
+        raise InputError("wrong")
+    assert alive == [False]
 
 
 def test_shards_on_another_machines_disk_are_missed(local: Path, tmp_path: Path) -> None:

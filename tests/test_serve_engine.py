@@ -166,6 +166,22 @@ def test_bounds_on_rows_and_tokens_hold_and_the_oldest_goes_first() -> None:
     assert ends == [8, 8, 30, 2]
 
 
+def test_every_canvas_that_a_pass_looks_at_counts() -> None:
+    """Canvases of 9 tokens, at most 75 of a pass: drafts of `verified` and completions of `edlm` are canvases, too."""
+    base = chat_base(context=64)
+    helpers = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
+    for decoder, options, rows in (
+        ("joint", {}, 8), ("verified", {"depth": 1}, 8), ("verified", {"depth": 2}, 4), ("verified", {}, 2),
+        ("verified", {"depth": 9}, 1), ("edlm", {}, 4), ("edlm", {"completions": 4}, 2),
+    ):  # fmt: skip
+        engine, ids = Engine(base, **helpers, limits=Limits(tokens=75)), [BOS, 10, 11]
+        logs = [submit(engine, work_of(ids, new=6, seed=n, decoder=decoder, options=options))[1] for n in range(9)]
+        engine.turn()
+        assert (engine.running + sum(len(log.finished) for log in logs), engine.waiting) == (rows, 9 - rows)
+        play(engine)
+        assert all(log.finished for log in logs)
+
+
 def test_the_queue_is_bounded_and_a_request_comes_in_whole_or_not_at_all() -> None:
     _, engine, ids = typed(queue=3)
     submit(engine, work_of(ids, ids))

@@ -322,6 +322,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"decoder": "threshold", "decoder_options": {"tau": [1]}}, None),
     ({"decoder": "adaptive", "decoder_options": {"most": 10**30}}, None),
     ({"decoder": "edlm", "decoder_options": {"completions": 1000}}, "decoder_options"),
+    ({"decoder": "verified", "decoder_options": {"depth": 1000}}, "decoder_options"),
     ({"decoder": "threshold", "tokens_per_step": 2}, "tokens_per_step"), ({"tokens_per_step": 0}, "tokens_per_step"),
     ({"tokens_per_step": 10**12}, "tokens_per_step"), ({"block_length": 0}, "block_length"),
     ({"order": "best"}, "order"),

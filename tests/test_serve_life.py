@@ -342,7 +342,7 @@ def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch
         else:
             wait_for(lambda: not live)
             assert time.monotonic() - begun < WHOLE + LATE
-            assert served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+            wait_for(lambda: served.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0})
 
 
 def test_answers_leave_at_once(slow: tuple[Typist, Served]) -> None:

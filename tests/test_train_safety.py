@@ -704,6 +704,26 @@ def test_two_ranks_equal_one_that_accumulates_twice(exact: ExactBase, folder: Pa
     assert json.loads((tmp_path / "two" / "result.json").read_text())["results"]["windows"] == 6 * 2 * 4
 
 
+def test_a_group_on_cpus_ends_before_its_process() -> None:
+    """Two ranks, one a fork of the other; what was registered first runs last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = (
+        "import atexit, os\n"
+        "import torch.distributed as dist\n"
+        "atexit.register(lambda: print('there' if dist.is_initialized() else 'ended', flush=True))\n"
+        "from adjust_dlm.train import distributed\n"
+        "os.environ['RANK'] = str(int(os.fork() == 0))\n"
+        "distributed.start()\n"
+        "assert distributed.from_all_ranks([os.environ['RANK']]) == ['0', '1']\n"
+    )
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stdout.split()) == (0, ["ended"] * 2), done.stderr
+
+
 def test_ranks_that_would_go_on_from_different_steps_stop(
     exact: ExactBase, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        for name, kind in _annotations(cls).items():
+        kinds = _annotations(cls)
+        for name, kind in ((field.name, kinds[field.name]) for field in fields(self)):
             value, items = getattr(self, name), get_origin(kind) is tuple
             several = items and isinstance(value, tuple | list)
             for one in value if several else [value]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from adjust_dlm.types import InputError, refusing, require
+from adjust_dlm.types import DEFAULT_BASE, InputError, refusing, require
+from adjust_dlm.words import known
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a model: no code, no pickles
 SAMPLER = "sampler.json"  # the config of a g
+BASES = ("adapted", "antiberty", "checkpoint", "exact", "smol", "smol-block")  # that `bases` registers
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -59,8 +62,18 @@ def local(name: Path | str, files: Sequence[str], *, revision: str | None = None
 
 def require_device(name: str) -> None:
     """Raises InputError for what is no name of a device."""
-    known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
-    require(known is not None, f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
+    good = re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None
+    require(good, f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
+
+
+def require_base(name: str, names: Iterable[str]) -> None:
+    """Raises InputError unless a base is one of these names, a path that is there, or a Hub id."""
+    path = Path(name)
+    if name in names or path.exists() or is_hub_id(path.as_posix()):
+        return
+    require("/" not in name and path.suffix != ".gguf", f"there is no file or folder {name!r}")
+    others = "a folder that `adjust adapt` wrote, or the path or Hub id of a published checkpoint (docs/models.md)"
+    raise InputError(f"unknown base {name!r}; {known(name, names)}, {others}")
 
 
 def require_sampler(folder: Path) -> Path:
@@ -75,8 +88,10 @@ def require_ar(folder: Path, source: str) -> None:
 
 
 def check_named(settings: object) -> None:
-    """Raises InputError for no device, and for a sampler or an AR model that is neither there nor a Hub id."""
+    """Raises InputError for no device, and for a base, sampler or AR model that is neither there nor a Hub id."""
     require_device(getattr(settings, "device", "auto"))
+    if "adjust_dlm.bases" not in sys.modules:  # else `load_base` says it, which knows what was registered besides
+        require_base(getattr(settings, "base", DEFAULT_BASE), getattr(settings, "bases", BASES))
     for name in ("sampler", "judge", "partner", "ar"):
         source = str(getattr(settings, name, None) or "smol")
         if source == "smol" or (is_hub_id(source) and not Path(source).exists()):

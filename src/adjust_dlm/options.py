@@ -13,6 +13,7 @@ EndSwitch = Literal["off", "faithful", "sane"]
 Remasking = Literal["low_confidence_static", "low_confidence_dynamic", "sequential"]
 Keep = Literal["random", "left_to_right"]
 Reference = Literal["causal", "remasked"]
+CANVASES = ("completions", "depth")  # settings that say how many canvases of each row one pass looks at
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.packed import frozen_linear
 from adjust_dlm.bases.tokenizers import chat_ids
 from adjust_dlm.checks import Checked, Count, InputError, refusing, require
-from adjust_dlm.hub import require_device
+from adjust_dlm.hub import require_base, require_device
 from adjust_dlm.types import OrderOn, OrderRule, State
 
 
@@ -330,7 +330,7 @@ def known_bases() -> dict[str, str]:
 
 
 def load_base(
-    name_or_path: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, **options: Any
+    name_or_path: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | str | None = None, **options: Any
 ) -> Base:
     """Loads a base by registered name, or by the path or Hub id of its model.
 
@@ -338,7 +338,7 @@ def load_base(
         name_or_path: a name from `known_bases()`; a folder that `adjust adapt` wrote (it has `base.json`); or a
             published checkpoint: folder, `.gguf` file or Hub id (see `bases.checkpoint`).
         device: where to put it; "auto" is the GPU if there is one and the base can use it.
-        dtype: floating type; fp32 on the CPU and bf16 on a GPU unless given.
+        dtype: floating type or its name; fp32 on the CPU and bf16 on a GPU unless given, or for "auto".
         options: passed to the loader (`length=` of the exact base; `quantize=` of smol, an adapted base or a
             checkpoint; `device_map=`, `revision=` of a checkpoint); None is as if not given.
 
@@ -349,20 +349,16 @@ def load_base(
     if device == "auto" and name_or_path in _REGISTRY and _REGISTRY[name_or_path].cpu_only:
         device = "cpu"
     device = device if isinstance(device, torch.device) else pick_device(str(device))
-    kind: Any = dtype
+    kind: Any = None if dtype == "auto" else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     floats = kind is None or (isinstance(kind, torch.dtype) and kind.is_floating_point)
     require(floats, f"dtype is {dtype!r}; it must be a floating type of torch")
-    placed = {"device": device, "dtype": dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)}
+    placed = {"device": device, "dtype": kind or (torch.float32 if device.type == "cpu" else torch.bfloat16)}
     if name_or_path in _REGISTRY:
         return _load(name_or_path, options, placed)
     if Path(name_or_path, "base.json").is_file():
         return _load("adapted", options, {"path": Path(name_or_path), **placed})
-    if Path(name_or_path).exists() or "/" in name_or_path or name_or_path.endswith(".gguf"):
-        return _load("checkpoint", options, {"source": name_or_path, **placed})
-    raise InputError(
-        f"unknown base {name_or_path!r}; known are {', '.join(known_bases())}, the path of a folder that "
-        "`adjust adapt` wrote, or the path or Hub id of a published checkpoint (docs/models.md)"
-    )
+    require_base(name_or_path, known_bases())
+    return _load("checkpoint", options, {"source": name_or_path, **placed})
 
 
 def _load(kind: str, options: dict[str, Any], given: dict[str, Any]) -> Base:

@@ -61,7 +61,7 @@ class _Opened:
 
 @register_base("checkpoint", "Dream, LLaDA, Fast-dLLM v2, SDAR: a folder, .gguf file or Hub id instead of this name")
 def load_checkpoint(
-    *, device: torch.device, dtype: torch.dtype, source: str | None = None, revision: str | None = None,
+    *, device: torch.device, dtype: torch.dtype, source: str = "", revision: str | None = None,
     tokenizer: str | None = None, quantize: Quantize | None = None, device_map: DeviceMap | None = None,
 ) -> TransformerBase:  # fmt: skip
     """Loads a published checkpoint.
@@ -78,11 +78,9 @@ def load_checkpoint(
     Raises:
         InputError: nothing there, an unknown family, or weights that are not exactly those of the config.
     """
-    require(source is not None, "the base 'checkpoint' is loaded by the path or Hub id of its model")
-    assert source is not None
+    require(source != "", "the base 'checkpoint' is loaded by the path or Hub id of its model")
     check_placement(quantize, device_map)
     path = local(source, PATTERNS, revision=revision)
-    require(path.exists(), f"there is no file or folder {source!r}")
     opened = _open_gguf(path) if path.suffix == ".gguf" else _open_folder(path)
     words = read_tokenizer(Path(tokenizer) if tokenizer else path) if tokenizer or path.is_dir() else None
     require(tokenizer is None or words is not None, f"there is no tokenizer in {tokenizer!r}")

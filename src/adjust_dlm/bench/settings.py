@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from adjust_dlm.bench.shapes import SHAPES
 from adjust_dlm.checks import Above0, Checked, Count, NotNegative, TopP, Whole, require
+from adjust_dlm.hub import BASES
 from adjust_dlm.options import VerifiedOptions
 from adjust_dlm.types import DEFAULT_BASE, OrderRule, Quantize, check_placement
 from adjust_dlm.variants import read_variant
@@ -55,6 +56,7 @@ class RuntimeConfig(Checked):
         quantize: int8 or fp8 weights of linear layers, or fp8-dynamic, which multiplies in fp8, too.
     """
 
+    bases: ClassVar = (*BASES, *SHAPES)
     base: str = DEFAULT_BASE
     sampler: str | None = None
     partner: str | None = None
@@ -84,8 +86,7 @@ class RuntimeConfig(Checked):
         for decoder in self.decoders:
             if decoder != COMPONENTS:
                 check_wait(decoder, self.tokens_per_wait)
-        require(not self.layers or self.base in SHAPES, f"layers can be set for {', '.join(SHAPES)}, not {self.base!r}")
-        require(
-            self.block is None or self.base in SHAPES, f"block can be set for {', '.join(SHAPES)}, not {self.base!r}"
-        )
+        for name in ("layers", "block"):
+            good = not getattr(self, name) or self.base in SHAPES
+            require(good, f"{name} can be set for {', '.join(SHAPES)}, not {self.base!r}")
         check_placement(self.quantize, None)

@@ -114,14 +114,11 @@ def set_malloc(*, map_from: int, keep: int) -> None:
 
 def load_for(flags: LoadFlags) -> Base:
     """The base that the flags name, on their device."""
-    import torch
-
     from adjust_dlm.bases import load_base
 
-    dtype = None if flags.dtype == "auto" else getattr(torch, flags.dtype)
     options = {"quantize": flags.quantize, "device_map": flags.device_map, "revision": flags.revision}
     with status(f"loading {flags.base}"):
-        base = load_base(flags.base, device=flags.device, dtype=dtype, **options)
+        base = load_base(flags.base, device=flags.device, dtype=flags.dtype, **options)
     if flags.compile:
         base.compile()
     return base

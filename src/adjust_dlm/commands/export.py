@@ -57,15 +57,13 @@ class ExportConfig:
 def run(flags: ExportConfig) -> Outcome:
     """Writes the repository, uploads it if asked to, prints where it is."""
     _check(flags)
-    import torch
-
     from adjust_dlm.artifacts import upload
     from adjust_dlm.bases import load_base
     from adjust_dlm.exported import export
 
     training = None if flags.run is None else read_yaml(flags.run)
     results = None if flags.results is None else read_yaml(flags.results)
-    base = load_base(flags.base, dtype=torch.bfloat16)  # what is written is bf16
+    base = load_base(flags.base, dtype="bfloat16")  # what is written is bf16
     sampler, provenance, its_run = _sampler(flags, base)
     given = {"license": flags.license, "base_model": flags.base_model, "data": flags.data}
     provenance.pop("base", None)  # as this base is called here

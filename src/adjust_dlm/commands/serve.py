@@ -34,7 +34,7 @@ class ServeConfig(DrawFlags):
         set: settings of that decoder, as NAME=VALUE.
         load_partner: load the autoregressive partner, for NLL in /v1/canvas and decoders that ask one.
         max_rows: rows decoded at a time.
-        max_batch_tokens: rows times longest canvas of a batch, at most.
+        max_batch_tokens: rows times longest canvas of a batch, times the canvases that a pass looks at, at most.
         max_queue: rows that may wait; more are refused with 429.
         timeout: seconds after which a request is given up, waiting included.
         api_key: what clients must send as bearer token; better given in the environment, as ADJUST_API_KEY.

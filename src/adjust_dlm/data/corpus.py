@@ -49,8 +49,7 @@ class Corpus:
 
     def of_kind(self, kind: str) -> Corpus:
         """The canvases of one kind."""
-        keep_N = self.kind_N == KINDS.index(kind)
-        return self._rows(keep_N.nonzero()[:, 0])
+        return self._rows((self.kind_N == KINDS.index(kind)).nonzero()[:, 0])
 
     def like(self, other: Corpus) -> Corpus:
         """Its first canvases of every kind, as many as the other corpus has."""

@@ -164,6 +164,9 @@ def _cluster(config: Any, shards: int) -> Iterator[_Pool]:
         yield _pool(config, ray.cluster_resources(), shards, fixed=ours and address is None)
     finally:
         if ours:
+            for thread in threading.enumerate():  # Ray Data's own: what they ask of Ray after its end can abort us
+                if thread.name.startswith(("StreamingExecutor", "iter_threaded")):
+                    thread.join(LATE)
             ray.shutdown()  # of a cluster that was there before, this only lets go
 
 
@@ -176,8 +179,7 @@ def _start(ray: Any, config: Any, address: str | None) -> None:
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
         logging.getLogger("ray.data").setLevel(logging.ERROR)
     if address is None:
-        cpus = max(config.actors or 1, os.cpu_count() or 1)
-        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+        ray.init(num_cpus=max(config.actors or 1, os.cpu_count() or 1), include_dashboard=False, **quiet)
         return
     with refusing(f"no Ray cluster answers at {address}", OSError, ValueError, first=True):  # OSError: ConnectionError
         host, _, port = address.removeprefix("ray://").rpartition(":")

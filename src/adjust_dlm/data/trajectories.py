@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data import store
@@ -85,9 +83,7 @@ def make_trajectories(
 
 def prepared_run(config: TrajectoriesConfig, base: Base | None = None, source: PromptSource | None = None) -> RowMaker:
     """A process's part of a folder, which is made or fits the settings; loads what is not given."""
-    if base is None:
-        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-        base = load_base(config.base, device=config.device, dtype=dtype)
+    base = base or load_base(config.base, device=config.device, dtype=config.dtype)
     if source is None:
         last = config.first_row + config.num
         source = open_prompts(config.prompts, base, chat=config.chat, rows=last, seed=config.seed)

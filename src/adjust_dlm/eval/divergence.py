@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adjust_dlm.bases import Base, load_base
 from adjust_dlm.data.prompts import open_prompts
 from adjust_dlm.decoders import make_plan
@@ -36,8 +34,7 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
         InputError: a decoder whose law cannot be read off its commits; the reason is named.
     """
     distributed.start()
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    base = base or load_base(config.base, device=config.device, dtype=dtype, quantize=config.quantize)
+    base = base or load_base(config.base, device=config.device, dtype=config.dtype, quantize=config.quantize)
     cells = {
         (temperature, variant): config.decode_config(temperature=temperature).but(**read_variant(variant).settings)
         for temperature, variant in config.cells()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adjust_dlm.data.prompts import unconditional
+from adjust_dlm.options import CANVASES
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.schemas import CanvasAsk, Sampling
@@ -16,7 +17,7 @@ from adjust_dlm.serve.work import RowSpec, Work
 from adjust_dlm.types import DecodeConfig
 from adjust_dlm.variants import DECODERS
 
-MOST_COMPLETIONS = 16  # of `edlm`, each a canvas of its own
+MOST_CANVASES = 16  # that a client may have one pass look at for each row
 Said = dict[str, Any]
 
 
@@ -172,7 +173,7 @@ def _decoder(engine: Engine, defaults: AppConfig, said: Said) -> tuple[str, Said
     elif step is not None and not DECODERS[decoder].takes_k and (decoder, step) != ("joint", 1):
         message = f"decoder {decoder!r} decides itself how many tokens a pass commits"
         raise ApiError(400, message, param="tokens_per_step")
-    many = options.get("completions", 0)
-    if isinstance(many, int | float) and many > MOST_COMPLETIONS:
-        raise ApiError(400, f"completions is {many}; it goes up to {MOST_COMPLETIONS} here", param="decoder_options")
+    for name, many in said.get("decoder_options", {}).items():
+        if name in CANVASES and isinstance(many, int | float) and many > MOST_CANVASES:
+            raise ApiError(400, f"{name} is {many}; it goes up to {MOST_CANVASES} here", param="decoder_options")
     return decoder, options

@@ -24,7 +24,7 @@ class Limits(Checked):
 
     Attributes:
         rows: decoded at a time, over all lanes.
-        tokens: of a lane's padded batch (rows times the longest canvas); a single row is always let in.
+        tokens: of a lane's padded batch (rows times the longest canvas, see `Lane.fits`); one row is always let in.
         queue: rows that may wait.
         seconds: after which a request is given up, waiting included.
     """

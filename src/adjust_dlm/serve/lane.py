@@ -13,6 +13,7 @@ import torch
 
 from adjust_dlm.decoders import Plan
 from adjust_dlm.decoders.machinery.rows import RoundCanvas, before, join, take
+from adjust_dlm.options import CANVASES
 from adjust_dlm.serve.work import Commit, Cost, Finished, Progress, Row
 from adjust_dlm.types import InputError
 
@@ -55,9 +56,10 @@ class Lane:
         return canvas
 
     def fits(self, row: Row, most_tokens: int) -> bool:
-        """Whether the padded batch stays within bounds with one more row."""
+        """Whether the padded batch stays within bounds with one more row; every canvas that a pass looks at counts."""
         longest = max(one.length for one in (row, *self.rows))
-        return (len(self.rows) + 1) * longest <= most_tokens
+        many = max(getattr(own, name, 1) for own in (*self.plan.own, None) for name in CANVASES)
+        return (len(self.rows) + 1) * longest * many <= most_tokens
 
     def add(self, row: Row) -> None:
         """One more row, between rounds; `settle` comes next. Raises InputError if it does not fit the base."""
@@ -78,10 +80,8 @@ class Lane:
             del self.rows[-len(coming) :]
 
     def drop_over(self) -> None:
-        """Rows that nobody waits for leave."""
-        self._keep([b for b, row in enumerate(self.rows) if not row.ticket.over])
-
-    def _keep(self, kept: list[int]) -> None:
+        """Rows that are finished, or that nobody waits for, leave."""
+        kept = [b for b, row in enumerate(self.rows) if row.writer.reason is None and not row.ticket.over]
         if len(kept) < len(self.rows):
             self.rows = [self.rows[b] for b in kept]
             if kept:
@@ -152,7 +152,7 @@ class Lane:
             except BaseException as error:  # text that cannot be decoded
                 logger.exception("a request failed")
                 row.ticket.tell(error)
-        self._keep([b for b, row in enumerate(self.rows) if row.writer.reason is None and not row.ticket.over])
+        self.drop_over()
         return Cost(*map(max, zip(*spent, strict=True)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable
 from datetime import timedelta
@@ -24,6 +25,8 @@ def start() -> tuple[int, int, torch.device]:
     if world > 1 and not dist.is_initialized():
         # Ranks wait while others sample a corpus or cluster features: minutes, not the default ten.
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+        if device.type == "cpu":  # gloo's threads: what they ask of the interpreter after its end can abort it
+            atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return rank, world, device
 
 

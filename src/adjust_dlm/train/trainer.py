@@ -96,8 +96,7 @@ def train(config: TrainConfig, base: Base | None = None) -> dict[str, Any]:
 
 
 def _prepare(config: TrainConfig, base: Base | None, rank: int, world: int) -> Run:
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    base = base or load_base(config.base, device="auto", dtype=dtype)
+    base = base or load_base(config.base, device="auto", dtype=config.dtype)
     base = base.with_features(config.features)
     _check_blocks(config, base)
     data: Sequence[Trajectory] = ()
