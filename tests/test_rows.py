@@ -20,8 +20,8 @@ from test_fast import Replayed
 RESUMABLE = [name for name, entry in DECODERS.items() if entry.resumable]
 # Prompt, new tokens, seed, row id: all differ.
 ROWS = [
-    ([BOS, 5, 6], 7, 1, 0), ([BOS, 9, 7, 4, 11, 8], 12, -9, 4), ([BOS], 3, 2**63, 2),
-    ([BOS, 9, MASK, 7, MASK, 4], 5, 7, 7), ([BOS, 4, 4], 9, 1, 1), ([BOS, 12], 1, 0, 0),
+    ([BOS, 5, 6], 5, 1, 0), ([BOS, 9, 7, 4, 11, 8], 7, -9, 4), ([BOS], 3, 2**63, 2),
+    ([BOS, 9, MASK, 7, MASK, 4], 3, 7, 7), ([BOS, 4, 4], 6, 1, 1), ([BOS, 12], 1, 0, 0),
 ]  # fmt: skip
 
 
