@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,6 +46,7 @@ from helpers import (
 from test_checkpoint import write
 from test_properties import configs, heeded, prompts
 
+BOTH = [[BOS, 5], [BOS, MASK, 9]]
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS], [BOS, 3, 3, 3, MASK, MASK]]
 CALLS = ("base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B")
 
@@ -187,11 +188,14 @@ def test_the_kernels_read_states_with_others_behind_them(monkeypatch: pytest.Mon
         both(base, PROMPTS[:2], config, "adjust", sampler=g, sparse=sparse)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
     new=st.integers(1, 3), slots=st.sampled_from([None, 1]),
 )  # fmt: skip
+@example("dream", "joint", DecodeConfig(temperature=1.7, top_p=0.5, order="entropy", order_on="processed"), BOTH, 3, 1)
+@example("llada", "parallel", DecodeConfig(top_k=3, tokens_per_step=2, order_on="raw", seed=1), BOTH, 3, None)
+@example("dream", "adjust", DecodeConfig(temperature=0.0, candidates=1, suppress_eos=True, block_length=3), BOTH, 3, 1)
 def test_kernels_with_whatever_settings(
     family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], new: int, slots: int | None
 ) -> None:
