@@ -58,7 +58,7 @@ def test_prompts_of_every_length_and_every_k(family: str, size: int, temperature
         both(base, prompts(size), config, decoder, sampler=g, slots=(None, 3)[k % 2])
 
 
-@settings(max_examples=70)
+@settings(max_examples=100)
 @given(
     family=st.sampled_from(KINDS), size=st.sampled_from(SIZES), decoder=st.sampled_from(CORE), config=configs,
     given_=st.lists(st.lists(TOKENS, max_size=11), min_size=1, max_size=5), parts=st.integers(0, 3),

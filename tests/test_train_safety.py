@@ -3,12 +3,11 @@
 import functools
 import json
 import math
-import multiprocessing
 import os
+import pickle
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import states_compared, unrolled_kl
 from adjust_dlm.types import InputError, State, Trajectory
 from helpers import tiny_base, unroll_slices
+from ranks import first_of_two
 from test_one_pass import run_settings as one_pass_settings
 from test_train import settings, weights
 
@@ -643,33 +643,19 @@ def one_of_two(rank: int, mixed: Mixed) -> list[Any]:
     ]  # fmt: skip
 
 
-def second_of_two(mixed: Mixed, env: dict[str, str]) -> None:
-    os.environ.update(env, RANK="1")
-    torch.set_num_threads(1)
-    one_of_two(1, mixed)
-    torch.distributed.destroy_process_group()
+SECOND = """
+import pickle, sys, torch, test_train_safety
+torch.set_num_threads(1)
+test_train_safety.one_of_two(1, pickle.loads(bytes.fromhex(sys.argv[1])))
+torch.distributed.destroy_process_group()
+"""
 
 
 def test_a_step_is_the_same_however_it_is_cut(mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices x accumulate x ranks over the same eight slices: one loss, one gradient; two ranks bit for bit.
-
-    This process is the first rank.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    other = multiprocessing.get_context("spawn").Process(target=second_of_two, args=(mixed, env), daemon=True)
-    other.start()
-    for name, value in {**env, "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    try:
+    """Slices x accumulate x ranks over the same eight slices: one loss, one gradient; two ranks bit for bit."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with first_of_two("-c", SECOND, pickle.dumps(mixed).hex()):
         of_two = one_of_two(0, mixed)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        monkeypatch.undo()
-    other.join()
-    assert other.exitcode == 0
     for stored, (two, longer) in zip(mixed, of_two, strict=True):
         for at, form in enumerate(FORMS):
             one = {cut: stepped(cut_run(stored, 0, 1, *cut, form)) for cut in cuts_of(form)}
