@@ -384,7 +384,7 @@ def _fuzz(operation: Any, checks: Any) -> None:
         if mode is schemathesis.GenerationMode.NEGATIVE and operation.method == "get":
             continue
 
-        @settings(max_examples=10, deadline=None, suppress_health_check=quiet, phases=[Phase.generate], database=None)
+        @settings(max_examples=15, deadline=None, suppress_health_check=quiet, phases=[Phase.generate], database=None)
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
             case.call_and_validate(checks=checks, timeout=60)
