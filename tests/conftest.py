@@ -2,6 +2,9 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,31 @@ settings.register_profile(
     "house", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("house")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreted_quickly() -> Iterator[None]:
+    """Triton's interpreter replaces its whole language again in every call that a kernel makes: half of its time.
+
+    Once for each module of such functions is enough: what the kernel itself needs is replaced at its start.
+    """
+    if not find_spec("triton"):
+        yield
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+
+    call, seen = InterpretedFunction.__call__, set[str]()
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        module = function.fn.__module__
+        if module in seen:
+            return function.rewrite()(*args, **kwargs)
+        seen.add(module)
+        return call(function, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "__call__", called)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -37,6 +38,7 @@ from adjust_dlm.train.masked_ce import (
     stratified_times,
 )
 from adjust_dlm.types import InputError, State
+from ranks import first_of_two
 from tiny_ar import BOS, IM_END, MASK, save_tiny, tiny_model, tiny_tokenizer
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -567,20 +569,14 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
 
     config = run_config(tmp_path, "one", steps=4, lr=1e-3)
     adapt(config)
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys, pathlib, torch\n"
-        "from adjust_dlm.train.adapt import AdaptConfig, adapt\n"
-        "torch.set_num_threads(1)\n"
-        f"p = pathlib.Path({str(tmp_path)!r})\n"
-        "adapt(AdaptConfig(ar=str(p / 'ar'), output=p / 'two', text=32, chat=0, lists=0, heldout=8, steps=4, lr=1e-3,\n"
-        "    text_files=(p / 'text.txt',), length=20, batch_size=8, micro_batch=4, lora_rank=4, lora_alpha=4,\n"
-        "    warmup=2, log_every=2, share_files=1.0))\n"
-        "torch.distributed.destroy_process_group()\n"
+    config = dataclasses.replace(config, output=tmp_path / "two")
+    (tmp_path / "two.pickle").write_bytes(pickle.dumps(config))
+    program = (
+        "import pickle, torch; from adjust_dlm.train.adapt import adapt; torch.set_num_threads(1); "
+        f"adapt(pickle.load(open({str(tmp_path / 'two.pickle')!r}, 'rb'))); torch.distributed.destroy_process_group()"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with first_of_two("-c", program):
+        adapt(config)
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name].float(), weight.float(), rtol=2e-2, atol=2e-4)

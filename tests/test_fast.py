@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,6 +46,7 @@ from helpers import (
 from test_checkpoint import write
 from test_properties import configs, heeded, prompts
 
+BOTH = [[BOS, 5], [BOS, MASK, 9]]
 PROMPTS = [[BOS, 5, 6], [BOS, 9, 7, 4, 11, MASK, 8], [BOS], [BOS, 3, 3, 3, MASK, MASK]]
 CALLS = ("base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B")
 
@@ -90,7 +91,7 @@ def both(base: Any, given_: list[list[int]], config: DecodeConfig, decoder: str,
     return quick
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
     slots=st.sampled_from([None, 1, 2]), sparse=st.booleans(),
@@ -103,7 +104,7 @@ def test_the_same_results_whatever_the_settings(
     both(BASES[family], given_, config, decoder, sampler=SAMPLERS[family], slots=slots, **options)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from(FAMILIES), form=st.sampled_from(sorted(FORMS)), config=configs,
     given_=prompts(MASK, 12, [BOS]), slots=st.sampled_from([None, 1, 2]), sparse=st.booleans(),
@@ -163,7 +164,7 @@ def test_rows_that_are_left_move_to_a_smaller_batch(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_the_kernels_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, rule: Any, temperature: float) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(lane, "has_kernels", lambda device: True)
@@ -182,26 +183,31 @@ def test_the_kernels_read_states_with_others_behind_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(lane, "has_kernels", lambda device: True)
     base = tiny_base("dream", num_hidden_layers=3)
     g = tiny_sampler(base, **FORMS[form])
-    for temperature in (0.0, 0.8):
-        for sparse in (False, True):
-            config = DecodeConfig(max_new_tokens=6, tokens_per_step=3, temperature=temperature, candidates=3)
-            both(base, PROMPTS[:2], config, "adjust", sampler=g, sparse=sparse)
+    for temperature, sparse in ((0.0, True), (0.8, False)):
+        config = DecodeConfig(max_new_tokens=6, tokens_per_step=3, temperature=temperature, candidates=3)
+        both(base, PROMPTS[:2], config, "adjust", sampler=g, sparse=sparse)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
-    slots=st.sampled_from([None, 2]),
+    new=st.integers(1, 3), slots=st.sampled_from([None, 1]),
 )  # fmt: skip
+@example("dream", "joint", DecodeConfig(temperature=1.7, top_p=0.5, order="entropy", order_on="processed"), BOTH, 3, 1)
+@example("llada", "parallel", DecodeConfig(top_k=3, tokens_per_step=2, order_on="raw", seed=1), BOTH, 3, None)
+@example("dream", "adjust", DecodeConfig(temperature=0.0, candidates=1, suppress_eos=True, block_length=3), BOTH, 3, 1)
 def test_kernels_with_whatever_settings(
-    family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], slots: int | None
+    family: str, decoder: str, config: DecodeConfig, given_: list[list[int]], new: int, slots: int | None
 ) -> None:
+    """Two rows of few masks: a kernel without a card takes its time for each of them."""
     pytest.importorskip("triton")
     base = copy.copy(BASES[family])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane, "has_kernels", lambda device: True)
         base.workspace = None
-        both(base, given_, heeded(config, decoder), decoder, sampler=SAMPLERS[family], slots=slots)
+        few = [[*row[:4]] for row in given_[:2]]
+        config = heeded(config, decoder).but(max_new_tokens=new)
+        both(base, few, config, decoder, sampler=SAMPLERS[family], slots=slots)
 
 
 def test_kernels_score_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,8 +439,8 @@ def test_compiled_layers_give_the_same_tokens(family: str, monkeypatch: pytest.M
     base.compile()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
-    for rows in ([[BOS]], [[BOS, 4, 4]], PROMPTS[:2], PROMPTS[:3], PROMPTS):
-        for new in (5, 9, 14):
+    for rows in ([[BOS]], [[BOS, 4, 4]], PROMPTS[:2], PROMPTS):
+        for new in (5, 14):
             config = DecodeConfig(max_new_tokens=new, tokens_per_step=3, seed=new)
             quick = decode(base, rows, config, sampler=tiny_sampler(base), eager=False)
             assert torch.equal(
@@ -547,7 +553,7 @@ def test_every_form_of_g_is_fast_and_captured_once(form: str, caplog: pytest.Log
 def test_forms_of_g_do_not_share_what_differs() -> None:
     """States of other layers, keys of fewer layers; joint decoding in between."""
     base = tiny_base("dream", num_hidden_layers=3)
-    config = DecodeConfig(max_new_tokens=9, tokens_per_step=4, temperature=0.0, candidates=4)
+    config = DecodeConfig(max_new_tokens=5, tokens_per_step=4, temperature=0.0, candidates=3)
     shapes = [
         {"features": (1,)},
         {"features": (2,)},

@@ -179,7 +179,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     family=st.sampled_from(KINDS), size=st.sampled_from(SIZES), decoder=st.sampled_from(CORE), config=configs,
     together=st.integers(1, 5), sparse=st.booleans(), chance=st.booleans(), form=st.sampled_from(sorted(FORMS)),

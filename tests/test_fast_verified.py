@@ -183,19 +183,18 @@ def test_a_law_needs_an_order_that_looks_at_no_draw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "temperature", "match"),
-    [("entropy", 0.0, "token"), ("margin", 0.7, "token"), ("confidence", 0.7, "token"), ("entropy", 1.0, "law"),
-     ("random", 1.0, "law")],
+    ("rule", "temperature", "match", "size"),
+    [("entropy", 0.0, "token", None), ("entropy", 0.0, "token", 4), ("margin", 0.7, "token", 4),
+     ("confidence", 0.7, "token", None), ("entropy", 1.0, "law", 4), ("random", 1.0, "law", None)],
 )  # fmt: skip
 def test_the_kernels_give_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, rule: Any, temperature: float, match: str
+    monkeypatch: pytest.MonkeyPatch, rule: Any, temperature: float, match: str, size: int | None
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(lane, "has_kernels", lambda device: True)
-    for size in (None, 4):
-        base, g = alike(size=size, end_ids=(1, 5))
-        config = DecodeConfig(max_new_tokens=5, temperature=temperature, order=rule, suppress_eos=size is None)
-        both(base, texts(size)[:2], config, "verified", sampler=g, depth=3, match=match)
+    base, g = alike(size=size, end_ids=(1, 5))
+    config = DecodeConfig(max_new_tokens=4, temperature=temperature, order=rule, suppress_eos=size is None)
+    both(base, texts(size)[:2], config, "verified", sampler=g, depth=3, match=match)
 
 
 # Single rounds -------------------------------------------------------------------------------------------------

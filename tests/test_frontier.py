@@ -107,7 +107,8 @@ def test_every_row_is_what_its_texts_say(tmp_path: Path, monkeypatch: pytest.Mon
     partner = CausalPartner(ar, base.spec, name="tiny")
     flags = FrontierConfig(
         output=str(tmp_path / "out"), n=12, temperatures=(1.0,), max_new_tokens=8, batch_size=5, buckets=3,
-        device="cpu",         variants=("adjust:tokens_per_step=4", "threshold:tau=0.5", "apd:mixture=0.9", "verified"),
+        divergence=3, device="cpu",
+        variants=("adjust:tokens_per_step=4", "threshold:tau=0.5", "apd:mixture=0.9", "verified"),
         list_variants=("parallel:tokens_per_step=4", "joint", "parallel:tokens_per_step=4"), list_n=3,
         list_max_new_tokens=6,
     )  # fmt: skip
@@ -218,7 +219,7 @@ def test_every_cell_heeds_eager(*, eager: bool, tmp_path: Path, monkeypatch: pyt
     flags = FrontierConfig(
         output=str(tmp_path), n=3, temperatures=(1.0,), max_new_tokens=4, buckets=2, device="cpu", plot=False,
         variants=("parallel:tokens_per_step=2",), list_variants=("parallel:tokens_per_step=4",), list_n=2,
-        list_max_new_tokens=4, eager=eager,
+        list_max_new_tokens=4, divergence=0, eager=eager,
     )  # fmt: skip
     monkeypatch.setattr(fast, "wanted", lambda base, eager: not eager)
     quick = Counted(fast.run_fast)

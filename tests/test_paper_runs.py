@@ -72,7 +72,7 @@ def test_every_evaluation_runs(
     partner = str(save_tiny(tmp_path / "ar"))
     small: dict[str, Any] = {"output": str(tmp_path / "out"), "partner": partner, "device": "cpu", "max_new_tokens": 8}
     if command == "eval table":
-        small |= {"n": 6, "judge": partner, "buckets": 2}
+        small |= {"n": 4, "divergence": 2, "judge": partner, "buckets": 2}
     else:
         small |= {"limit": 2, **data_of(command, tmp_path)}
     if command == "eval parallelbench":

@@ -87,20 +87,6 @@ def test_a_killed_worker_loses_and_doubles_nothing(
 
 
 @pytest.mark.slow
-def test_a_cluster_that_is_there_stays_and_actors_say_what_is_wrong(local: Path) -> None:
-    import ray
-
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        before = contents(local)
-        with pytest.raises(InputError, match=f"cannot continue {local}: seed was 0 and is now 7"):
-            make_trajectories(settings(local, engine="ray", seed=7))
-        assert ray.is_initialized() and contents(local) == before
-    finally:
-        ray.shutdown()
-
-
-@pytest.mark.slow
 def test_sigterm_stops_a_cluster_of_our_own_and_keeps_whole_shards(local: Path, tmp_path: Path) -> None:
     """Ray's own handler would abort with a page of addresses."""
     words = {"base": "exact", "num": 64_000, "max-new-tokens": 4, "batch-size": 1, "shard-rows": 64, "engine": "ray"}

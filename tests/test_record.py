@@ -192,7 +192,15 @@ def trained(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def ask(kind: type[TableConfig], output: Path, **changes: Any) -> Any:
-    given = {"tokens_per_step": (2,), "temperatures": (0.6,), "n": 6, "max_new_tokens": NEW, "buckets": 2, **changes}
+    given = {
+        "tokens_per_step": (2,),
+        "temperatures": (0.6,),
+        "n": 6,
+        "max_new_tokens": NEW,
+        "buckets": 2,
+        "divergence": 0,
+        **changes,
+    }
     return kind(output=str(output), device="cpu", **given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +19,7 @@ from adjust_dlm.serve import lane
 from adjust_dlm.serve.engine import Engine, Limits
 from adjust_dlm.serve.errors import ApiError
 from adjust_dlm.serve.work import Finished, Progress, RowSpec, Work
-from adjust_dlm.types import DecodeConfig, InputError
+from adjust_dlm.types import DecodeConfig, DecodeResult, InputError
 from helpers import oracle, tiny_sampler
 from serving import Log, Typist, mixed, play, submit, told, typing_engine, wait_for, work_of
 from test_fast import Replayed
@@ -45,6 +46,24 @@ def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "Graphs", Replayed)
 
 
+WORKS = [
+    work_of(ids, ids[::-1] if n % 3 else ids, new=1 + n % 11, seed=n * 2**60, **SETTINGS[n % len(SETTINGS)])
+    for n in range(30)
+    for ids in [[BOS, *range(10, 11 + n % 7)]]
+]
+
+
+@functools.cache
+def alone_once(n: int, b: int) -> DecodeResult:
+    """A row of one of these by itself."""
+    base, work = chat_base(context=128), WORKS[n]
+    spec = work.rows[b]
+    return decode(
+        base, [spec.ids], work.config.but(seed=spec.seed, max_new_tokens=spec.new), decoder=work.decoder,
+        rows=[spec.row], sampler=tiny_sampler(base), partner=tiny_partner(base), **work.options,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_rows_come_out_as_if_alone_whoever_comes_and_goes(*, rows: int, eager: bool) -> None:
@@ -53,19 +72,14 @@ def test_rows_come_out_as_if_alone_whoever_comes_and_goes(*, rows: int, eager: b
     helpers = {"sampler": tiny_sampler(base), "partner": tiny_partner(base)}
     engine = Engine(base, **helpers, limits=Limits(rows=rows), eager=eager)
     asked: list[tuple[Work, Log]] = []
-    for n in range(30):
-        ids = [BOS, *range(10, 11 + n % 7)]
-        work = work_of(ids, ids[::-1] if n % 3 else ids, new=1 + n % 11, seed=n * 2**60, **SETTINGS[n % len(SETTINGS)])
+    for work in WORKS:
         asked.append((work, submit(engine, work)[1]))
         play(engine, 2)
     play(engine)
     assert (engine.held.captures > 0) is not eager
-    for work, log in asked:
+    for n, (work, log) in enumerate(asked):
         for b, spec in enumerate(work.rows):
-            alone = decode(
-                base, [spec.ids], work.config.but(seed=spec.seed, max_new_tokens=spec.new), decoder=work.decoder,
-                rows=[spec.row], **helpers, **work.options,
-            )  # fmt: skip
+            alone = alone_once(n, b)
             end = log.finished[b]
             assert end.ids == alone.tokens_BL[0].tolist()
             assert end.text == base.decode(end.ids[len(spec.ids) :])

@@ -35,6 +35,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from adjust_dlm import cli
 from adjust_dlm.commands import serve as serve_command
 from adjust_dlm.commands.serve import ServeConfig, run
 from adjust_dlm.decoders.fast import engine as fast
@@ -502,7 +503,7 @@ def process(*flags: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
         reader.join(10)
 
 
-def test_the_command_serves_and_leaves_with_zero() -> None:
+def test_the_command_serves_and_leaves_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
     with process("--port", "0", "--max-new-tokens", "3", ADJUST_API_KEY="k") as (running, lines):
         wait_for(lambda: any("serving exact on" in line for line in lines), 60)
         (url,) = re.findall(r"http://127\.0\.0\.1:\d+", "".join(lines))
@@ -512,11 +513,10 @@ def test_the_command_serves_and_leaves_with_zero() -> None:
         assert re.fullmatch(r"[0-3] [0-3] [0-3]", answer.json()["choices"][0]["text"])
         for body in ({"prompt": "1 2", "max_tokens": 3}, {"prompt": "1", "max_tokens": 1}):  # it takes four tokens
             assert client.post("/v1/completions", json=body).status_code == 400
-        taken = subprocess.run(
-            [sys.executable, "-m", "adjust_dlm.cli", "serve", "--base", "exact", "--port", url.split(":")[-1],
-             "--decoder", "joint"], capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert taken.returncode == 1 and "Address already in use" in taken.stderr and "Traceback" not in taken.stderr
+        port = url.split(":")[-1]
+        assert cli.main(["serve", "--base", "exact", "--port", port, "--decoder", "joint"]) == 1
+        said = capsys.readouterr().err
+        assert "Address already in use" in said and "Traceback" not in said
         running.send_signal(signal.SIGTERM)
         assert running.wait(20) == 0
     assert "Traceback" not in "".join(lines) and "SIGTERM: finishing what runs" in "".join(lines)

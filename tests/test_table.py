@@ -52,7 +52,7 @@ def test_cells_are_what_their_texts_say(base: DreamBase, judge: LlamaForCausalLM
     sampler = Sampler(base).eval()
     config = TableConfig(
         base="dream", output=str(tmp_path), n=N, temperatures=(1.0,), tokens_per_step=(2,), max_new_tokens=NEW,
-        batch_size=10, seed=3, device="cpu",
+        batch_size=10, seed=3, divergence=0, device="cpu",
     )  # fmt: skip
     cells = {(c["decoder"], c["tokens_per_step"]): c for c in make_table(config, base, sampler)["cells"]}
     assert list(cells) == [("joint", 1), ("parallel", 2), ("adjust", 2)]
@@ -133,7 +133,7 @@ def test_a_variant_that_names_its_k_is_measured_against_parallel_at_that_k(
     same, other, open_ended = "adjust:tokens_per_step=2", "adjust:tokens_per_step=3", "threshold:tau=2"
     config = TableConfig(
         base="dream", output=str(tmp_path), n=N, temperatures=(1.0,), tokens_per_step=(2,), max_new_tokens=NEW,
-        seed=3, device="cpu", variants=(same, other, open_ended, "parallel:tokens_per_step=2"),
+        seed=3, divergence=0, device="cpu", variants=(same, other, open_ended, "parallel:tokens_per_step=2"),
     )  # fmt: skip
     cells = {c["decoder"]: c for c in make_table(config, base, Sampler(base).eval())["cells"]}
     assert [name for name, cell in cells.items() if "gap_closed" in cell] == ["adjust", same]
@@ -149,7 +149,7 @@ def test_texts_end_at_their_end_token_and_one_token_a_step_is_joint(
     sampler = Sampler(base).eval()
     config = TableConfig(
         base="dream", output=str(tmp_path), n=N, temperatures=(1.0,), tokens_per_step=(1, 2), max_new_tokens=NEW,
-        seed=3, device="cpu", suppress_eos=False, buckets=3,
+        seed=3, divergence=0, device="cpu", suppress_eos=False, buckets=3,
     )  # fmt: skip
     cells = {(c["decoder"], c["tokens_per_step"]): c for c in make_table(config, base, sampler)["cells"]}
     assert list(cells) == [("joint", 1), ("parallel", 2), ("adjust", 2)]

@@ -335,12 +335,16 @@ def weights(output: Path) -> dict[str, Tensor]:
     return torch.load(output / "checkpoint.pt", weights_only=True)["sampler"]
 
 
-def test_trained_g_brings_total_variation_below_parallel(exact: ExactBase, folder: Path, tmp_path: Path) -> None:
+def test_trained_g_brings_total_variation_below_parallel(tmp_path: Path) -> None:
     """Proof 3: K=4 on four tokens is one base pass; parallel is far from p*, a trained g much nearer."""
-    result = train(settings(folder, tmp_path, steps=800, slices=32, lr=1e-2, accumulate=1, eval_every=800), exact)
+    exact = load_exact(words=2, device=CPU, dtype=torch.float32)
+    made = {"num": 1024, "max_new_tokens": 4, "batch_size": 512, "shard_rows": 1024}
+    make_trajectories(TrajectoriesConfig(base="exact", output=str(tmp_path / "t"), **made), base=exact)  # type: ignore[arg-type]
+    few = {"steps": 250, "slices": 32, "lr": 2e-2, "accumulate": 1, "eval_every": 250}
+    result = train(settings(tmp_path / "t", tmp_path, **few), exact)
     held = result["heldout"]
     for k in (1, 2):
-        assert held[f"kl_{k}"] < 0.5 * held[f"stale_{k}"]
+        assert held[f"kl_{k}"] < 0.2 * held[f"stale_{k}"]
     g = load_sampler(tmp_path / "sampler", exact)
     n = 4000
     config = DecodeConfig(tokens_per_step=4, max_new_tokens=4, seed=9)
@@ -361,13 +365,13 @@ def test_trained_g_brings_total_variation_below_parallel(exact: ExactBase, folde
         return 4 * observe(exact, [[]] * 1000, config, decoder=decoder, sampler=helper).summary()["kl_qp"]
 
     # In g's own order, on canvases of its own. Held-out KL says nothing about these: it stays in the base's order.
-    assert divergence("parallel") > 2
-    assert divergence("adjust") < 0.4  # .03 to .24 over six seeds
+    assert divergence("parallel") > 1
+    assert divergence("adjust") < 0.1
     assert result["divergence"]["adjust"]["kl_qp"] < 0.1 * result["divergence"]["parallel"]["kl_qp"]
     distance = {d: total_variation(d) for d in ("joint", "parallel", "adjust")}
-    assert distance["joint"] < 0.1  # sampling noise of 4000 draws from 256 strings
-    assert distance["parallel"] > 0.5
-    assert distance["adjust"] < 0.2
+    assert distance["joint"] < 0.04  # sampling noise of 4000 draws from 16 strings
+    assert distance["parallel"] > 0.4
+    assert distance["adjust"] < 0.1
 
 
 def test_h19_resume_is_bit_for_bit(exact: ExactBase, folder: Path, tmp_path: Path) -> None:

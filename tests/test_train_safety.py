@@ -4,13 +4,14 @@ import functools
 import json
 import math
 import os
+import pickle
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import states_compared, unrolled_kl
 from adjust_dlm.types import InputError, State, Trajectory
 from helpers import tiny_base, unroll_slices
+from ranks import first_of_two
 from test_one_pass import run_settings as one_pass_settings
 from test_train import settings, weights
 
@@ -397,21 +399,22 @@ def test_ranks_tell_each_other_all_scalars_in_one_all_reduce(
     assert (run.elapsed, run.stopping) == (6.0, True)
 
 
-FULL = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-from adjust_dlm.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
+@contextmanager
+def no_larger_files(limit: int) -> Iterator[None]:
+    """A real failure: the kernel refuses to write more than `limit` bytes to a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_write_that_fails_names_the_file(folder: Path, tmp_path: Path) -> None:
-    """A real one: the kernel refuses files beyond a limit, so the checkpoint cannot be written."""
-    code = FULL.format(limit=20_000)
-    command = [sys.executable, "-c", code, *map(str, flags(folder, tmp_path / "run", checkpoint_every=1, steps=2))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"cannot write {tmp_path / 'run' / 'checkpoint.pt'}: File too large" in done.stderr
+def test_a_write_that_fails_names_the_file(run: Run, folder: Path, tmp_path: Path) -> None:
+    with no_larger_files(20_000):
+        code, _, err = run(*flags(folder, tmp_path / "run", checkpoint_every=1, steps=2))
+    assert code == 1 and f"cannot write {tmp_path / 'run' / 'checkpoint.pt'}: File too large" in err
+    assert "Traceback" not in err
     assert not list((tmp_path / "run").glob("*.pt")) and not list((tmp_path / "run").glob(".*part"))
 
 
@@ -419,13 +422,8 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, {"run": {}, "w": torch.zeros(4)})
     before = (tmp_path / "checkpoint.pt").read_bytes()
     payload = {"run": {}, "parts": [torch.zeros(100_000), {"w": torch.zeros(10, dtype=torch.bfloat16)}]}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"cannot write .*checkpoint\.pt: File too large") as caught:
-            save_checkpoint(tmp_path, payload)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with no_larger_files(100_000), pytest.raises(OSError, match=r"cannot write .*\.pt: File too large") as caught:
+        save_checkpoint(tmp_path, payload)
     assert caught.value.errno == 27  # EFBIG; ENOSPC takes the same way
     assert (tmp_path / "checkpoint.pt").read_bytes() == before and not list(tmp_path.glob(".*part"))
 
@@ -580,12 +578,12 @@ def test_every_window_of_a_step_weighs_the_same(folder: Path, tmp_path: Path) ->
         weight_KT = run.sampler.move_KT.grad / (1 / math.e - 1)
         torch.testing.assert_close(weight_KT, count_KT / count_KT.sum(-1, keepdim=True) / 3, rtol=1e-4, atol=1e-6)
     total_KT = torch.zeros(3, 16)
-    for step in range(1500):
+    for step in range(500):
         count_KT = counted(trainer.random_slices(texts, range(8), key=(0, step), **given))
         total_KT += count_KT / count_KT.sum(-1, keepdim=True)
     for k, total_T in enumerate(total_KT, start=1):
         assert total_T[16 - k :].eq(0).all()
-        assert ((total_T[: 16 - k] / total_T.sum() * (16 - k) - 1).abs() < 0.1).all()
+        assert ((total_T[: 16 - k] / total_T.sum() * (16 - k) - 1).abs() < 0.15).all()
 
 
 CUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]  # slices, accumulate; with two ranks half as many slices
@@ -628,36 +626,46 @@ def stepped(run: trainer.Run, steps: int = 1) -> tuple[dict[str, float], Tensor]
     return losses, torch.cat([x.grad.flatten() for x in run.sampler.parameters() if x.grad is not None])
 
 
-def one_of_two(rank: int, mixed: Mixed, port: int) -> None:
-    """A rank of two: the first step of every cut in every form, and five steps of one."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def cuts_of(form: dict[str, Any]) -> list[tuple[int, int]]:
+    return CUTS if form == {} else CUTS[:2]
+
+
+def one_of_two(rank: int, mixed: Mixed) -> list[Any]:
+    """A rank of two: for each base the first step of the cuts in every form, and three steps of one."""
     distributed.start()
-    for stored in mixed:
-        cuts = [stepped(cut_run(stored, rank, 2, s // 2, a, form)) for form in FORMS for s, a in CUTS[:3]]
-        longer = stepped(cut_run(stored, rank, 2, 4, 1, {}), steps=5)
-        if rank == 0:
-            torch.save([*cuts, longer], stored[0] / "two.pt")
-    torch.distributed.destroy_process_group()
+    return [
+        [
+            {(at, cut): stepped(cut_run(stored, rank, 2, cut[0] // 2, cut[1], form))
+             for at, form in enumerate(FORMS) for cut in cuts_of(form)[:3]},
+            stepped(cut_run(stored, rank, 2, 4, 1, {}), steps=3),
+        ]
+        for stored in mixed
+    ]  # fmt: skip
 
 
-def test_a_step_is_the_same_however_it_is_cut(mixed: Mixed) -> None:
+SECOND = """
+import pickle, sys, torch, test_train_safety
+torch.set_num_threads(1)
+test_train_safety.one_of_two(1, pickle.loads(bytes.fromhex(sys.argv[1])))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_step_is_the_same_however_it_is_cut(mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices x accumulate x ranks over the same eight slices: one loss, one gradient; two ranks bit for bit."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_two, (mixed, port), nprocs=2)
-    for stored in mixed:
-        *two, longer = torch.load(stored[0] / "two.pt")
-        for n, form in enumerate(FORMS):
-            one = [stepped(cut_run(stored, 0, 1, s, a, form)) for s, a in CUTS]
-            loss, gradient = one[0]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with first_of_two("-c", SECOND, pickle.dumps(mixed).hex()):
+        of_two = one_of_two(0, mixed)
+    for stored, (two, longer) in zip(mixed, of_two, strict=True):
+        for at, form in enumerate(FORMS):
+            one = {cut: stepped(cut_run(stored, 0, 1, *cut, form)) for cut in cuts_of(form)}
+            loss, gradient = one[8, 1]
             assert loss["loss"] > 0.1 and gradient.norm() > 0.1
-            for other_loss, other in [*one[1:], *two[3 * n : 3 * n + 3]]:
+            for other_loss, found in [*one.values(), *(two[at, cut] for cut in cuts_of(form)[:3])]:
                 assert other_loss["loss"] == pytest.approx(loss["loss"], rel=1e-6)
-                assert (other - gradient).norm() < 3e-6 * gradient.norm()
-            assert torch.equal(two[3 * n][1], one[1][1])  # the sum of the same two
-        assert torch.equal(longer[1], stepped(cut_run(stored, 0, 1, 4, 2, {}), steps=5)[1])
+                assert (found - gradient).norm() < 3e-6 * gradient.norm()
+            assert torch.equal(two[at, (8, 1)][1], one[4, 2][1])  # the sum of the same two
+        assert torch.equal(longer[1], stepped(cut_run(stored, 0, 1, 4, 2, {}), steps=3)[1])
 
 
 @pytest.mark.parametrize("cut", [(4, 2), (2, 4)])

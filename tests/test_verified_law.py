@@ -133,7 +133,7 @@ def given(p: Law, prompt: list[int]) -> Law:
     return {s: q / sum(inside.values()) for s, q in inside.items()}
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("g", GS)
 @pytest.mark.parametrize("kind", BASES)
 def test_its_law_is_the_joint(kind: str, g: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_its_law_is_the_joint(kind: str, g: str, depth: int, monkeypatch: pytest
     ],
     ids=str,
 )
-@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize("kind", ["canvas of 3 words", "canvas of 4", "blocks of 3 words, shifted"])
 def test_its_law_is_that_of_joint_decoding(
     kind: str, depth: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -209,15 +209,15 @@ def test_its_texts_are_samples_of_the_joint(kind: str, g: str) -> None:
     base = exact_base(**options)
     config = DecodeConfig(max_new_tokens=base.length - len(prompt), seed=3)
     how = {"decoder": "verified", "sampler": GS[g](base), "depth": 3, "match": "law"}
-    assert_law(decode(base, [prompt] * 20_000, config, **how).tokens_BL, given(target(base), prompt))
+    assert_law(decode(base, [prompt] * 6_000, config, **how).tokens_BL, given(target(base), prompt))
 
 
 def test_it_takes_fewer_passes_than_token_for_token() -> None:
     base = exact_base(4, 4)
     how: dict[str, Any] = {"decoder": "verified", "sampler": stale(base), "depth": 3}
-    law, token = (decode(base, [[]] * 4000, DecodeConfig(max_new_tokens=4), match=m, **how) for m in ("law", "token"))
+    law, token = (decode(base, [[]] * 1000, DecodeConfig(max_new_tokens=4), match=m, **how) for m in ("law", "token"))
     saved_B = (token.rounds_B - law.rounds_B).float()
-    assert float(saved_B.mean()) > 4 * float(saved_B.std() / 4000**0.5)
+    assert float(saved_B.mean()) > 4 * float(saved_B.std() / 1000**0.5)
 
 
 def test_a_coupled_draw_has_the_law_and_keeps_the_token_as_often_as_any_can() -> None:
@@ -240,7 +240,7 @@ def test_a_coupled_draw_has_the_law_and_keeps_the_token_as_often_as_any_can() ->
 # What a draft that is right, and T = 0, make of it -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("depth", [2, 4])
 def test_with_true_drafts_every_pass_commits_as_many_tokens_as_it_looks_at(depth: int) -> None:
     base = exact_base(3, 5)
     config = DecodeConfig(max_new_tokens=5, seed=1)

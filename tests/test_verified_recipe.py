@@ -27,18 +27,18 @@ def test_token_for_token_it_counts_the_rounds_of_every_text(
     recipe: ModuleType, family: str, block: int | None, temperature: float
 ) -> None:
     base = tiny_base(family, block=block)
-    prompts = [[BOS, 5], [BOS, 6, 7, 8], [BOS], [BOS, 9], [BOS, 4, 4, 4, 5, 6], [BOS, 3]]
+    prompts = [[BOS, 5], [BOS, 6, 7, 8], [BOS, 4, 4, 4, 5, 6], [BOS]]
     config = DecodeConfig(max_new_tokens=11, temperature=temperature, suppress_eos=True, order="entropy")
 
     def g(h_BLD: Tensor, state: State) -> Tensor:
         return (base.hidden(state) + h_BLD) / 2  # right now and then
 
-    found = recipe.measure(base, {"g": g, "stale": None}, config, prompts, (2, 4, 8), batch=4)
+    found = recipe.measure(base, {"g": g, "stale": None}, config, prompts, (2, 8), batch=3)
     fewer = 0
-    for depth in (2, 4, 8):
+    for depth in (2, 8):
         for who, drafts in (("g", g), ("stale", lambda h_BLD, _state: h_BLD)):
             how: dict[str, Any] = {"decoder": "verified", "sampler": drafts, "depth": depth}
-            rounds_B = decode(base, prompts, config, rows=[EVALUATION_ROWS + n for n in range(6)], **how).rounds_B
+            rounds_B = decode(base, prompts, config, rows=[EVALUATION_ROWS + n for n in range(4)], **how).rounds_B
             assert found[who, "token", depth].tolist() == rounds_B.tolist()
             fewer += int((11 - rounds_B).sum())
     assert fewer > 0  # some drafts stood
@@ -46,12 +46,12 @@ def test_token_for_token_it_counts_the_rounds_of_every_text(
 
 def test_its_expectation_is_the_mean_of_the_decoder(recipe: ModuleType) -> None:
     base, other = exact_base(3, 5), oracle(exact_base(3, 5, seed=4))
-    config, prompts = DecodeConfig(max_new_tokens=5), [list[int]()] * 4000
-    found = recipe.measure(base, {"g": other}, config, prompts, (2, 4), batch=4000)
+    config, prompts = DecodeConfig(max_new_tokens=5), [list[int]()] * 1500
+    found = recipe.measure(base, {"g": other}, config, prompts, (2, 4), batch=1500)
     for depth in (2, 4):
         how: dict[str, Any] = {"decoder": "verified", "sampler": other, "depth": depth, "match": "law"}
         ours_B, decoded_B = found["g", "law", depth], decode(base, prompts, config, **how).rounds_B.double()
-        error = float((ours_B.var() + decoded_B.var()) / 4000) ** 0.5
+        error = float((ours_B.var() + decoded_B.var()) / 1500) ** 0.5
         assert abs(float(ours_B.mean() - decoded_B.mean())) < 4 * error
         assert float(ours_B.mean()) < 4.9
     true = recipe.measure(base, {"g": oracle(base)}, config, prompts[:9], (4,))
