@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -98,8 +97,9 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: 
         table.add_row(*(Text(show_value(cell)) for cell in row))
     console = Console(file=sys.stdout)
     # A table that cannot be folded into the terminal is wider than it; no column ever vanishes.
-    least = max(console.width, console.measure(table, options=console.options.update(width=1000)).minimum)
-    console.width = next(width for width in itertools.count(least) if _width(console, table, width) <= width)
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).minimum)
+    while (needed := _width(console, table, console.width)) > console.width:
+        console.width = needed
     console.print(table)
 
 
