@@ -171,21 +171,21 @@ class Replies:
         """The questions of a task so far."""
         return [name for batch in self.of(task) for name in batch["asked"]]
 
-    def add(self, task: str, asked: Sequence[str], chats: Sequence[tuple[str, str]], *, tried: int) -> None:
-        """A batch: its questions, the chats that it gave, and how many samples it took."""
+    def add(self, task: str, asked: Sequence[str], chats: Sequence[tuple[str, str]], **counts: int) -> None:
+        """A batch: its questions, the chats that it gave, how many samples it took (`tried`), and what else counts."""
         with self.output.open("a") as file:
             for prompt, text in chats:
                 said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
                 file.write(json.dumps({"messages": said}) + "\n")
         size = self.output.stat().st_size
-        self.batches.append({"task": task, "asked": list(asked), "kept": len(chats), "tried": tried, "bytes": size})
+        self.batches.append({"task": task, "asked": list(asked), "kept": len(chats), **counts, "bytes": size})
         with self.beside.open("a") as file:
             file.write(json.dumps(self.batches[-1]) + "\n")
 
     def report(self, task: str) -> None:
         """A line of JSON: samples, questions and chats of a task."""
-        total = {key: sum(batch[key] for batch in self.of(task)) for key in ("tried", "kept")}
-        line = {"task": task, "asked": total["tried"], "questions": len(self.asked(task)), "kept": total["kept"]}
+        total = {key: sum(batch.get(key, 0) for batch in self.of(task)) for key in ("tried", "kept", "right")}
+        line = {"task": task, "questions": len(self.asked(task)), **total}
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
@@ -258,13 +258,14 @@ def keep(file: Replies, asked: Asked, problems: Sequence[Problem], said: list[Sa
     samples = len(said) // len(problems)
     grouped = [said[at : at + samples] for at in range(0, len(said), samples)]
     found = graded(asked, problems, [[text for text, _ in group] for group in grouped])
-    chats = []
+    chats, right = [], 0
     for problem, group, scores in zip(problems, grouped, found, strict=True):
         whole = [(text, s[metric]) for (text, ended), s in zip(group, scores, strict=True)
                  if ended and cut_at_stop(text, task.stop) == text]  # fmt: skip
-        good = sorted({text for text, is_right in whole if is_right}) or [text for text, _ in whole[:1]]
-        chats += [(problem.prompt, text) for text in good]
-    file.add(task.name, [p.id for p in problems], chats, tried=len(said))
+        good = sorted({text for text, is_right in whole if is_right})
+        chats += [(problem.prompt, text) for text in good or [text for text, _ in whole[:1]]]
+        right += len(good)
+    file.add(task.name, [p.id for p in problems], chats, tried=len(said), right=right)
 
 
 def invent(model: Model, file: Replies, tested: Tested, rows: range, how: dict[str, Any]) -> None:

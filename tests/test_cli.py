@@ -448,7 +448,7 @@ def test_flag_beats_file_beats_default(run: Cli, tmp_path: Path) -> None:
         ("tokens_per_step: 2.5", "tokens_per_step is 2.5; it must be a whole number"),
         ("seed: true", "seed is True; it must be a whole number"),
         ("json: 1", "json is 1; it must be true or false"),
-        ("prompt: [1]", "prompt is [1]; it must be tuple[str, ...]"),
+        ("prompt: [1]", "prompt is [1]; it must be a list, each text"),
         ("base: null", "base is None; it must be text"),
         ("schedule: slow", "schedule is 'slow'; it must be one of exact, reference"),
         ("quantize: int4", "quantize is 'int4'; it must be one of int8, fp8, fp8-dynamic or null"),

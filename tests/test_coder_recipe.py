@@ -129,7 +129,7 @@ def test_an_interrupted_run_loses_and_repeats_nothing(run: Any, tmp_path: Path, 
     assert sorted(pairs(lines)) == sorted((f"Q: {row['question']}\nA:", "It is 4.") for row in train)
     assert {asked[f"Q: {row['question']}\nA:"] for row in train} == {2}
     total = [json.loads(line) for line in capsys.readouterr().out.splitlines()][-3:]
-    assert total[0] == {"task": "gsm8k", "asked": 10, "questions": 5, "kept": 5}
+    assert total[0] == {"task": "gsm8k", "questions": 5, "tried": 10, "kept": 5, "right": 5}
     before = asked.total()
     assert go("--samples", "2", "--batch-size", "2") == lines and asked.total() == before
     with pytest.raises(InputError, match="of other settings"):
@@ -177,7 +177,7 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
     flags = ("--samples", "1", "--batch-size", "3")
     assert pairs(go(*flags, "--invented", "12")) == [("How do I sort a list?", "Of How do I sort a list?")]
     assert asked == [([turns[0][0], "Write a loop in C.", turns[11][0]], [0, 10, 11])]  # of four batches
-    line = {"task": "invented", "asked": 12, "questions": 3, "kept": 1}
+    line = {"task": "invented", "questions": 3, "tried": 12, "kept": 1, "right": 0}
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == line
     assert len(go(*flags, "--invented", "13")) == 2 and asked[1:] == [(["Is it warm in May?"], [12])]
     assert starts == ["<|im_start|>user\n"] * 13

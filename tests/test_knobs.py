@@ -91,7 +91,7 @@ def test_a_g_with_knobs_comes_back_and_an_older_file_loads(tmp_path: Path) -> No
         ({"norms": "no"}, "norms is 'no'; it must be true or false"),
         ({"residual": None}, "residual is None; it must be true or false"),
         ({"output_norm_init": float("nan")}, "output_norm_init is nan; it must be a finite number"),
-        ({"features": 3}, "features is 3; it must be tuple"),
+        ({"features": 3}, "features is 3; it must be a list, each a whole number"),
     ],
 )
 def test_bad_knobs_of_g_are_named(config: dict[str, object], said: str) -> None:

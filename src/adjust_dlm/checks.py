@@ -29,14 +29,14 @@ class Bound(NamedTuple):
         return f"at most {MOST}" if value > self.most == MOST else self.words
 
 
-_TINY = math.nextafter(0, 1)
+_TINY = math.nextafter(0, 1)  # the least number above 0
 Count = Annotated[int, Bound(1, MOST, "at least 1")]
 Whole = Annotated[int, Bound(0, MOST, "at least 0")]
 Seed = Annotated[int, Bound(0, 2**63 - 1, "in 0..2**63-1")]
 Positive = Annotated[float, Bound(_TINY, FINITE, "a finite number above 0")]
+PositiveOrInf = Annotated[float, Bound(_TINY, math.inf, "above 0")]
 NotNegative = Annotated[float, Bound(0, FINITE, "a finite number >= 0")]
-Nats = Annotated[float, Bound(0, math.inf, "a number >= 0")]
-Above0 = Annotated[float, Bound(_TINY, math.inf, "above 0")]
+NotNegativeOrInf = Annotated[float, Bound(0, math.inf, "a number >= 0")]
 Share = Annotated[float, Bound(0, 1, "in [0, 1]")]
 TopP = Annotated[float, Bound(_TINY, 1, "in (0, 1]")]
 
@@ -78,17 +78,16 @@ def _annotations(kind: type) -> dict[str, Any]:
 class Checked:
     """Settings that raise `InputError` unless every field holds what its annotation says, with its `Bound`.
 
-    A whole number will do for a float, a list for a tuple, a `Path` for a str.
+    A whole number will do for a float, a list for a tuple, a `Path` for a str. Items of a tuple are checked one by one,
+    those of a list or mapping not at all. A `__post_init__` of one's own calls this one.
     """
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
         kinds = _annotations(cls)
-        for name, kind in ((field.name, kinds[field.name]) for field in fields(self)):
-            value, items = getattr(self, name), get_origin(kind) is tuple
-            several = items and isinstance(value, tuple | list)
-            for one in value if several else [value]:
-                require_value(name, one, get_args(kind)[0] if several else kind)
+        for field in fields(self):
+            for value, kind in _items(getattr(self, field.name), kinds[field.name]):
+                require_value(field.name, value, kind)
 
     @classmethod
     def from_settings(cls, settings: object, **changes: Any) -> Self:
@@ -106,28 +105,57 @@ def require_value(name: str, value: object, kind: Any) -> None:
 
 def in_words(kind: Any) -> str:
     """An annotation: a whole number, one of a, b, or null."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(in_words, get_args(kind)))
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin is Annotated:
+        return in_words(args[0])
+    if origin is tuple:
+        return f"a list, each {in_words(args[0])}" if args[-1] is Ellipsis else f"a list of {len(args)}"
+    if origin in _UNIONS:
+        return " or ".join(map(in_words, args))
     return _WORDS.get(kind) or (kind.__name__ if isinstance(kind, type) else str(kind))
 
 
+_UNIONS = (Union, UnionType)
 _WORDS = {NoneType: "null", int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _items(value: Any, kind: Any) -> Iterator[tuple[Any, Any]]:
+    """A value and its annotation; those of each item where it is a list that may stand for a tuple."""
+    parts = get_args(kind) if get_origin(kind) in (*_UNIONS, Annotated) else [kind]
+    several = [one for one in parts if get_origin(one) is tuple]
+    if not (several and isinstance(value, tuple | list)):
+        yield value, kind
+        return
+    item, *others = get_args(several[0])
+    kinds = [item] * len(value) if others == [Ellipsis] else [item, *others]
+    if len(kinds) == len(value):
+        yield from zip(value, kinds, strict=True)
+    else:
+        yield value, several[0]
 
 
 def _wanted(value: Any, kind: Any) -> str | None:
     """What a value should be instead, None where it is what an annotation says."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        bounds = (bound for bound in args[1:] if isinstance(bound, Bound) and not bound.least <= value <= bound.most)
-        return _wanted(value, args[0]) or next((bound.words_for(value) for bound in bounds), None)
-    if origin in (Union, UnionType):
-        wanted = [_wanted(value, one) for one in args]
-        return None if None in wanted else " or ".join(filter(None, wanted))
-    if origin is Literal:
+        wanted = _wanted(value, args[0])
+        if wanted is not None:
+            return wanted  # bounds are for numbers
+        bounds = (bound for bound in args[1:] if isinstance(bound, Bound))
+        return next((bound.words_for(value) for bound in bounds if not bound.least <= value <= bound.most), None)
+    if origin in _UNIONS:
+        said = {in_words(one): _wanted(value, one) for one in args}
+        limits = [words for name, words in said.items() if words != name]  # None among them where it is of that kind
+        return None if None in limits else " or ".join(filter(None, limits or said))
+    if origin is tuple:
+        good = False  # its items are looked at one by one, see `_items`
+    elif origin is Literal:
         good = isinstance(value, str) and value in args
+    elif kind is float and isinstance(value, int):
+        good = not isinstance(value, bool) and -(2**63) <= value < 2**63  # torch takes no larger one
     else:
-        wider = {float: int | float, str: str | PathLike}
+        wider = {str: str | PathLike}
         good = isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
     return None if good else in_words(kind)

@@ -6,7 +6,18 @@ import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from adjust_dlm.checks import Above0, Bound, Checked, Count, Nats, NotNegative, Positive, Share, Whole, require
+from adjust_dlm.checks import (
+    Bound,
+    Checked,
+    Count,
+    NotNegative,
+    NotNegativeOrInf,
+    Positive,
+    PositiveOrInf,
+    Share,
+    Whole,
+    require,
+)
 
 EdlmRule = Literal["best", "resample"]
 EndSwitch = Literal["off", "faithful", "sane"]
@@ -46,7 +57,7 @@ class AdaptiveOptions(Checked):
         most: tokens a round at most; None is no limit.
     """
 
-    gamma: Nats = 1.0
+    gamma: NotNegativeOrInf = 1.0
     most: Count | None = None
 
 
@@ -113,7 +124,7 @@ class EntropyBoundOptions(Checked):
         gamma: nats; what the entropies of a pass's tokens, the largest left out, may sum to.
     """
 
-    gamma: Nats = 0.1
+    gamma: NotNegativeOrInf = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +138,7 @@ class KlassOptions(Checked):
     """
 
     tau: Positive = 0.9
-    epsilon_kl: Above0 = 0.01
+    epsilon_kl: PositiveOrInf = 0.01
     history: Whole = 2
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from adjust_dlm.bench.shapes import SHAPES
-from adjust_dlm.checks import Above0, Checked, Count, NotNegative, TopP, Whole, require
+from adjust_dlm.checks import Checked, Count, NotNegative, PositiveOrInf, TopP, Whole, require
 from adjust_dlm.hub import BASES
 from adjust_dlm.options import VerifiedOptions
 from adjust_dlm.types import DEFAULT_BASE, OrderRule, Quantize, check_placement
@@ -74,8 +74,8 @@ class RuntimeConfig(Checked):
     suppress_eos: bool = True
     seed: int = 0
     runs: Count = 3
-    seconds: Above0 = 300.0
-    cell_seconds: Above0 = 10.0
+    seconds: PositiveOrInf = 300.0
+    cell_seconds: PositiveOrInf = 10.0
     layers: Whole = 0
     block: Count | None = None
     device: str = "auto"

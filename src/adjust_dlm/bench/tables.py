@@ -163,9 +163,9 @@ def paired(results: Iterable[Result]) -> Table:
     for result in (result for result in results if result.command == "eval paired"):
         with damage_named(result):
             a, metric = result.results["a"], result.results["metric"]
-            for found in result.results["pairs"]:
+            for found in result.results.get("pairs", [result.results]):  # earlier results are of one pair
                 gap = Measured(found["difference"], (found["high"] - found["low"]) / 2, found["n"])
-                rows.append([a, found["b"], metric, found["n"], gap, found["least"], found["mcnemar_p"]])
+                rows.append([a, found["b"], metric, found["n"], gap, found.get("least"), found["mcnemar_p"]])
     head = ("A", "B", "metric", "problems", "B - A", "one-sided 95 % bound", "McNemar p")
     return Table("paired", "Paired comparisons", "The same problems, one by one; exact McNemar test.", head, rows)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from adjust_dlm.checks import FINITE, Above0, Bound, Count, NotNegative, require
+from adjust_dlm.checks import Bound, Count, NotNegativeOrInf, PositiveOrInf, require
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 from adjust_dlm.variants import build_options, read_options
@@ -52,11 +53,11 @@ class ServeConfig(DrawFlags):
     max_rows: Count = 16
     max_batch_tokens: Count = 16384
     max_queue: Count = 256
-    timeout: Above0 = 600.0
+    timeout: PositiveOrInf = 600.0
     api_key: str | None = None
-    max_body: Annotated[int, Bound(1, FINITE, "at least 1")] = 1 << 20
-    rate_limit: Annotated[int, Bound(0, FINITE, "at least 0")] = 0
-    drain_seconds: NotNegative = 30.0
+    max_body: Annotated[int, Bound(1, math.inf, "at least 1")] = 1 << 20
+    rate_limit: Annotated[int, Bound(0, math.inf, "at least 0")] = 0
+    drain_seconds: NotNegativeOrInf = 30.0
 
 
 def run(flags: ServeConfig) -> Outcome:

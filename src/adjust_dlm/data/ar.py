@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjust_dlm.checks import Count, require_value
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.sampling import draw, process, uniform
 from adjust_dlm.types import DecodeConfig, require
@@ -134,10 +135,14 @@ def ar_sample(
 
     Returns:
         `new_tokens` ids for each prompt, or those up to and with the first of `end_ids` among them.
+
+    Raises:
+        InputError: an empty prompt, other than one row id for each, or a count below 1.
     """
     require(all(map(len, prompts)), "a prompt is empty; a causal model needs at least one token to start from")
     require(len(rows) == len(prompts), f"{len(prompts)} prompts need as many row ids, not {len(rows)}")
-    require(batch_size >= 1, f"batch_size is {batch_size}; it must be at least 1")
+    for name, count in (("new_tokens", new_tokens), ("batch_size", batch_size)):
+        require_value(name, count, Count)
     settings = DecodeConfig(temperature=temperature, top_p=top_p, max_new_tokens=new_tokens, seed=seed)
     weight_VD = model.lm_head.weight
     bias_V = forbid_bias(len(weight_VD), forbid, weight_VD.device).to(weight_VD.dtype)

@@ -49,7 +49,7 @@ def run(config: PairedConfig) -> dict[str, Any]:
     first, *others = config.files
     metric = config.metric or _only_metric(first)
     a = read_scores(first, metric)
-    pairs = [{"b": other, **compare(*aligned(a, read_scores(other, metric)))} for other in others]
+    pairs = [{"b": other, **compare(*aligned(a, read_scores(other, metric), other))} for other in others]
     return {"a": first, "metric": metric, "pairs": pairs}
 
 
@@ -118,13 +118,13 @@ def _only_metric(file: str) -> str:
     return str(names[0])
 
 
-def aligned(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[list[float], list[float]]:
-    """Scores of the same problems, in A's order.
+def aligned(a: Mapping[str, float], b: Mapping[str, float], name: str = "B") -> tuple[list[float], list[float]]:
+    """Scores of the same problems, in A's order; `name` says in an error which B it was.
 
     Raises:
         InputError: a problem that only one of them has: the first one.
     """
-    lost = next((name for name in [*a, *b] if name not in a or name not in b), None)
-    said = f"problem {lost!r} is in {'A' if lost in a else 'B'} alone; A has {len(a)} problems, B {len(b)}"
+    lost = next((problem for problem in [*a, *b] if problem not in a or problem not in b), None)
+    said = f"problem {lost!r} is in {'A' if lost in a else name} alone; A has {len(a)} problems, {name} {len(b)}"
     require(lost is None, f"{said}, and they must be the same")
-    return list(a.values()), [b[name] for name in a]
+    return list(a.values()), [b[problem] for problem in a]

@@ -110,7 +110,7 @@ class DivergenceConfig(EvalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.temperatures), "temperatures is empty; give some above 0 (at 0 a law is one text)")
+        require(bool(self.temperatures), "temperatures is empty; give one or more")
         require(bool(self.sources), f"sources is empty; give one or both of {', '.join(get_args(TokenSource))}")
         for variant in self.decoders:
             for name, value in read_variant(variant).settings.items():

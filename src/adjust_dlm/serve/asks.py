@@ -174,6 +174,7 @@ def _decoder(engine: Engine, defaults: AppConfig, said: Said) -> tuple[str, Said
         message = f"decoder {decoder!r} decides itself how many tokens a pass commits"
         raise ApiError(400, message, param="tokens_per_step")
     for name, many in said.get("decoder_options", {}).items():
-        if name in CANVASES and isinstance(many, int | float) and many > MOST_CANVASES:
+        its_own = name in CANVASES and hasattr(DECODERS[decoder].options, name)
+        if its_own and isinstance(many, int | float) and many > MOST_CANVASES:
             raise ApiError(400, f"{name} is {many}; it goes up to {MOST_CANVASES} here", param="decoder_options")
     return decoder, options

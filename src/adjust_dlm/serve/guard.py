@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adjust_dlm.checks import Above0, Checked, Count
+from adjust_dlm.checks import Checked, Count, PositiveOrInf
 from adjust_dlm.serve.errors import ApiError, answer
 
 REQUEST_SECONDS = 30.0  # from the first byte of a request to its last
@@ -32,7 +32,7 @@ class Limits(Checked):
     rows: Count = 16
     tokens: Count = 16384
     queue: Count = 256
-    seconds: Above0 = 600.0
+    seconds: PositiveOrInf = 600.0
 
 
 def late() -> ApiError:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adjust_dlm.checks import Above0, Count, NotNegative, Positive, Seed, Share, Whole, require
+from adjust_dlm.checks import Count, NotNegative, NotNegativeOrInf, Positive, PositiveOrInf, Seed, Share, Whole, require
 from adjust_dlm.data.settings import KINDS, SAMPLED, CorpusConfig, TextConfig, TrajectoriesConfig
 from adjust_dlm.hub import require_init
 from adjust_dlm.train.trackers import TrackerName, check_trackers
@@ -123,7 +123,7 @@ class TrainConfig(SamplerConfig):
     slice_states: int = 11
     slices: Count = 8
     accumulate: Count = 1
-    clip: Above0 = 1.0
+    clip: PositiveOrInf = 1.0
     heldout: Whole = 64
     heldout_trajectories: tuple[str, ...] = ()
     heldout_texts: Whole = 64
@@ -137,7 +137,7 @@ class TrainConfig(SamplerConfig):
     kernel: KernelName = "auto"
     compile: bool = False
     untimed: Whole = 0
-    max_seconds: Above0 | None = None
+    max_seconds: PositiveOrInf | None = None
     resume: Literal["auto", "never"] = "auto"
     track: tuple[TrackerName, ...] = ()
     dry_run: bool = False
@@ -234,10 +234,10 @@ class AdaptConfig(CorpusConfig):
     batch_size: Count = 512
     micro_batch: Count = 256
     steps: Count = 4000
-    max_seconds: Above0 | None = None
+    max_seconds: PositiveOrInf | None = None
     lr: Positive = 2e-3
     warmup: Whole = 100
-    clip: Above0 = 1.0
+    clip: PositiveOrInf = 1.0
     block_size: Count | None = None
     order: OrderRule = "entropy"
     suffix: float = 0.0
@@ -247,7 +247,7 @@ class AdaptConfig(CorpusConfig):
     mask_id: int | None = None
     eval_every: Whole = 0
     log_every: Count = 20
-    checkpoint_every_seconds: NotNegative = 120.0
+    checkpoint_every_seconds: NotNegativeOrInf = 120.0
     compile: bool = True
     resume: Literal["auto", "never"] = "auto"
 

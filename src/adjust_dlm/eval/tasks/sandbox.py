@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from adjust_dlm.checks import Above0, Checked, Count, require
+from adjust_dlm.checks import Checked, Count, PositiveOrInf, require
 
 PROTECTIONS = ("user", "processes", "network", "proc", "files")
 GRACE = 5.0  # seconds for the tree to end after the order; then it is killed from outside
@@ -47,7 +47,7 @@ class Limits(Checked):
         namespaces: use those of the kernel where it lends them.
     """
 
-    seconds: Above0 = 5.0
+    seconds: PositiveOrInf = 5.0
     memory_mb: Count = 2048
     file_mb: Count = 64
     output_kb: Count = 1024

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from adjust_dlm.checks import Above0, Bound, Count, NotNegative, TopP, Whole, require
+from adjust_dlm.checks import Bound, Count, NotNegative, PositiveOrInf, TopP, Whole, require
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.settings import EvalConfig
 from adjust_dlm.eval.tasks.parallelbench_tasks import CONFIG, select
@@ -126,7 +126,7 @@ class CodeConfig(DownstreamConfig):
     max_new_tokens: Count = 512
     allow_code_execution: bool = False
     ks: tuple[int, ...] = (1,)
-    timeout: Above0 = 15.0
+    timeout: PositiveOrInf = 15.0
     memory_mb: Count = 2048
     workers: Whole = 0
 
