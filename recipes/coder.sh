@@ -78,7 +78,8 @@ if stage tables; then
         for file in "$1"/samples-*.jsonl; do [[ $file == */samples-joint* ]] || others+=("$file"); done
         python3 -m adjust_dlm.cli eval paired "$1"/samples-joint*.jsonl "${others[@]}" --metric "$2" --output "$1/paired"
     }
-    for folder in "$out"/t*/gsm8k; do paired "$folder" value; done
-    for folder in "$out"/t*/math; do [ -d "$folder" ] && paired "$folder" math_verify; done
-    for folder in "$out"/t*/{humaneval,mbpp} "$out/t1"; do [ -d "$folder" ] && paired "$folder" pass@1; done
+    for folder in "$out"/t*/{gsm8k,math,humaneval,mbpp} "$out/t1"; do
+        case $folder in *gsm8k) metric=value ;; *math) metric=math_verify ;; *) metric=pass@1 ;; esac
+        if [ -f "$folder/result.json" ]; then paired "$folder" "$metric"; fi
+    done
 fi
