@@ -232,14 +232,14 @@ def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
         size = max(1, args.batch_size // samples)
         batches = [left[at : at + size] for at in range(0, len(left), size)]
         random.Random(0).shuffle(batches)  # if the time is over, short questions are not all
-
-        def ask(batch: list[tuple[int, Problem]], seed: int = seed, samples: int = samples) -> list[Said]:
-            rows = [number * samples + n for number, _ in batch for n in range(samples)]
-            texts = [problem.prompt for _, problem in batch for _ in range(samples)]
-            return model.reply(texts, rows=rows, seed=seed, **how)
-
         with ThreadPoolExecutor(1) as card:  # which samples on while this thread has proofs and programs graded
-            jobs = (card.submit(ask, batch) for batch in batches)
+            jobs = (
+                card.submit(
+                    model.reply, [problem.prompt for _, problem in batch for _ in range(samples)], seed=seed,
+                    rows=[number * samples + n for number, _ in batch for n in range(samples)], **how,
+                )
+                for batch in batches
+            )  # fmt: skip
             job = next(jobs, None)
             for batch in batches:
                 assert job is not None

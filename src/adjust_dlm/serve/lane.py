@@ -58,7 +58,7 @@ class Lane:
     def fits(self, row: Row, most_tokens: int) -> bool:
         """Whether the padded batch stays within bounds with one more row; every canvas that a pass looks at counts."""
         longest = max(one.length for one in (row, *self.rows))
-        many = max(getattr(own, name, 1) for own in (*self.plan.own, None) for name in CANVASES)
+        many = max((getattr(own, name, 1) for own in self.plan.own for name in CANVASES), default=1)
         return (len(self.rows) + 1) * longest * many <= most_tokens
 
     def add(self, row: Row) -> None:
