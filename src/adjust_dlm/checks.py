@@ -153,8 +153,8 @@ def _wanted(value: Any, kind: Any) -> str | None:
         good = False  # its items are looked at one by one, see `_items`
     elif origin is Literal:
         good = isinstance(value, str) and value in args
-    elif kind is float and isinstance(value, int):
-        good = not isinstance(value, bool) and -(2**63) <= value < 2**63  # torch takes no larger one
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return None if -(2**63) <= value < 2**63 else "within 64 bits if it is whole"  # torch takes no larger one
     else:
         wider = {str: str | PathLike}
         good = isinstance(value, wider.get(kind, origin or kind)) and (kind is bool or not isinstance(value, bool))
