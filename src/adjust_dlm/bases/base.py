@@ -168,7 +168,7 @@ class Base(ABC):
     def at(self, h_BLD: Tensor, state: State, row_R: Tensor, position_R: Tensor) -> Tensor:
         """The states [..., D or more] that score positions, given by (row index, position index)."""
         if self.lag:
-            position_R = (position_R - 1).maximum(state.real_BL.long().argmax(-1)[row_R])
+            position_R = position_R - state.positions_BL[row_R, position_R].clamp_max(1)
         return h_BLD[row_R, position_R]
 
     def by_position(self, h_BLD: Tensor, state: State) -> Tensor:

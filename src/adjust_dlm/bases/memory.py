@@ -131,7 +131,8 @@ def renew(old: Tensor, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None =
         if valid_BN is not None and not bool(valid_BN.all()):
             new, column_N = new[:, valid_BN[0]], column_N[valid_BN[0]]
         return old.index_copy_(1, column_N, new)
-    at_BN = torch.arange(len(new), device=new.device)[:, None], column_BN.to(new.device)
+    at_BN = torch.arange(len(new), device=new.device)[:, None] if len(new) > 1 else 0, column_BN.to(new.device)
     if valid_BN is not None:
         new = torch.where(valid_BN.to(new.device)[..., None], new, old[at_BN])
-    return old.index_put_(at_BN, new)
+    old[at_BN] = new
+    return old

@@ -17,7 +17,7 @@ from adjust_dlm.bases.attention import causal_mask, visible
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
 from adjust_dlm.bases.blocks import block_mask, to_edge
 from adjust_dlm.bases.layers import shift_right
-from adjust_dlm.bases.memory import KeepKeys, Memory
+from adjust_dlm.bases.memory import KeepKeys, Memory, apart, side_by_side
 from adjust_dlm.types import State, require
 
 _SHAPE_FIELDS = (
@@ -122,11 +122,10 @@ class TransformerBase(Base):
         mask_BNM = torch.cat([own_BNL, seen_NM.expand(len(every_BN), -1, -1)], 2)[:, None]
 
         def remember(n: int) -> KeepKeys:
-            keep = memory.keep(n, column_BN, valid_BN)
-
             def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-                known_k, known_v = (part[:, :, :seen] for part in keep(k[:, :, :count], v[:, :, :count]))
-                return torch.cat([known_k, k[:, :, count:]], 2), torch.cat([known_v, v[:, :, count:]], 2)
+                new = side_by_side(k, v)
+                known = memory.write(n, new[:, :count], column_BN, valid_BN)[:, :seen]
+                return apart(torch.cat([known, new[:, count:]], 1), k.shape[-1])
 
             return joined
 

@@ -68,17 +68,18 @@ def verified_round(
     Returns:
         What the next round needs: the last states [B, L, D or more], and the blocks [B] that the pass looked at.
     """
+    stands_B, part_B = canvas.open_B, canvas.part_B
     # A block that no pass has looked at is not drafted: its first pass makes what stands before it final.
-    drafted_BL = canvas.seen_BL & (canvas.part_B == canvas.looked_B)[:, None]
+    drafted_BL = canvas.seen_BL & (part_B == canvas.looked_B)[:, None]
     states, drafts = _drafts(base, sampler, canvas, last_BLD, depth, drafted_BL, law, pick, asks)
-    looks = look(base, canvas, states[1:])
+    looks = look(base, canvas, states)
     h_BLD = looks[0] if last_BLD is None else last_BLD
-    stands_B, part_B, seen_BL = canvas.open_B, canvas.part_B, canvas.seen_BL
-    for j, (state, checked_BLD) in enumerate(zip(states, looks, strict=True)):
-        stands_B = stands_B & canvas.open_B & (canvas.part_B == part_B)
-        stands_B = stands_B & (canvas.tokens_BL == state.tokens_BL).all(-1)
+    for j, checked_BLD in enumerate(looks):
+        if j:
+            open_B = (states[j - 1].masked_BL & drafted_BL).any(-1)
+            canvas.base_calls_B += open_B
+            stands_B = stands_B & open_B & (canvas.tokens_BL == states[j - 1].tokens_BL).all(-1)
         canvas.start_round(stands_B.long(), same_pass=j > 0)
-        canvas.base_calls_B += (state.masked_BL & seen_BL & drafted_BL).any(-1) & (j > 0)
         h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
         picks = pick(base, h_BLD, canvas)
         canvas.commit(_coupled(picks, drafts[j], canvas) if law and j < len(drafts) else picks)
@@ -101,29 +102,26 @@ def _drafts(
     base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, h_BLD: Tensor | None, depth: int,
     drafted_BL: Tensor, law: bool, pick: Callable[[Base, Tensor, Canvas], Picks], asks: bool,
 ) -> tuple[list[State], list[Picks]]:  # fmt: skip
-    """The present canvas and, one commit by g after another, those that may follow: by masks of `drafted_BL` alone.
+    """The canvases that may follow, one commit by g after another: by masks of `drafted_BL` alone.
 
     Also these commits, if their law will be asked for: the logits of the row that each was drawn from are kept.
     """
     draft, elsewhere_BL = copy.copy(canvas), canvas.masked_BL & ~drafted_BL
     draft.masked_BL = drafted_BL.clone()
-    for name in ("tokens_BL", "order_BL", "commits_B", "_before_B", "quota_B", "base_calls_B", "rounds_B"):
+    for name in ("tokens_BL", "order_BL", "commits_B", "quota_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
-    states, commits = [_now(draft, elsewhere_BL)], list[Picks]()
+    states, commits = list[State](), list[Picks]()
     for _ in range(depth - 1):
         if h_BLD is None or (asks and not bool(draft.open_B.any())):
             break
-        draft.start_round(torch.ones_like(draft.commits_B))
-        canvas.sampler_calls_B += draft.open_B
+        goes_B = draft.open_B.long()
+        draft.start_round(goes_B, same_pass=True)
+        canvas.sampler_calls_B += goes_B
         h_BLD = sampler(h_BLD, draft)
         picks = pick(base, h_BLD, draft)
         draft.commit(picks)
-        states.append(_now(draft, elsewhere_BL))
+        states.append(State(draft.tokens_BL.clone(), draft.real_BL, draft.masked_BL | elsewhere_BL, draft.padded))
         if law:
             commits.append(picks)
     return states, commits
-
-
-def _now(canvas: Canvas, elsewhere_BL: Tensor) -> State:
-    return State(canvas.tokens_BL.clone(), canvas.real_BL, canvas.masked_BL | elsewhere_BL, canvas.padded)

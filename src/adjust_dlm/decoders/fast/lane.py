@@ -98,6 +98,7 @@ class Lane(Canvas):
         self.config, self.noting, self._clean = config, False, False
         self.bad.zero_()
         self.masked_BL.zero_()
+        self.only_BL.fill_(True)
         self.tokens_BL.fill_(self.base.spec.pad_id)
         self.real_BL.fill_(True)
 
@@ -260,10 +261,12 @@ class Lane(Canvas):
         self._round_B += 1
 
     def start_round(self, wanted_B: Tensor | None = None, *, same_pass: bool = False) -> int:
-        """As `Canvas.start_round`, for one commit of a row at most: nobody is asked."""
+        """As `Canvas.start_round`, for one commit of open rows alone, anywhere in their blocks: nobody is asked."""
         assert wanted_B is not None
-        self._begin(wanted_B, booked=not same_pass)
-        self.wide = 1
+        self.quota_B.copy_(wanted_B)
+        if not same_pass:
+            self.base_calls_B += wanted_B
+            self.rounds_B += wanted_B
         return 1
 
     def commit(self, picks: Picks) -> None:

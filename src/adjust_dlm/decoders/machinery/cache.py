@@ -46,7 +46,7 @@ def surplus(base: Base) -> int:
     return (base.spec.block or 1) - 1
 
 
-def _open_blocks(base: Base, state: State) -> Tensor:
+def _open_blocks(base: Base, state: State, count: int | None = None) -> Tensor:
     """States h_BLD of a canvas of a block base; any other state is looked at whole.
 
     A pass computes each row's open block, and before it what has become final since the row's last pass: the prompt
@@ -57,8 +57,8 @@ def _open_blocks(base: Base, state: State) -> Tensor:
     if not isinstance(state, Canvas) or size is None:
         return base.hidden(state)
     whole = to_edge(state, size, base.spec.mask_id, surplus(base))
-    column_BN, valid_BN, _ = columns_to_edge(state, state.memory, size, whole.tokens_BL.shape[1], state.open_B)
-    return base.hidden_again(whole, state.memory, column_BN, valid_BN)[:, :length]
+    columns = columns_to_edge(state, state.memory, size, length + surplus(base), state.open_B, count=count)
+    return base.hidden_again(whole, state.memory, *columns[:2])[:, :length]
 
 
 def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State], *, count: int | None = None) -> list[Tensor]:
@@ -69,7 +69,7 @@ def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State], *, count: int
     """
     size = base.spec.block
     if not drafts:
-        return [base.hidden(canvas)]
+        return [_open_blocks(base, canvas, count) if count else base.hidden(canvas)]
     if size is None or not isinstance(base, TransformerBase):
         tokens, real, masked = (
             torch.cat([getattr(s, name) for s in (canvas, *drafts)]) for name in ("tokens_BL", "real_BL", "masked_BL")
@@ -77,16 +77,14 @@ def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State], *, count: int
         return list(base.hidden(State(tokens, real, masked, canvas.padded)).split(len(canvas.rows_B)))
     length, lack = canvas.tokens_BL.shape[1], surplus(base)
     whole = to_edge(canvas, size, base.spec.mask_id, lack)
-    wide = whole.tokens_BL.shape[1]
     first_B = canvas.real_BL.long().argmax(-1) + canvas.block_of(size) * size
-    place_BS = (first_B[:, None] + torch.arange(size, device=first_B.device)).clamp_max(wide - 1)
+    place_BS = first_B[:, None] + torch.arange(size, device=first_B.device)
     token_BJS = torch.stack(
         [F.pad(s.tokens_BL, (0, lack), value=base.spec.mask_id).gather(1, place_BS) for s in drafts], 1
     )
-    column_BN, valid_BN, _ = columns_to_edge(canvas, canvas.memory, size, wide, canvas.open_B, count=count)
+    column_BN, valid_BN, _ = columns_to_edge(canvas, canvas.memory, size, length + lack, canvas.open_B, count=count)
     h_BLD, view_BJSD = base.hidden_drafts(whole, canvas.memory, column_BN, valid_BN, token_BJS, place_BS)
-    open_BS = canvas.open_B[:, None].expand_as(place_BS)
-    views = [renew(h_BLD.clone(), view_BSD, place_BS, open_BS) for view_BSD in view_BJSD.unbind(1)]
+    views = [renew(h_BLD.clone(), view_BSD, place_BS) for view_BSD in view_BJSD.unbind(1)]
     return [part[:, :length] for part in (h_BLD, *views)]
 
 

@@ -210,9 +210,9 @@ class Canvas(State):
         return most
 
     def _begin(self, wanted_B: Tensor, *, booked: bool = True) -> None:
-        open_B = self.open_B & booked
-        self.base_calls_B += open_B
-        self.rounds_B += open_B
+        if booked:
+            self.base_calls_B += self.open_B
+            self.rounds_B += self.open_B
         self.only_BL.fill_(True)
         self.narrowed = False
         self._before_B.copy_(self.commits_B)
