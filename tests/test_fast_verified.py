@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from adjust_dlm.decoders import decode, make_plan
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast import lane
+from adjust_dlm.decoders.fast import verified as fast_verified
 from adjust_dlm.decoders.fast.rounds import Rounds
 from adjust_dlm.decoders.machinery.rows import RoundCanvas
 from adjust_dlm.types import DecodeConfig, InputError
@@ -61,7 +62,7 @@ def texts(size: int | None) -> list[list[int]]:
 def able(config: DecodeConfig, size: int | None, parts: int, match: str) -> DecodeConfig:
     """What `verified` takes of any settings; sub-blocks divide a base's blocks."""
     config = config.but(
-        candidates=None, order="entropy" if match == "law" and config.order != "random" else config.order
+        candidates=None, order="entropy" if match == "law" and config.order == "confidence" else config.order
     )
     return (
         config if size is None else config.but(schedule="exact", block_length=max(1, size >> parts) if parts else None)
@@ -143,6 +144,46 @@ def test_a_round_asks_the_device_nothing_and_is_one_function(
     assert fast.captures(base) == (2 if size is None else 1)
 
 
+@pytest.mark.parametrize("order", ["left_to_right", "entropy"])
+@pytest.mark.parametrize("size", [None, 4])
+def test_from_left_to_right_one_product_with_the_head_serves_all_checks(
+    size: int | None, order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base, g), rows, play = alike(size=size, end_ids=NO_END), list[list[int]](), fast_verified.play
+    head = type(base).head
+
+    def played(*args: Any, **how: Any) -> None:
+        rows.append([])
+        play(*args, **how)
+
+    def counted(base: Any, h_RD: Any) -> Any:
+        if rows:
+            rows[-1].append(len(h_RD))
+        return head(base, h_RD)
+
+    monkeypatch.setattr(fast_verified, "play", played)
+    monkeypatch.setattr(type(base), "head", counted)
+    config = DecodeConfig(max_new_tokens=4, order=order)
+    decode(base, [[BOS, 3]] * 2, config, decoder="verified", sampler=g, depth=3, match="law", eager=False)
+    assert rows and all(len(calls) == (3 if order == "left_to_right" else 5) for calls in rows)
+    if order == "left_to_right":  # two drafts, then three looks at two rows
+        assert all(calls == [2, 2, 6] for calls in rows)
+
+
+def test_logits_behind_a_wrong_draft_may_be_nan() -> None:
+    """The reference never looks at them."""
+    base, _ = alike(end_ids=NO_END)
+    rows = lane.Lane(base, 2, 4, padded=False, config=DecodeConfig(order="left_to_right"))
+    rows.masked_BL[:, 2:] = True
+    logits_BV = torch.zeros(2, base.spec.vocab_size)
+    logits_BV[1] = torch.nan
+    for quota in (0, 1):
+        rows.start_round(torch.tensor([1, quota]))
+        picks = fast_verified._pick_first(rows, logits_BV)
+        assert picks.position_BN.tolist() == [[2], [2]] and picks.valid_BN.tolist() == [[True], [quota == 1]]
+        assert bool(rows.bad) == (quota == 1)
+
+
 @pytest.mark.parametrize("size", [None, 4])
 def test_a_row_that_gave_nan_is_forgotten(size: int | None) -> None:
     """Its last states, too, from which idle rows are drafted."""
@@ -185,7 +226,8 @@ def test_a_law_needs_an_order_that_looks_at_no_draw() -> None:
 @pytest.mark.parametrize(
     ("rule", "temperature", "match", "size"),
     [("entropy", 0.0, "token", None), ("entropy", 0.0, "token", 4), ("margin", 0.7, "token", 4),
-     ("confidence", 0.7, "token", None), ("entropy", 1.0, "law", 4), ("random", 1.0, "law", None)],
+     ("confidence", 0.7, "token", None), ("entropy", 1.0, "law", 4), ("random", 1.0, "law", None),
+     ("left_to_right", 0.7, "law", 4), ("left_to_right", 1.0, "law", None)],
 )  # fmt: skip
 def test_the_kernels_give_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, rule: Any, temperature: float, match: str, size: int | None
