@@ -147,8 +147,8 @@ def coupled(p_RV: Tensor, q_RV: Tensor, token_R: Tensor) -> Tensor:
 
 
 def no_softmax(logits_RV: Tensor) -> Tensor:
-    """Whether some row has a NaN, an infinite logit (half precision overflows) or nothing but -inf: bool []."""
-    return ~(logits_RV.amax(-1).abs() < torch.inf).all()
+    """Which rows have a NaN, an infinite logit (half precision overflows) or nothing but -inf: bool [R]."""
+    return ~(logits_RV.amax(-1).abs() < torch.inf)
 
 
 def negative_entropy(logits_RV: Tensor) -> Tensor:

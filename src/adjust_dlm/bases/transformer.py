@@ -110,16 +110,16 @@ class TransformerBase(Base):
         A filling sees itself and the blocks before, and leaves nothing in the memory. The state comes with its surplus
         columns; `place_BS` are those of the open block. States [B, L, D] of the memory's columns, and [B, J, S, D].
         """
-        size, count, seen = self.spec.block or 1, column_BN.shape[1], memory.seen
-        views = token_BJS.shape[1]
+        size, count, seen, views = self.spec.block or 1, column_BN.shape[1], memory.seen, token_BJS.shape[1]
         every_BN = torch.cat([column_BN, place_BS.repeat(1, views)], 1)
         tokens_BN = torch.cat([state.tokens_BL.gather(1, column_BN), token_BJS.flatten(1)], 1)
         own_BNL = block_mask(state, size, every_BN)[:, 0, :, :seen]
-        earlier_BL = torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1]
-        own_BNL[:, count:] &= earlier_BL[:, None]
+        own_BNL[:, count:] &= (torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1])[:, None]
         view_N = torch.arange(views * size, device=every_BN.device) // size
-        seen_NM = F.pad(view_N[:, None] == view_N[None], (0, 0, count, 0))
-        mask_BNM = torch.cat([own_BNL, seen_NM.expand(len(every_BN), -1, -1)], 2)[:, None]
+        # Numbers, in rows that are a multiple of 16 long: attention would make them of a mask once in every layer.
+        length = own_BNL.shape[2] + len(view_N)
+        seen_NM = F.pad(view_N[:, None] == view_N[None], (0, -length % 16, count, 0))
+        bias_BNM = torch.cat([own_BNL, seen_NM.expand(len(every_BN), -1, -1)], 2).to(self.dtype).log()[..., :length]
 
         def remember(n: int) -> KeepKeys:
             def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ class TransformerBase(Base):
             return joined
 
         place_BN = state.positions_BL.gather(1, every_BN)
-        h_BND = self.model(tokens_BN, mask_BNM, place_BN, remember=remember, keep=self.keep)
+        h_BND = self.model(tokens_BN, bias_BNM[:, None], place_BN, remember=remember, keep=self.keep)
         states_BLD = memory.write(len(self.model.layers), h_BND[:, :count], column_BN, valid_BN)
         return states_BLD.clone(), h_BND[:, count:].unflatten(1, (views, size))
 

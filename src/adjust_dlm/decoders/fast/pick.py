@@ -69,7 +69,7 @@ class Plain(Rows):
         token_R = draw(processed_RV, u_R, self.config.temperature)
         if self.lane.noting:
             self.chance_R = confidence(processed_RV, token_R)
-        self.lane.bad |= no_softmax(processed_RV)
+        self.lane.bad |= no_softmax(processed_RV).any()
         return token_R
 
 

@@ -62,6 +62,6 @@ def _processed(base: Base, lane: Lane, looks: list[Tensor], states: list[State])
 def _pick_first(lane: Lane, processed_BV: Tensor) -> Picks:
     """As `picks` from left to right; rows without commits left may have any logits, those of a wrong draft."""
     position_B1, valid_B1 = lane.masked_BL.long().argmax(-1, keepdim=True), lane.quota_B[:, None] > 0
-    lane.bad |= no_softmax(processed_BV.where(valid_B1, 0))
+    lane.bad |= (no_softmax(processed_BV) & valid_B1[:, 0]).any()
     token_B = draw(processed_BV, lane.uniforms(position_B1[:, 0], lane.slot_B), lane.config.temperature)
     return Picks(position_B1, token_B[:, None], valid_B1, processed_BV)

@@ -67,9 +67,9 @@ def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State], *, count: int
     On a block base drafts differ from the canvas in its open block alone: a pass computes that block once for each.
     `count` as in `columns_to_edge`.
     """
-    size = base.spec.block
+    size, known = base.spec.block, isinstance(base, TransformerBase)
     if not drafts:
-        return [_open_blocks(base, canvas, count) if count else base.hidden(canvas)]
+        return [_open_blocks(base, canvas, count) if count and known else base.hidden(canvas)]
     if size is None or not isinstance(base, TransformerBase):
         tokens, real, masked = (
             torch.cat([getattr(s, name) for s in (canvas, *drafts)]) for name in ("tokens_BL", "real_BL", "masked_BL")

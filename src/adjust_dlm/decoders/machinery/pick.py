@@ -87,7 +87,7 @@ class Rows:
 
 def refuse_nan(base: Base, *parts: Tensor, logits_RV: Tensor | None = None) -> None:
     """Raises FloatingPointError for states or scores that are NaN, or logits that have no softmax."""
-    bad = [] if logits_RV is None else [no_softmax(logits_RV)]
+    bad = [] if logits_RV is None else [no_softmax(logits_RV).any()]
     if bool(torch.stack([*bad, *(part.isnan().any() for part in parts)]).any()):
         raise FloatingPointError(nan_message(base))
 
