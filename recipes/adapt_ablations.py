@@ -21,8 +21,7 @@ import torch
 from answers import NEW_TOKENS, answered, asked
 
 from adjust_dlm import DecodeConfig, load_base
-from adjust_dlm.bases.adapted import load_ar
-from adjust_dlm.data.ar import read_vocabulary
+from adjust_dlm.bases.autoregressive import autoregressive_base, load_ar, read_vocabulary
 from adjust_dlm.data.canvases import Source
 from adjust_dlm.data.corpus import build_corpus, load_corpus
 from adjust_dlm.data.settings import SAMPLED, CorpusConfig
@@ -70,7 +69,8 @@ def make_corpus(args: argparse.Namespace, part: int, parts: int) -> None:
     """This process's shards; returns when those of all others are there, too."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_ar(args.ar, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
-    source = Source(model, tokenizer, read_vocabulary(tokenizer, model.config))
+    base = autoregressive_base(model, tokenizer)
+    source = Source(base, tokenizer, read_vocabulary(tokenizer, model.config))
     sizes = {kind: getattr(args, kind) for kind in SAMPLED}
     config = CorpusConfig(ar=args.ar, **sizes, heldout=args.heldout, length=args.length)
     build_corpus(args.corpus, config, source, rank=part, world=parts)

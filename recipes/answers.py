@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from adjust_dlm import Base, DecodeConfig, Sampler, load_base, load_sampler
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import autoregressive_base, load_ar
 from adjust_dlm.data.ar import ar_replies
 from adjust_dlm.data.questions import WORDING, Fact, facts
 from adjust_dlm.decoders import decode_many
@@ -47,8 +47,9 @@ def held_out_questions() -> list[tuple[str, Fact]]:
 def asked(ar: str, number: int, device: torch.device) -> list[tuple[str, Fact]]:
     """The first questions that the autoregressive model answers right; says how many it was asked."""
     model, tokenizer = load_ar(ar, device=device, dtype=torch.float32)
+    base = autoregressive_base(model, tokenizer)
     found = held_out_questions()
-    replies = ar_replies(model, tokenizer, [text for text, _ in found], new_tokens=NEW_TOKENS, batch_size=128)
+    replies = ar_replies(base, [text for text, _ in found], new_tokens=NEW_TOKENS, batch_size=128)
     end = tokenizer.eos_token_id
     texts = [tokenizer.decode(reply[: reply.index(end)] if end in reply else reply) for reply in replies]
     right = [entry for entry, text in zip(found, texts, strict=True) if entry[1].right(text)]

@@ -16,9 +16,17 @@ mkdir -p "$out"
 run() { python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m -- adjust_dlm.cli "$@"; }
 stage() { [[ " ${STAGES:-ar replies adapt joint trajectories train tables} " == *" $1 "* ]]; }
 here=$(dirname "$0")
-limit=${LIMIT:-0}
 
-if stage ar; then python3 "$here/coder_tasks.py" score "$AR" --data "$DATA" --output "$out/ar.jsonl" --batch-size 1400 ${LIMIT:+--limit "$LIMIT"}; fi
+asked=(--shots 0 --chat --batch-size "${EVAL_BATCH:-256}" ${LIMIT:+--limit "$LIMIT"})
+tasks() { # folder, flags; a base is among them
+    run eval gsm8k "${asked[@]}" --data "$DATA/gsm8k/test.jsonl" --max-new-tokens "${NEW:-320}" --output "$1/gsm8k" "${@:2}"
+    run eval humaneval "${asked[@]}" --data "$DATA/humaneval/HumanEval.jsonl.gz" --max-new-tokens "${NEW:-320}" --output "$1/humaneval" --allow-code-execution "${@:2}"
+    [ -n "${FEW:-}" ] && return
+    run eval math "${asked[@]}" --data "$DATA/math/math500_test.jsonl" --max-new-tokens "${NEW_MATH:-512}" --output "$1/math" "${@:2}"
+    run eval mbpp "${asked[@]}" --data "$DATA/mbpp/mbpp.jsonl" --max-new-tokens "${NEW:-320}" --output "$1/mbpp" --allow-code-execution "${@:2}"
+}
+kone=(--decoders joint --tokens-per-step 1 --temperature 0)
+if stage ar; then tasks "$out/ar" --base "$AR" "${kone[@]}"; fi
 
 if stage replies; then
     waits=()
@@ -38,16 +46,7 @@ if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${B
     ${INIT:+--init "$INIT"} ${CORPUS:+--corpus "$CORPUS"}; fi
 
 base=${BASE:-$out/base}
-asked=(--base "$base" --shots 0 --chat --batch-size "${EVAL_BATCH:-256}")
-[ "$limit" = 0 ] || asked+=(--limit "$limit")
-tasks() { # folder, flags
-    run eval gsm8k "${asked[@]}" --data "$DATA/gsm8k/test.jsonl" --max-new-tokens "${NEW:-320}" --output "$1/gsm8k" "${@:2}"
-    run eval humaneval "${asked[@]}" --data "$DATA/humaneval/HumanEval.jsonl.gz" --max-new-tokens "${NEW:-320}" --output "$1/humaneval" --allow-code-execution "${@:2}"
-    [ -n "${FEW:-}" ] && return
-    run eval math "${asked[@]}" --data "$DATA/math/math500_test.jsonl" --max-new-tokens "${NEW_MATH:-512}" --output "$1/math" "${@:2}"
-    run eval mbpp "${asked[@]}" --data "$DATA/mbpp/mbpp.jsonl" --max-new-tokens "${NEW:-320}" --output "$1/mbpp" --allow-code-execution "${@:2}"
-}
-if stage joint; then tasks "$out/joint" --decoders joint --tokens-per-step 1 --temperature 0; fi
+if stage joint; then tasks "$out/joint" --base "$base" "${kone[@]}"; fi
 
 if stage trajectories; then
     rows() { run trajectories --base "$base" --batch-size "${DECODE_BATCH:-512}" --shard-rows "${DECODE_BATCH:-512}" --output "$out/$1" "${@:2}"; }
@@ -69,7 +68,7 @@ fi
 
 if stage tables; then
     g=${SAMPLER:-$out/back/sampler}
-    every=(--sampler "$g" --decoders joint:tokens_per_step=1 parallel adjust threshold:tau=0.9 factor:f=1 entropy_bound:gamma=0.1 adaptive verified --tokens-per-step 2 4 8)
+    every=(--base "$base" --sampler "$g" --decoders joint:tokens_per_step=1 parallel adjust threshold:tau=0.9 factor:f=1 entropy_bound:gamma=0.1 adaptive verified --tokens-per-step 2 4 8)
     for temperature in ${TEMPERATURES:-0 0.2}; do tasks "$out/t$temperature" "${every[@]}" --temperature "$temperature"; done
     run eval humaneval "${asked[@]}" --data "$DATA/humaneval/HumanEval.jsonl.gz" --max-new-tokens "${NEW:-320}" --output "$out/t1" --allow-code-execution \
         "${every[@]}" --temperature 1 --top-p 1 --num-samples "${PASS_SAMPLES:-10}" --ks 1 "${PASS_SAMPLES:-10}"

@@ -1,22 +1,21 @@
-"""An autoregressive chat model on GSM8K, MATH, HumanEval and MBPP, and its replies to their training questions.
+"""Replies of an autoregressive chat model to the training questions of GSM8K, MATH and MBPP, and to its own.
 
-    python recipes/coder_tasks.py score AR --data DIR --output FILE       a line of JSON for each task, T = 0
     python recipes/coder_tasks.py replies AR --data DIR --output FILE.jsonl --samples 4 --invented 16384
     python recipes/coder_tasks.py prompts FILE.jsonl ... --output DIR     their questions, each once, in two files
 
 DIR holds gsm8k/{train,test}.jsonl, math/{math500_test,math_train_part}.jsonl, humaneval/HumanEval.jsonl.gz and
-mbpp/mbpp.jsonl. Scores are those of `adjust eval TASK --chat --shots 0`, in the model's own chat template. Replies are
-kept where they end and are right, as `messages` for `adjust adapt --text-files`; of a question without a right one the
-first that ends. No test question is asked: of MBPP the problems 601 to 974, without the few that have the text or the
-code of a test problem. `--share i/n`: this process's part of the replies. Programs of the model run on this machine
+mbpp/mbpp.jsonl. Replies are in the model's own chat template, graded as `adjust eval TASK --chat --shots 0` does. They
+are kept where they end and are right, as `messages` for `adjust adapt --text-files`; of a question without a right one
+the first that ends. No test question is asked: of MBPP the problems 601 to 974, without the few that have the text or
+the code of a test problem. `--share i/n`: this process's part of the replies. Programs of the model run on this machine
 (docs/code-execution.md).
 
 `--invented N` also asks questions of the model's own. N user turns are sampled behind the chat's context and a word of
 `OPENERS`, in turn; those that close (or open the next turn) and are new are asked, each once, and replies that end are
 kept. A turn or reply that holds a test problem, or a part of one of `RUN` letters and digits, is dropped.
 
-Both go on where they stopped. FILE.asked, beside the replies, has a line for each batch that was graded; a question in
-it is not asked again. Scores skip the tasks that FILE has.
+Replies go on where they stopped. FILE.asked, beside them, has a line for each batch that was graded; a question in it
+is not asked again.
 """
 
 from __future__ import annotations
@@ -27,18 +26,15 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from adjust_dlm.data.ar import CHAT_USER, ar_sample, chat_context, read_vocabulary
+from adjust_dlm import load_base
+from adjust_dlm.data.ar import CHAT_USER, ar_sample, chat_context
 from adjust_dlm.data.questions import asks_held_out
-from adjust_dlm.eval.downstream import Problem, Task, cut_at_stop, summarize
+from adjust_dlm.eval.downstream import Problem, Task, cut_at_stop
 from adjust_dlm.eval.tasks import code, gsm8k, maths
 from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import require
@@ -53,23 +49,15 @@ Said = tuple[str, bool]  # a text, and whether it has ended
 Asked = tuple[Task, Any, str]  # a task, its settings, and the metric that says what is right
 
 
-def tasks(data: Path, *, train: bool, scratch: Path) -> list[Asked]:
-    """Zero-shot chats: the test problems, or the training questions."""
+def tasks(data: Path, scratch: Path) -> list[Asked]:
+    """The training questions as zero-shot chats."""
     how: dict[str, Any] = {"shots": 0, "chat": True}
-    grade = gsm8k.Gsm8kConfig(data=str(data / "gsm8k" / ("train.jsonl" if train else "test.jsonl")), **how)
-    proof = maths.MathConfig(
-        data=str(data / "math" / ("math_train_part.jsonl" if train else "math500_test.jsonl")), **how
-    )
-    run = {"allow_code_execution": True, **how}
-    programs = str(train_programs(data, scratch) if train else data / "mbpp" / "mbpp.jsonl")
-    out: list[Asked] = [
-        (gsm8k.make_task(grade), grade, "value"), (maths.make_task(), proof, "math_verify"),
-        (code.MBPP, code.MbppConfig(data=programs, **run), "pass@1"),
+    grade = gsm8k.Gsm8kConfig(data=str(data / "gsm8k" / "train.jsonl"), **how)
+    proof = maths.MathConfig(data=str(data / "math" / "math_train_part.jsonl"), **how)
+    run = code.MbppConfig(data=str(train_programs(data, scratch)), allow_code_execution=True, **how)
+    return [
+        (gsm8k.make_task(grade), grade, "value"), (maths.make_task(), proof, "math_verify"), (code.MBPP, run, "pass@1"),
     ]  # fmt: skip
-    if not train:
-        tests = code.HumanEvalConfig(data=str(data / "humaneval" / "HumanEval.jsonl.gz"), **run)
-        out.append((code.HUMANEVAL, tests, "pass@1"))
-    return out
 
 
 def train_programs(data: Path, scratch: Path) -> Path:
@@ -116,12 +104,10 @@ def _runs(plain: str) -> Iterator[str]:
 class Model:
     """The model behind its own chat template."""
 
-    def __init__(self, ar: str, device: torch.device) -> None:
-        """Half precision on a card."""
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(ar, dtype=dtype).to(device).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(ar)
-        self.vocabulary = read_vocabulary(self.tokenizer, self.model.config)
+    def __init__(self, ar: str) -> None:
+        """On a card if there is one."""
+        self.base = load_base(ar, device="auto")
+        self.tokenizer = self.base.tokenizer
 
     def reply(self, prompts: Sequence[str], **how: Any) -> list[Said]:
         """Replies to prompts of a user; see `go_on`."""
@@ -129,15 +115,10 @@ class Model:
         write = self.tokenizer.apply_chat_template
         return self.go_on([write(chat, tokenize=False, add_generation_prompt=True) for chat in chats], **how)
 
-    def go_on(self, starts: Sequence[str], *, rows: Sequence[int] = (), seed: int = 0, **how: Any) -> list[Said]:
-        """What follows each text, up to its end, and whether there is one; `how` is that of `ar_sample`, with T = 0.
-
-        A draw depends on the seed, the number of its row and the number of its token alone.
-        """
+    def go_on(self, starts: Sequence[str], *, rows: Sequence[int] = (), **how: Any) -> list[Said]:
+        """What follows each text, up to its end, and whether there is one; `how` is that of `ar_sample`."""
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in starts]
-        how = {"temperature": 0.0, "top_p": 1.0, "forbid": self.vocabulary.forbidden, **how}
-        ends, rows = self.vocabulary.end_ids, rows or range(len(ids))
-        made = ar_sample(self.model, ids, rows=rows, seed=seed, end_ids=ends, **how)
+        made, ends = ar_sample(self.base, ids, rows=rows or range(len(ids)), **how), self.base.spec.end_ids
         sys.stderr.write(f"{len(made)} more texts\n")
         texts = self.tokenizer.batch_decode([row[:-1] if row[-1] in ends else row for row in made])
         return [(text, row[-1] in ends) for text, row in zip(texts, made, strict=True)]
@@ -196,26 +177,6 @@ def graded(asked: Asked, problems: Sequence[Problem], texts: Sequence[list[str]]
     return task.score(problems, [[cut_at_stop(text, task.stop) for text in group] for group in texts], config)
 
 
-def score(model: Model, args: argparse.Namespace, scratch: Path) -> None:
-    """One line a task: every metric, and how many replies did not end. Tasks that the file has are not asked again."""
-    old = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.is_file() else []
-    lines: list[dict[str, Any]] = []
-    for asked in tasks(args.data, train=False, scratch=scratch):
-        task, config, metric = asked
-        problems, began = task.problems(config)[: args.limit or None], time.monotonic()
-        same = {"model": args.names[0], "problems": len(problems), "new_tokens": args.new_tokens}
-        line = next((line for line in old if line["task"] == task.name and same.items() <= line.items()), None)
-        if line is None:
-            said = model.reply([p.prompt for p in problems], new_tokens=args.new_tokens, batch_size=args.batch_size)
-            found = graded(asked, problems, [[text] for text, _ in said])
-            line = {"task": task.name, "metric": metric, **summarize(problems, found)["metrics"]}
-            line |= {"cut": sum(not ended for _, ended in said), "seconds": round(time.monotonic() - began), **same}
-        lines.append(line)
-        others = [line for line in old if line["task"] not in {line["task"] for line in lines}]
-        args.output.write_text("".join(json.dumps(line) + "\n" for line in lines + others))
-        sys.stdout.write(json.dumps(line) + "\n")
-
-
 def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
     """Replies to training questions, see `keep`; then the invented ones."""
     part, parts = map(int, args.share.split("/"))
@@ -223,7 +184,7 @@ def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
     file = Replies(args.output, {"model": args.names[0], **{name: getattr(args, name) for name in names}})
     how = {"new_tokens": args.new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     how |= {"batch_size": args.batch_size}
-    for seed, asked in enumerate(tasks(args.data, train=True, scratch=scratch)):
+    for seed, asked in enumerate(tasks(args.data, scratch)):
         task, config, _ = asked
         samples, done = args.samples * MORE.get(task.name, 1), set(file.asked(task.name))
         numbered = list(enumerate(task.problems(config)[: args.limit or None]))[part::parts]
@@ -309,11 +270,11 @@ def prompts(files: Sequence[str], output: Path) -> None:
 
 
 def main() -> None:
-    """Scores, replies or prompts."""
+    """Replies or prompts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("score", "replies", "prompts"))
+    parser.add_argument("what", choices=("replies", "prompts"))
     parser.add_argument("names", nargs="+", help="folder or Hub id of the model; files of replies")
-    parser.add_argument("--data", type=Path, help="needed by scores and replies")
+    parser.add_argument("--data", type=Path, help="needed by replies")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="problems of a task, the first ones")
     parser.add_argument("--new-tokens", type=int, default=512)
@@ -329,10 +290,9 @@ def main() -> None:
         prompts(args.names, args.output)
         return
     if args.data is None or len(args.names) != 1:
-        parser.error(f"{args.what} takes one model, and --data")
-    model = Model(args.names[0], torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        parser.error("replies take one model, and --data")
     with tempfile.TemporaryDirectory() as scratch:
-        (score if args.what == "score" else replies)(model, args, Path(scratch))
+        replies(Model(args.names[0]), args, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adjust_dlm.bases import load_base
-from adjust_dlm.bases.adapted import load_ar
-from adjust_dlm.data.ar import read_vocabulary
+from adjust_dlm.bases.autoregressive import load_ar, read_vocabulary
 from adjust_dlm.data.canvases import KINDS
 from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.train import adapt as adapt_module

@@ -1,20 +1,30 @@
-"""Samples of an autoregressive model: what a row holds does not depend on what is asked beside it."""
+"""An autoregressive model as a base with blocks of one token: joint decoding samples the model itself."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from adjust_dlm.data import ar
+from adjust_dlm import load_base
+from adjust_dlm.bases.autoregressive import autoregressive_base, is_autoregressive
+from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.ar import ar_sample
+from adjust_dlm.decoders import decode, decode_many
 from adjust_dlm.sampling import draw, process, uniform
 from adjust_dlm.types import DecodeConfig, InputError
-from tiny_ar import IM_END, tiny_model
+from tiny_ar import IM_END, MASK, save_tiny, tiny_model, tiny_tokenizer
 
-# Of lengths 3 to 141; with 70 new tokens the last one has a batch of its own.
+# Of lengths 3 to 141.
 PROMPTS = [[4 + (7 * n + 3 * i) % 96 for i in range(length)] for n, length in enumerate((9, 3, 70, 12, 9, 40, 141, 72))]
 ROWS = [5, 900, 17, 2**41, 3, 4, 0, 8]
 HOW: dict[str, Any] = {"new_tokens": 70, "seed": 3, "temperature": 1.2, "top_p": 1.0}
+FAMILIES = ["llama", "qwen2", "qwen3"]
+NEVER = [MASK, *range(100, 104)]  # MASK, and rows of the head that are no token
+
+
+def base_of(family: str = "llama", **options: Any) -> TransformerBase:
+    return autoregressive_base(tiny_model(family, **options), tiny_tokenizer())
 
 
 def up_to(row: list[int], ends: tuple[int, ...]) -> list[int]:
@@ -22,100 +32,93 @@ def up_to(row: list[int], ends: tuple[int, ...]) -> list[int]:
     return row[: next((n for n, token in enumerate(row, 1) if token in ends), None)]
 
 
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and columns of each pass."""
-    seen: list[tuple[int, int]] = []
-    forward = ar._forward
-
-    def spy(body: Any, tokens_BT: torch.Tensor, cache: Any) -> torch.Tensor:
-        seen.append((tokens_BT.shape[0], tokens_BT.shape[1]))
-        h_BD = forward(body, tokens_BT, cache)
-        assert all(len(kept_BHTE) == len(tokens_BT) for pair in cache.buffers.values() for kept_BHTE in pair)
-        return h_BD
-
-    monkeypatch.setattr(ar, "_forward", spy)
-    return seen
-
-
-@pytest.mark.parametrize("ends", [(), (IM_END, 9, 30)])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_row_is_the_same_alone_and_beside_any_others(
-    family: str, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model(family)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_is_the_same_alone_and_beside_any_others(family: str) -> None:
+    base = base_of(family)
     alone = [
-        ar_sample(model, [prompt], rows=[row], batch_size=1, **HOW)[0]
+        ar_sample(base, [prompt], rows=[row], batch_size=1, ends=False, **HOW)[0]
         for prompt, row in zip(PROMPTS, ROWS, strict=True)
     ]
     assert [len(row) for row in alone] == [70] * 8 and len(set(map(tuple, alone))) == 8
-    wanted = [up_to(row, ends) for row in alone]
-    assert not ends or len({len(row) // 32 for row in wanted}) > 1  # some rows leave before the others
-    monkeypatch.setattr(ar, "HEAD_ROWS", 3)
+    wanted = [up_to(row, base.spec.end_ids) for row in alone]
+    assert len({len(row) for row in wanted}) > 2  # some rows end before the others
     for batch_size in (2, 3, 8):
-        assert ar_sample(model, PROMPTS, rows=ROWS, batch_size=batch_size, end_ids=ends, **HOW) == wanted
-        back = ar_sample(model, PROMPTS[::-1], rows=ROWS[::-1], batch_size=batch_size, end_ids=ends, **HOW)
+        assert ar_sample(base, PROMPTS, rows=ROWS, batch_size=batch_size, ends=False, **HOW) == alone
+        assert ar_sample(base, PROMPTS, rows=ROWS, batch_size=batch_size, **HOW) == wanted
+        back = ar_sample(base, PROMPTS[::-1], rows=ROWS[::-1], batch_size=batch_size, **HOW)
         assert back == wanted[::-1]
 
 
-def test_a_token_is_drawn_with_the_uniform_of_its_row_and_its_number() -> None:
-    """As in a loop without a cache; numbers count from the first new token."""
-    model, settings = tiny_model(), DecodeConfig(temperature=1.2, top_p=0.9)
-    how: dict[str, Any] = {**HOW, "new_tokens": 5, "top_p": 0.9}
-    for prompt, row, made in zip(PROMPTS, ROWS, ar_sample(model, PROMPTS, rows=ROWS, batch_size=8, **how), strict=True):
-        for number in range(5):
-            logits_1V = model(input_ids=torch.tensor([prompt + made[:number]])).logits[:, -1]
-            u_1 = uniform(3, *torch.tensor([[row], [number], [number]]))
-            assert made[number] == int(draw(process(logits_1V, settings), u_1, settings.temperature))
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_is_drawn_from_the_model_itself(family: str, tied: bool) -> None:
+    """As in a loop of transformers without a cache, with the uniform of the row, the commit and the position."""
+    model, settings = tiny_model(family, tied=tied), DecodeConfig(temperature=1.2, top_p=0.9)
+    base, how = autoregressive_base(model, tiny_tokenizer()), {**HOW, "new_tokens": 5, "top_p": 0.9}
+    for prompt, row, made in zip(PROMPTS, ROWS, ar_sample(base, PROMPTS, rows=ROWS, batch_size=8, **how), strict=True):
+        assert len(made) == 5 or made[-1] in base.spec.end_ids
+        for number, token in enumerate(made):
+            ids = prompt + made[:number]
+            logits_1V = (
+                model(input_ids=torch.tensor([ids])).logits[:, -1].index_fill(1, torch.tensor(NEVER), -torch.inf)
+            )
+            u_1 = uniform(3, *torch.tensor([[row], [number], [len(ids)]]))
+            assert token == int(draw(process(logits_1V, settings), u_1, settings.temperature))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_greedy_rows_are_those_of_transformers(family: str) -> None:
-    model = tiny_model(family)
-    got = ar_sample(model, PROMPTS, rows=ROWS, batch_size=8, end_ids=[IM_END], forbid=[7], **{**HOW, "temperature": 0})
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_rows_of_a_folder_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    base, model = load_base(str(save_tiny(tmp_path, family))), tiny_model(family)
+    assert is_autoregressive(tmp_path) and (base.spec.block, base.spec.order) == (1, "left_to_right")
+    got = ar_sample(base, PROMPTS, rows=ROWS, batch_size=8, **{**HOW, "temperature": 0})
     for prompt, row in zip(PROMPTS, got, strict=True):
-        made = model.generate(torch.tensor([prompt]), max_new_tokens=70, do_sample=False, suppress_tokens=[7])
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=70, do_sample=False, suppress_tokens=NEVER,
+            eos_token_id=list(base.spec.end_ids),
+        )  # fmt: skip
         assert row == made[0, len(prompt) :].tolist()
-        assert row[-1] == IM_END or len(row) == 70
+        assert row[-1] in base.spec.end_ids or len(row) == 70
 
 
-def test_samples_of_one_prompt_differ_by_row_and_are_read_once_a_batch(
-    passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, how = tiny_model(), {"new_tokens": 40, "seed": 5}
-    read, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(tuple(x.shape)) or tolist(x))
-    seven, three = (ar_sample(model, [[1, 5]] * 7, rows=range(7), batch_size=b, **how) for b in (7, 3))
-    assert read == [(7, 40), (3, 40), (3, 40), (1, 40)]
-    assert passes == [(rows, 2 if step == 0 else 1) for rows in (7, 3, 3, 1) for step in range(40)]
-    assert seven == three and len(set(map(tuple, seven))) == 7
-    assert seven[5:] == ar_sample(model, [[1, 5]] * 2, rows=[5, 6], batch_size=2, **how)
-    assert seven != ar_sample(model, [[1, 5]] * 7, rows=range(7), batch_size=7, new_tokens=40, seed=6)
+def test_every_decoder_commits_a_token_a_pass_and_a_pass_reads_what_is_new() -> None:
+    base, config = base_of(), DecodeConfig(tokens_per_step=4, max_new_tokens=12, temperature=0.0)
+    joint = decode(base, PROMPTS[:2], config.but(tokens_per_step=1), decoder="joint")
+    parallel = decode(base, PROMPTS[:2], config, decoder="parallel")
+    assert parallel.tokens_BL.equal(joint.tokens_BL) and parallel.base_calls_B.equal(joint.base_calls_B)
+    widths: list[int] = []
+    base.model.layers[0].register_forward_hook(lambda _layer, given, _out: widths.append(given[0].shape[1]))
+    decode(base, PROMPTS[:1], config, decoder="joint")
+    assert widths[0] == 10 and set(widths[1:]) == {2}  # the token before and the masked position
 
 
-def test_rows_that_have_ended_leave_the_batch(passes: list[tuple[int, int]]) -> None:
-    """Every 32 passes, also where the others still read; a prompt that is too long for a batch begins the next."""
-    model, prompts = tiny_model(), [PROMPTS[n] for n in (1, 2, 1, 6)]  # 3, 70, 3 and 141 tokens
-    made = ar_sample(model, prompts, rows=range(4), batch_size=8, end_ids=range(104), **HOW)
-    assert [len(row) for row in made] == [1] * 4  # every token ends
-    first = [(3, 3), *[(3, 1)] * 31, *[(1, 1)] * 64]  # the 68th pass draws the long one's token; the look is at 96
-    assert passes == [*first, (1, 141), *[(1, 1)] * 31]
-    passes.clear()
-    assert all(
-        len(row) == 20 for row in ar_sample(model, prompts[:2], rows=(0, 1), batch_size=8, **{**HOW, "new_tokens": 20})
-    )
-    assert [passes[n] for n in (0, 20)] == [(1, 3), (1, 70)] and len(passes) == 40
-    passes.clear()
-    ar_sample(model, [PROMPTS[n] for n in (1, 5)], rows=(0, 1), batch_size=8, **{**HOW, "new_tokens": 50})
-    assert passes == [(2, 3), *[(2, 1)] * 63, *[(1, 1)] * 23]  # without ends a row leaves when it is full
+def test_samples_of_one_prompt_differ_by_row_and_seed() -> None:
+    base, how = base_of(), {"new_tokens": 40, "seed": 5}
+    seven = ar_sample(base, [[1, 5]] * 7, rows=range(7), batch_size=7, **how)
+    assert len(set(map(tuple, seven))) == 7
+    assert seven[5:] == ar_sample(base, [[1, 5]] * 2, rows=[5, 6], batch_size=2, **how)
+    assert seven != ar_sample(base, [[1, 5]] * 7, rows=range(7), batch_size=7, new_tokens=40, seed=6)
 
 
-def test_what_cannot_be_sampled_is_refused() -> None:
-    model, how = tiny_model(), {"new_tokens": 2, "seed": 0}
-    assert ar_sample(model, [], rows=[], batch_size=1, **how) == []
-    with pytest.raises(InputError, match="a prompt is empty; a causal model needs at least one token"):
-        ar_sample(model, [[1], []], rows=[0, 1], batch_size=1, **how)
-    with pytest.raises(InputError, match="2 prompts need as many row ids, not 1"):
-        ar_sample(model, [[1], [2]], rows=[0], batch_size=1, **how)
-    with pytest.raises(InputError, match="batch_size is 0; it must be at least 1"):
-        ar_sample(model, [[1]], rows=[0], batch_size=0, **how)
+def test_the_fast_form_samples_the_same() -> None:
+    base, how = base_of("qwen2"), {"batch_size": 3, "rows": ROWS, "decoder": "joint"}
+    config = DecodeConfig(tokens_per_step=1, max_new_tokens=40, temperature=1.2, top_p=0.9, seed=3)
+    wanted, got = (
+        {n: row for numbers, made in decode_many(base, PROMPTS, config, **how, eager=eager)
+         for n, row in zip(numbers, made.tokens_BL[:, -40:].tolist(), strict=True)}
+        for eager in (True, False)
+    )  # fmt: skip
+    assert got == wanted and any(IM_END in row for row in wanted.values())
+
+
+def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
+    base, how = base_of(), {"new_tokens": 2, "seed": 0}
+    assert ar_sample(base, [], rows=[], batch_size=1, **how) == []
+    with pytest.raises(InputError, match="1 row ids for 2 prompts"):
+        ar_sample(base, [[1], [2]], rows=[0], batch_size=1, **how)
+    with pytest.raises(InputError, match="batch_size is 0"):
+        ar_sample(base, [[1]], rows=[0], batch_size=0, **how)
+    with pytest.raises(InputError, match="a prompt is empty; a causal model needs"):
+        ar_sample(base, [[1], []], rows=[0, 1], batch_size=1, **how)
+    folder = str(save_tiny(tmp_path))
+    with pytest.raises(InputError, match="is an autoregressive model, which takes no tokenizer"):
+        load_base(folder, tokenizer=folder)

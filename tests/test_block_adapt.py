@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from adjust_dlm.bases import load_base
-from adjust_dlm.data.ar import read_vocabulary
+from adjust_dlm.bases.autoregressive import read_vocabulary
 from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.decoders import decode
 from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt

@@ -22,7 +22,7 @@ import yaml
 
 from adjust_dlm import cli
 from adjust_dlm.bases import base as registry
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import load_ar
 from adjust_dlm.bench.records import COSTS
 from adjust_dlm.commands import COMMANDS, common, named, output, settings
 from adjust_dlm.decoders.divergence import MEASURES

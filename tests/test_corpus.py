@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjust_dlm.data import ar
+from adjust_dlm.bases.autoregressive import autoregressive_base, read_vocabulary
 from adjust_dlm.data import canvases as canvases_module
 from adjust_dlm.data import corpus as corpus_module
-from adjust_dlm.data.ar import ar_sample, chat_context, read_vocabulary
+from adjust_dlm.data.ar import ar_sample, chat_context
 from adjust_dlm.data.canvases import KINDS, CorpusConfig, Source, chat_canvas
 from adjust_dlm.data.corpus import Corpus, _texts, build_corpus, load_corpus
 from adjust_dlm.types import InputError
@@ -49,9 +49,10 @@ def chi_square_is_plausible(counts_V: Tensor, law_V: Tensor) -> bool:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_samples_follow_the_enumerated_law(family: str) -> None:
     model = tiny_model(family)
-    settings: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "forbid": [0, 5, 103]}
+    base, settings = autoregressive_base(model, TOKENIZER), {"temperature": 1.3, "top_p": 0.9}
     how: dict[str, Any] = {"rows": range(20_000), "new_tokens": 2, "batch_size": 7_000, "seed": 1, **settings}
-    tokens = torch.tensor(ar_sample(model, [[BOS, 9]] * 20_000, **how))
+    tokens = torch.tensor(ar_sample(base, [[BOS, 9]] * 20_000, ends=False, **how))
+    settings["forbid"] = [MASK, *range(100, 104)]
     first = next_law(model, [BOS, 9], **settings)
     assert (first > 0).sum() > 10
     assert chi_square_is_plausible(tokens[:, 0].bincount(minlength=104).double(), first)
@@ -59,19 +60,6 @@ def test_samples_follow_the_enumerated_law(family: str) -> None:
     second = next_law(model, [BOS, 9, likeliest], **settings)
     seen = tokens[tokens[:, 0] == likeliest, 1].bincount(minlength=104).double()
     assert chi_square_is_plausible(seen, second)
-
-
-@pytest.mark.parametrize("top_p", [0.9, 1.0])
-def test_the_kernels_draw_the_same_texts(monkeypatch: pytest.MonkeyPatch, top_p: float) -> None:
-    """Those of a card, interpreted here."""
-    pytest.importorskip("triton")
-    model: Any = tiny_model().to("cuda" if torch.cuda.is_available() else "cpu")
-    how: dict[str, Any] = {"rows": range(6), "new_tokens": 5, "batch_size": 6, "seed": 5, "top_p": top_p, "forbid": [7]}
-    made = []
-    for kernels in (False, True):
-        monkeypatch.setattr(ar, "_kernels", lambda logits_CV, kernels=kernels: kernels)
-        made.append(ar_sample(model, [[BOS]] * 6, **how))
-    assert made[0] == made[1]
 
 
 def test_vocabulary_is_read_from_tokenizer_and_config() -> None:
@@ -102,7 +90,7 @@ def test_chat_canvases() -> None:
 
 def source() -> Source:
     model = tiny_model()
-    return Source(model, TOKENIZER, read_vocabulary(TOKENIZER, model.config))
+    return Source(autoregressive_base(model, TOKENIZER), TOKENIZER, read_vocabulary(TOKENIZER, model.config))
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +163,7 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
     good, bad = [*written, *turn, 70, 71, IM_END], [*written, 70, 71]
     asked: list[dict[str, Any]] = []
 
-    def fake(model: Any, prompts: list[list[int]], *, rows: range, new_tokens: int, **options: Any) -> list[list[int]]:
+    def fake(base: Any, prompts: list[list[int]], *, rows: range, new_tokens: int, **options: Any) -> list[list[int]]:
         asked.append(options)
         assert prompts == [TOKENIZER.encode("<|im_start|>user\n")] * len(rows)
         samples = [bad if row % 4 else good for row in rows]
@@ -189,7 +177,7 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
         assert TOKENIZER.decode(tokens[:prompt]) == start
         assert tokens[prompt:] == [70, 71] + [IM_END] * (38 - prompt)
     assert len(corpus.tokens_NL) == 9
-    assert all(call["forbid"] == [MASK, 100, 101, 102, 103] for call in asked)
+    assert all(call["ends"] is False for call in asked)
     monkeypatch.setattr(canvases_module, "MIN_YIELD", 0.5)
     with pytest.raises(InputError, match="only 2 of 8 samples"):
         build_corpus(tmp_path / "other", config(text=0, chat=9, length=40, sample_batch=8), source())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import load_ar
 from adjust_dlm.bases.family import dream_base
 from adjust_dlm.bases.partner import CausalPartner
 from adjust_dlm.data.lists import KINDS, ListTask, list_tasks, write_list

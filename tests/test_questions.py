@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from adjust_dlm.bases.autoregressive import autoregressive_base, read_vocabulary
 from adjust_dlm.data import canvases as canvases_module
 from adjust_dlm.data import questions as module
-from adjust_dlm.data.ar import ar_replies, ar_sample, read_vocabulary
+from adjust_dlm.data.ar import ar_replies, ar_sample
 from adjust_dlm.data.canvases import CorpusConfig, Source
 from adjust_dlm.data.corpus import build_corpus, load_corpus
 from adjust_dlm.data.questions import WORDING, Fact, asks_held_out, facts, is_held_out, questions
@@ -21,7 +22,7 @@ TOKENIZER = tiny_tokenizer()
 
 def source() -> Source:
     model = tiny_model()
-    return Source(model, TOKENIZER, read_vocabulary(TOKENIZER, model.config))
+    return Source(autoregressive_base(model, TOKENIZER), TOKENIZER, read_vocabulary(TOKENIZER, model.config))
 
 
 def test_no_training_question_names_what_is_held_out() -> None:
@@ -109,25 +110,25 @@ def test_a_chat_is_kept_if_it_only_counts_or_has_other_numbers() -> None:
 
 
 def test_replies_are_those_of_each_question_alone() -> None:
-    model, asked = tiny_model(), ["ab?", "cde?", "fg?", "hijk?", "z?"]
-    together = ar_replies(model, TOKENIZER, asked, new_tokens=6, batch_size=4, temperature=0.7, seed=5, first_row=10)
+    base, asked = autoregressive_base(tiny_model(), TOKENIZER), ["ab?", "cde?", "fg?", "hijk?", "z?"]
+    together = ar_replies(base, asked, new_tokens=6, batch_size=4, temperature=0.7, seed=5, first_row=10)
     for row, text in enumerate(asked, start=10):
         prompt = TOKENIZER.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
-        alone = ar_sample(model, [prompt], rows=[row], new_tokens=6, batch_size=1, seed=5, temperature=0.7, top_p=0.95)
+        alone = ar_sample(base, [prompt], rows=[row], new_tokens=6, batch_size=1, seed=5, temperature=0.7, top_p=0.95)
         assert together[row - 10] == alone[0]
 
 
 def test_the_corpus_holds_right_replies_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def replies(model: Any, tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]:
+    def replies(base: Any, texts: list[str], **options: Any) -> list[list[int]]:
         asked.extend(texts)
         known = {text: fact for seed in (0, 1) for text, fact in itertools.islice(questions(seed), 3000)}
         known |= {text: fact for f in facts() for text in f.wordings() for fact in [f]}
         out = []
         for n, text in enumerate(texts):
-            reply = tokenizer.encode(f"It is {known[text].answers[0]}.", add_special_tokens=False)
-            good, wrong, endless = [*reply, IM_END], [*tokenizer.encode("No."), IM_END], reply
+            reply = base.tokenizer.encode(f"It is {known[text].answers[0]}.", add_special_tokens=False)
+            good, wrong, endless = [*reply, IM_END], [*base.tokenizer.encode("No."), IM_END], reply
             out.append((good, wrong, endless)[n % 3])
         return out
 

@@ -14,7 +14,7 @@ from adjust_dlm import cli
 from adjust_dlm.artifacts import read_provenance, save_pretrained
 from adjust_dlm.bases import Base
 from adjust_dlm.bases import base as registry
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import load_ar
 from adjust_dlm.data import store
 from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.data.trajectories import TrajectoriesConfig, make_trajectories

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import constants
 
 from adjust_dlm import cli
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import load_ar
 from adjust_dlm.eval import nll, scores
 from adjust_dlm.eval.mauve import features, mauve
 from adjust_dlm.eval.scores import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import load_ar
 from adjust_dlm.bases.family import DreamBase, dream_base, dream_config
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.divergence import observe

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.autoregressive import ar_folder, load_ar
 from adjust_dlm.bases.base import Base, BaseSpec, register_base
 from adjust_dlm.bases.layers import Body, read_model
 from adjust_dlm.bases.placement import quantize_body
-from adjust_dlm.bases.smol_files import cache_dir, flaw, make_once, seal, smol_ar_dir
+from adjust_dlm.bases.smol_files import cache_dir, flaw, make_once, seal
 from adjust_dlm.bases.tensor_files import read_header
 from adjust_dlm.bases.tokenizers import FileTokenizer
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.files import write_whole
-from adjust_dlm.hub import PATTERNS, local, read_json, require_ar
+from adjust_dlm.hub import read_json
 from adjust_dlm.types import Quantize, check_placement, refusing, require
 
 MODELS = Path(__file__).parents[1] / "models"  # what ships with the package
@@ -30,46 +31,6 @@ FACTS, LORA = "base.json", "adapter_config.json"
 ADAPTER, MASK_EMBEDDING = "adapter_model.safetensors", "mask_embedding.safetensors"
 _SPEC = ("mask_id", "pad_id", "bos_id", "context", "order", "order_on")  # facts of a `BaseSpec` as they stand
 FILES = (FACTS, LORA, ADAPTER, MASK_EMBEDDING)  # all of them make the fingerprint
-
-
-def ar_folder(source: str, *, weights: bool = False) -> Path:
-    """Folder of the autoregressive model: `smol` (fetched on first use), a path, or a Hub id's snapshot.
-
-    Args:
-        source: which one.
-        weights: whether they will be read; those of `smol` are checked then.
-
-    Raises:
-        InputError: no model there, and none of that id on the Hub or in its cache.
-    """
-    if source == "smol":
-        return smol_ar_dir(weights=weights)
-    folder = local(source, PATTERNS)
-    require_ar(folder, source)
-    return folder
-
-
-def load_ar(source: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """(causal LM, tokenizer) of an autoregressive source: the judge, the AR partner, what `adapt` starts from.
-
-    Raises:
-        InputError: no model there, an unreadable file, or weights missing or misshapen, by name.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    folder = ar_folder(source, weights=True)
-    kinds = OSError, ValueError, RuntimeError, SafetensorError
-    with refusing(f"cannot load the autoregressive model {folder}", *kinds, first=True):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    model, report = loaded
-    # transformers fills such weights with random numbers and only warns.
-    lost = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    require(not lost, f"the autoregressive model {folder} has missing or misshapen weights: {', '.join(lost[:3])}")
-    return model.to(device).eval().requires_grad_(False), tokenizer
 
 
 def file_digest(*paths: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.autoregressive import autoregressive_base, is_autoregressive, load_ar
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.family import FAMILIES, Family
 from adjust_dlm.bases.layers import Body
@@ -59,12 +60,15 @@ class _Opened:
         return unpaired(name, tensor, self.shape) if self.rotary_pairs else tensor
 
 
-@register_base("checkpoint", "Dream, LLaDA, Fast-dLLM v2, SDAR: a folder, .gguf file or Hub id instead of this name")
+@register_base(
+    "checkpoint",
+    "Dream, LLaDA, Fast-dLLM v2, SDAR, and autoregressive models: a folder, .gguf file or Hub id instead of this name",
+)
 def load_checkpoint(
     *, device: torch.device, dtype: torch.dtype, source: str = "", revision: str | None = None,
     tokenizer: str | None = None, quantize: Quantize | None = None, device_map: DeviceMap | None = None,
 ) -> TransformerBase:  # fmt: skip
-    """Loads a published checkpoint.
+    """Loads a published checkpoint; an autoregressive model becomes a base with blocks of one token.
 
     Args:
         device: where to put it (with a device map: where canvases live).
@@ -81,6 +85,14 @@ def load_checkpoint(
     require(source != "", "the base 'checkpoint' is loaded by the path or Hub id of its model")
     check_placement(quantize, device_map)
     path = local(source, PATTERNS, revision=revision)
+    if is_autoregressive(path):
+        given = [
+            name for name, value in {"device_map": device_map, "tokenizer": tokenizer}.items() if value is not None
+        ]
+        require(not given, f"{source} is an autoregressive model, which takes no {' and no '.join(given)}")
+        base = autoregressive_base(*load_ar(str(path), device=device, dtype=dtype), name=source)
+        quantize_body(base, quantize)
+        return base
     opened = _open_gguf(path) if path.suffix == ".gguf" else _open_folder(path)
     words = read_tokenizer(Path(tokenizer) if tokenizer else path) if tokenizer or path.is_dir() else None
     require(tokenizer is None or words is not None, f"there is no tokenizer in {tokenizer!r}")

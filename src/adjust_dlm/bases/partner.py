@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import load_ar
 from adjust_dlm.bases.base import Base, BaseSpec, Partner
 from adjust_dlm.bases.transformer import sampled_rows
 from adjust_dlm.types import require

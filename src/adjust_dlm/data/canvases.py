@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, Vocabulary, ar_replies, ar_sample, chat_context
+from adjust_dlm.bases import Base
+from adjust_dlm.bases.autoregressive import Vocabulary
+from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, ar_replies, ar_sample, chat_context
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.questions import asks_held_out, questions
 from adjust_dlm.data.settings import KINDS, SPLITS, CorpusConfig
@@ -26,9 +28,9 @@ Canvas = tuple[list[int], int]
 
 
 class Source(NamedTuple):
-    """Where canvases come from: a causal model in eval mode, its tokenizer and its special ids."""
+    """Where canvases come from: an autoregressive base, its tokenizer and its special ids."""
 
-    model: Any
+    base: Base
     tokenizer: Any
     vocabulary: Vocabulary
 
@@ -72,9 +74,9 @@ def _draw(
 ) -> list[list[int]]:
     """`count` samples that fill a canvas behind `prefix`; `context` stands before it and is not part of the canvas."""
     return ar_sample(
-        source.model, [context + prefix] * count, rows=range(row, row + count), new_tokens=config.length - len(prefix),
+        source.base, [context + prefix] * count, rows=range(row, row + count), new_tokens=config.length - len(prefix),
         batch_size=config.sample_batch, seed=config.seed, temperature=config.sample_temperature,
-        top_p=config.sample_top_p, forbid=source.vocabulary.forbidden,
+        top_p=config.sample_top_p, ends=False,
     )  # fmt: skip
 
 
@@ -104,9 +106,8 @@ def _question_canvases(
     while True:
         asked = list(islice(stream, min(QUESTIONS_AT_ONCE, 4 * rows)))
         replies = ar_replies(
-            source.model, source.tokenizer, [text for text, _ in asked], new_tokens=config.length // 2,
-            batch_size=config.sample_batch, temperature=QUESTION_TEMPERATURE, forbid=source.vocabulary.forbidden,
-            end_ids=end_ids, seed=config.seed, first_row=first_row + tried,
+            source.base, [text for text, _ in asked], new_tokens=config.length // 2, batch_size=config.sample_batch,
+            temperature=QUESTION_TEMPERATURE, seed=config.seed, first_row=first_row + tried,
         )  # fmt: skip
         for (text, fact), reply in zip(asked, replies, strict=True):
             if reply[-1] in end_ids and fact.right(source.tokenizer.decode(reply[:-1][:ANSWER_TOKENS])):

@@ -106,7 +106,7 @@ def decode(
         rows: global row ids, 0..B-1 unless given; with the seed they decide every random number.
         watch: called with the canvas after every commit.
         eager: True runs the reference decoders; False their fast form wherever there is one (`decoders/fast`); None
-            that on CUDA but for block bases, and says once where there is none.
+            that on CUDA, and says once where there is none.
         slots: rows of a pass in the fast form; further rows take the place of those that are done. By default all.
         options: settings that only this decoder has, such as `tau=` of `threshold`.
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adjust_dlm.bases.adapted import ar_folder, load_ar
+from adjust_dlm.bases.autoregressive import ar_folder, load_ar
 from adjust_dlm.bases.base import cut_at_end, pick_device
 from adjust_dlm.bases.tokenizers import read_tokenizer
 from adjust_dlm.eval.mauve import features, mauve

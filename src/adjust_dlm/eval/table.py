@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adjust_dlm.bases import Base, Partner, load_base
-from adjust_dlm.bases.adapted import load_ar
+from adjust_dlm.bases.autoregressive import load_ar
 from adjust_dlm.data.prompts import unconditional
 from adjust_dlm.decoders.divergence import MEASURES
 from adjust_dlm.eval.divergence import compare_with_parallel, measure, reason_against

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.adapted import FACTS, load_ar
-from adjust_dlm.data.ar import CHAT_TEMPLATE, read_vocabulary
+from adjust_dlm.bases.adapted import FACTS
+from adjust_dlm.bases.autoregressive import autoregressive_base, load_ar, read_vocabulary
+from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.data.canvases import Source
 from adjust_dlm.data.corpus import Corpus, build_corpus, load_corpus
 from adjust_dlm.data.settings import KINDS
@@ -59,16 +60,18 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     half = device.type == "cuda"
     model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
     vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
+    source = Source(autoregressive_base(model, tokenizer, mask_id=config.mask_id), tokenizer, vocabulary)
     with claim(config.output) if rank == 0 else nullcontext():
-        return _adapted(config, Source(model, tokenizer, vocabulary), rank, world)
+        return _adapted(config, model, source, rank, world)
 
 
-def _adapted(config: AdaptConfig, source: Source, rank: int, world: int) -> dict[str, Any]:
-    model, vocabulary = source.model, source.vocabulary
+def _adapted(config: AdaptConfig, model: Any, source: Source, rank: int, world: int) -> dict[str, Any]:
+    vocabulary = source.vocabulary
     folder = config.corpus or config.output / "corpus"
     distributed.barrier()  # nobody writes before the first rank has the folder
     build_corpus(folder, config, source, rank=rank, world=world)
     distributed.barrier()
+    source.base.workspace = None  # buffers of sampling
     adapter = AdapterModel(
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar,
         block=config.block_size,

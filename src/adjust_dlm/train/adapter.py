@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from adjust_dlm.bases.adapted import ADAPTER, FACTS, MASK_EMBEDDING
+from adjust_dlm.bases.autoregressive import Vocabulary
 from adjust_dlm.bases.shape import Shape
-from adjust_dlm.data.ar import Vocabulary, forbid_bias
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import read_json
 from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, block_views_mask, ce_chunk, chunked_ce
@@ -59,7 +59,8 @@ class AdapterModel(nn.Module):
         self._fresh_adapters(seed)
         head_VD: Tensor = self.body.embed_tokens.weight
         self.mask_D = nn.Parameter(head_VD.float().mean(0))
-        bias_V = forbid_bias(vocabulary.size, vocabulary.forbidden, head_VD.device)
+        bias_V = torch.zeros(vocabulary.size, device=head_VD.device)
+        bias_V[vocabulary.forbidden] = -torch.inf
         self.register_buffer("bias_V", bias_V, persistent=False)
         self._chunk: Chunk = ce_chunk
 
