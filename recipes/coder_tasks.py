@@ -40,6 +40,7 @@ from adjust_dlm.eval.tasks.task_files import read_rows
 from adjust_dlm.types import require
 
 MBPP_TRAIN = range(601, 975)
+CALL = 4  # batches of a call: a row that ends gives its place to the next
 MORE = {"mbpp": 4}  # times the samples, since it has few training questions
 RUN = 40  # so many letters and digits in a row of a test problem are the problem
 TURN: dict[str, Any] = {"new_tokens": 64, "temperature": 1.0, "top_p": 0.95}  # of invented user turns
@@ -190,7 +191,7 @@ def replies(model: Model, args: argparse.Namespace, scratch: Path) -> None:
         numbered = list(enumerate(task.problems(config)[: args.limit or None]))[part::parts]
         left = [pair for pair in numbered if pair[1].id not in done]
         left.sort(key=lambda pair: len(model.tokenizer.encode(pair[1].prompt)))
-        size = max(1, args.batch_size // samples)
+        size = max(1, CALL * args.batch_size // samples)
         batches = [left[at : at + size] for at in range(0, len(left), size)]
         random.Random(0).shuffle(batches)  # if the time is over, short questions are not all
         with ThreadPoolExecutor(1) as card:  # which samples on while this thread has proofs and programs graded
@@ -233,7 +234,7 @@ def invent(model: Model, file: Replies, tested: Tested, rows: range, how: dict[s
     """User turns of the model's own, each with one reply."""
     name, start = "invented", chat_context(model.tokenizer) + CHAT_USER
     seen = {_plain(text)[:RUN] for text in file.asked(name)}
-    rows, many = rows[sum(batch["tried"] for batch in file.of(name)) :], 4 * how["batch_size"]
+    rows, many = rows[sum(batch["tried"] for batch in file.of(name)) :], CALL * how["batch_size"]
     for mine in (rows[at : at + many] for at in range(0, len(rows), many)):
         words = [OPENERS[row % len(OPENERS)] for row in mine]
         turns = model.go_on([start + w for w in words], rows=mine, seed=8, batch_size=how["batch_size"], **TURN)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adjust_dlm.bases import adapted, register_base
+from adjust_dlm.bases import adapted, autoregressive, register_base
 from adjust_dlm.bases import base as registry
 from adjust_dlm.commands import settings
 from adjust_dlm.eval import scores
@@ -93,7 +93,7 @@ def fill(folder: Path, patch: pytest.MonkeyPatch) -> None:
         base = made[{"runs/block": 4, "smol-block": 32}.get(name)]
         register_base(name, "tiny")(lambda base=base, **_: base)
         tiny_sampler(base).save(folder / "shipped" / f"{name}-sampler")
-    for module in (adapted, scores):
+    for module in (adapted, autoregressive, scores):
         patch.setattr(module, "ar_folder", lambda source, **_: ar)
     parse = settings.parse
 

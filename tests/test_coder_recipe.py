@@ -120,23 +120,23 @@ def test_an_interrupted_run_loses_and_repeats_nothing(run: Any, tmp_path: Path, 
     write(tmp_path / "data" / "gsm8k" / "train.jsonl", train)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            go("--samples", "2", "--batch-size", "2")
+            go("--samples", "4", "--batch-size", "1")
         with (tmp_path / "out.jsonl").open("a") as file:  # as if it had stopped while it wrote
             file.write('{"messages": [{"role": "user", "con')
         with (tmp_path / "out.asked").open("a") as file:
             file.write('{"task": "gsm8k", "as')
-    lines = go("--samples", "2", "--batch-size", "2")
+    lines = go("--samples", "4", "--batch-size", "1")
     assert sorted(pairs(lines)) == sorted((f"Q: {row['question']}\nA:", "It is 4.") for row in train)
-    assert {asked[f"Q: {row['question']}\nA:"] for row in train} == {2}
+    assert {asked[f"Q: {row['question']}\nA:"] for row in train} == {4}
     total = [json.loads(line) for line in capsys.readouterr().out.splitlines()][-3:]
-    assert total[0] == {"task": "gsm8k", "questions": 5, "tried": 10, "kept": 5, "right": 5}
+    assert total[0] == {"task": "gsm8k", "questions": 5, "tried": 20, "kept": 5, "right": 5}
     before = asked.total()
-    assert go("--samples", "2", "--batch-size", "2") == lines and asked.total() == before
+    assert go("--samples", "4", "--batch-size", "1") == lines and asked.total() == before
     with pytest.raises(InputError, match="of other settings"):
         go("--samples", "3")
     (tmp_path / "out.asked").unlink()
     with pytest.raises(InputError, match="remove both"):
-        go("--samples", "2")
+        go("--samples", "4")
 
 
 def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(

