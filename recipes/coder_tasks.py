@@ -57,7 +57,7 @@ def tasks(data: Path, scratch: Path) -> list[Asked]:
     proof = maths.MathConfig(data=str(data / "math" / "math_train_part.jsonl"), **how)
     run = code.MbppConfig(data=str(train_programs(data, scratch)), allow_code_execution=True, **how)
     return [
-        (gsm8k.make_task(grade), grade, "value"), (maths.make_task(), proof, "math_verify"), (code.MBPP, run, "pass@1"),
+        (code.MBPP, run, "pass@1"), (gsm8k.make_task(grade), grade, "value"), (maths.make_task(), proof, "math_verify"),
     ]  # fmt: skip
 
 

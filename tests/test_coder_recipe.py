@@ -40,9 +40,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 PROGRAM = "```python\ndef f():\n    return {}\n```"
 SAID = {
+    "f 601": [(PROGRAM.format(1), True), (PROGRAM.format(2), True), (PROGRAM.format(1), False), ("no", True)],
     "Two": [("It is 4.", True), ("It is 5.", True), ("It is 4", False), ("It is 4.\nQ: 5?", True)],
     "Half": [("\\boxed{0.5}", True), ("\\boxed{2}", True), ("", False), ("\\boxed{0.5}", True)],
-    "f 601": [(PROGRAM.format(1), True), (PROGRAM.format(2), True), (PROGRAM.format(1), False), ("no", True)],
 }
 LONG = "If a train leaves the town of Ulm at nine and another one at ten, when do both of them meet?"
 
@@ -129,7 +129,7 @@ def test_an_interrupted_run_loses_and_repeats_nothing(run: Any, tmp_path: Path, 
     assert sorted(pairs(lines)) == sorted((f"Q: {row['question']}\nA:", "It is 4.") for row in train)
     assert {asked[f"Q: {row['question']}\nA:"] for row in train} == {4}
     total = [json.loads(line) for line in capsys.readouterr().out.splitlines()][-3:]
-    assert total[0] == {"task": "gsm8k", "questions": 5, "tried": 20, "kept": 5, "right": 5}
+    assert total[1] == {"task": "gsm8k", "questions": 5, "tried": 20, "kept": 5, "right": 5}
     before = asked.total()
     assert go("--samples", "4", "--batch-size", "1") == lines and asked.total() == before
     with pytest.raises(InputError, match="of other settings"):
