@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.fast import engine as fast
+from adjust_dlm.decoders.fast import work
 from adjust_dlm.decoders.fast.rounds import Rounds
 from adjust_dlm.decoders.machinery.rows import RoundCanvas
 from adjust_dlm.sampler import Sampler
@@ -33,6 +34,8 @@ TOKENS = st.integers(2, 20).filter(lambda token: token != MASK)
 @pytest.fixture(autouse=True)
 def _replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "Graphs", Replayed)
+    monkeypatch.setattr(work, "COMPACT", 0)  # rows that enter a block have a pass of their own where they are few,
+    monkeypatch.setattr(work, "FEW", 1)  # however few there are of others
 
 
 BASES = {
@@ -130,6 +133,26 @@ def test_a_pass_computes_one_block_or_two_and_prompts_are_read_once(monkeypatch:
         steps.clear()
         decode(base, [prompt], config, decoder="adjust", sampler=tiny_sampler(base), eager=False)
         assert (columns, steps) == (passes, of_g)
+
+
+@pytest.mark.parametrize("few", [1, 8])
+def test_rows_that_enter_a_block_have_a_pass_of_their_own_where_they_are_few(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four slots, S = 4, a token a pass: prompts of 6, 6, 7 and 8 tokens, then of 9 and 10, which are read together."""
+    base, passes, renew = tiny_base("dream", block=4, end_ids=NO_END), list[tuple[int, ...]](), TransformerBase.renew
+
+    def spy(base: Any, state: Any, memory: Any, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        passes.append(tuple(column_BN.shape))
+        return renew(base, state, memory, column_BN, valid_BN)
+
+    monkeypatch.setattr(TransformerBase, "renew", spy)
+    monkeypatch.setattr(work, "FEW", few)
+    rows = [[BOS, *[5] * n] for n in (5, 5, 6, 7, 8, 9)]
+    config = DecodeConfig(max_new_tokens=5, tokens_per_step=1)
+    decode(base, rows, config, decoder="joint", eager=False, slots=4)
+    one, two = ([(1, 4), (4, 4)], [(2, 4), (4, 4)]) if few == 1 else ([(4, 8)], [(4, 8)])
+    assert passes == [(4, 8), (4, 4), *one, *two, (4, 4), *one, (2, 8), (4, 4), (4, 4), *one, *one, (4, 4)]
 
 
 @pytest.mark.parametrize("decoder", CORE)

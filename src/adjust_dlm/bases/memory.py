@@ -91,6 +91,10 @@ class Memory:
         out.width = None if self.width is None else self.width - first
         return out
 
+    def of_rows(self, row_E: Tensor) -> Memory:
+        """Some rows, all different: a pass over these writes here. Its own counts are a copy."""
+        return _Rows(self, row_E)
+
     @staticmethod
     def join(parts: Sequence[Memory], width: int) -> Memory:
         """The rows of all, with columns added on the left; rows that were in no pass yet get zeros."""
@@ -103,6 +107,21 @@ class Memory:
                    for part in parts]  # fmt: skip
             out.kept.append(torch.cat([F.pad(part, (0, 0, width - part.shape[1], 0)) for part in own]))
         return out
+
+
+class _Rows(Memory):
+    """Rows of another memory."""
+
+    def __init__(self, whole: Memory, row_E: Tensor) -> None:
+        super().__init__()
+        self._whole, self._row_E, self.counts_B3 = whole, row_E, whole.counts_B3[row_E]
+
+    def write(self, n: int, new: Tensor, column_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Puts [E, N, D] of a pass there, and returns a copy of the rows."""
+        whole_BLD, at_EN = self._whole.kept[n], (self._row_E[:, None], column_BN)
+        self._whole.writes += 1
+        whole_BLD[at_EN] = new if valid_BN is None else torch.where(valid_BN[..., None], new, whole_BLD[at_EN])
+        return whole_BLD[self._row_E]
 
 
 def side_by_side(k: Tensor, v: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What passes and steps of a block base compute on a lane: the open block, and before it what has just become final.
 
-A pass computes S columns of a row, or 2 S where rows may have entered a block since their last one: the host knows
-when, but not which rows have ended. Prompts are read in passes of their own, which are not captured.
+A pass computes S columns of a row. The host knows which rows may have entered a block since their last pass, but not
+which have ended. Where few of many have, a pass over their block before comes first (`enter`); else all compute 2 S.
+Prompts are read in passes of their own, which are not captured.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from adjust_dlm.decoders.machinery.cache import columns_to_edge, step_at_columns
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.rows import take
 from adjust_dlm.sampler import Sampler
+from adjust_dlm.types import State
 
 _AT_ONCE = 8192  # columns of a pass over prompts, unless a single one is longer
 
@@ -32,6 +34,17 @@ def pass_over(base: TransformerBase, canvas: Canvas, count: int | None, *, final
         canvas, canvas.memory, size, width, canvas.open_B, count=count, final=final
     )
     base.renew(whole, canvas.memory, column_BN, valid_BN)
+
+
+def enter(base: TransformerBase, lane: Lane, count: int) -> None:
+    """Renews the block before the open one, of the rows that stand first in `lane.enters_B`: no more of them enter."""
+    row_E, size = lane.enters_B[:count], base.spec.block or 1
+    part = State(lane.tokens_BL[row_E], lane.real_BL[row_E], lane.masked_BL[row_E], lane.padded)
+    memory, whole = lane.memory.of_rows(row_E), to_edge(part, size, base.spec.mask_id, surplus(base))
+    open_E, width = part.masked_BL.any(-1), whole.tokens_BL.shape[1]
+    column_EN, valid_EN, _ = columns_to_edge(part, memory, size, width, open_E, count=size, final=True)
+    base.renew(whole, memory, column_EN, valid_EN)
+    lane.memory.counts_B3[row_E] = memory.counts_B3
 
 
 def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -> None:
@@ -67,10 +80,21 @@ def load(base: Base, sampler: Sampler | None, lane: Lane, canvas: Canvas, rows: 
         first += len(part.rows_B)
 
 
-def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> bool:
+def one_by_one(
+    base: Base, sampler: Sampler | None, canvas: Canvas, rows: list[int]
+) -> Iterator[tuple[Canvas, list[int]]]:
+    """What `Lane.load` takes of each row: on a block base prompts are read ahead, some in a pass."""
+    if base.spec.block is None or not isinstance(base, TransformerBase):
+        yield from ((canvas, [row]) for row in rows)
+        return
+    for part in read_prompts(base, sampler, canvas, rows):
+        yield from ((part, [n]) for n in range(len(part.rows_B)))
+
+
+def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> list[int]:
     """Reads what rows of a canvas lack of more than one block, as prompts before a row's first round.
 
-    Says whether some row has entered a block since its last pass. A sampler is given where the round has steps of g.
+    Returns the rows that have entered a block since their last pass. A sampler is given where the round has steps of g.
     """
     size, memory, open_B = base.spec.block or 1, canvas.memory, canvas.open_B
     before_B = canvas.block_of(size) * size
@@ -84,4 +108,4 @@ def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lan
             for mine, theirs in ((memory, part.memory), (canvas.sampler_memory, part.sampler_memory)):
                 mine.make_room(theirs, canvas.tokens_BL.shape[1] - part.tokens_BL.shape[1])
                 mine.load(slice(b, b + 1), theirs, [0])
-    return any(waits)
+    return [b for b, waits_now in enumerate(waits) if waits_now]

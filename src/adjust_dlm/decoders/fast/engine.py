@@ -25,9 +25,10 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.fast.blocks import load
+from adjust_dlm.decoders.fast.blocks import load, one_by_one
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
+from adjust_dlm.decoders.fast.work import COMPACT as COMPACT
 from adjust_dlm.decoders.fast.work import Work, length_bucket, slot_bucket
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.options import AdjustOptions, VerifiedOptions
@@ -37,7 +38,6 @@ from adjust_dlm.types import DecodeConfig
 COVERED = ("joint", "parallel", "adjust", "verified")
 _WITH_G = ("adjust", "verified")
 MOST_LANES = 16  # as prompts of very different lengths have, with those that their last rows move to
-COMPACT = 1024  # tokens of a pass from which on fewer rows make it faster
 _PAYS = 32  # masks of a row that are worth new graphs
 logger = logging.getLogger(__name__)
 
@@ -191,11 +191,12 @@ class _Plan:
             wanted = steps[min(row.rounds, len(steps) - 1)]
         return min(wanted, row.open, self.candidates + 1 if self.candidates else row.open)
 
-    def bounds(self, rows: list[_Row]) -> tuple[int, int, bool]:
+    def bounds(self, living: list[_Row | None]) -> tuple[int, int, list[int]]:
         """Of the next round: what `Work.round` takes. A row that may be in any later block has its longest open."""
+        rows = [row for row in living if row]
         if not self._exact:
-            return 1, max(max(row.left) for row in rows), True
-        enters = any(row.block > row.seen for row in rows)
+            return 1, max(max(row.left) for row in rows), []
+        enters = [b for b, row in enumerate(living) if row and row.block > row.seen]
         return max(self.commits(row) for row in rows), max(row.open for row in rows), enters
 
     def advance(self, row: _Row) -> None:
@@ -288,8 +289,9 @@ class Engine:
         living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
         work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
         load(base, sampler, lane, canvas, [row.number for row in living if row], 0)
+        next_rows = one_by_one(base, sampler, canvas, [row.number for row in waiting])
         for number in itertools.count():
-            count, most, enters = plan.bounds([row for row in living if row])
+            count, most, enters = plan.bounds(living)
             work.round(count, most, enters=enters)
             over = plan.over(living, mail.exchange(number) if plan.may_end else None)
             for b in over:
@@ -299,7 +301,7 @@ class Engine:
                 if waiting:
                     living[b] = row = waiting.popleft()
                     row.since = number + 1
-                    load(base, sampler, lane, canvas, [row.number], b)
+                    lane.load(*next(next_rows), b)
             if not any(living):
                 break
             if over and _worth_moving(living, lane):

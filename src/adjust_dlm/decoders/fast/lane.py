@@ -55,6 +55,7 @@ class Lane(Canvas):
         slot_B: 0 to B - 1.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
+        enters_B: all slots, those first whose rows may have entered a block since their last pass.
         bad: whether a NaN or a row of logits without a softmax was seen.
         noting: write `chance_BL` (see `Canvas`).
         report_N: which slots are open (B), and `bad` (1), after the latest commit; True for a row that came
@@ -70,6 +71,7 @@ class Lane(Canvas):
         shape, device = (slots, length), base.device
         self.slot_B, self._round_B = torch.arange(slots, device=device), torch.zeros_like(self.rows_B)
         self.schedule_BL = torch.zeros_like(self.tokens_BL)
+        self.enters_B = self.slot_B.clone()
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         self._first_B = torch.zeros_like(self.rows_B)  # first real column
         self._positions_BL = torch.zeros_like(self.tokens_BL)

@@ -145,7 +145,8 @@ class Rounds:
         base, config, rows = canvas.base, canvas.config, len(canvas.tokens_BL)
         lane = self._lane(base, canvas, config)
         lane.noting = canvas.chance_BL is not None
-        work, enters = Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options), False
+        work = Work(self._engine.graphs, base, sampler, lane, decoder=decoder, options=options)
+        enters: list[int] = []
         count = min(config.tokens_per_step, most, config.candidates + 1 if config.candidates else most)
         if base.spec.block is not None and isinstance(base, TransformerBase):
             steps = min(options.depth, base.spec.block) if isinstance(options, VerifiedOptions) else count

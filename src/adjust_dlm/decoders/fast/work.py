@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import renew
@@ -18,6 +20,9 @@ from adjust_dlm.decoders.verified import couples
 from adjust_dlm.options import AdjustOptions, VerifiedOptions
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig
+
+COMPACT = 1024  # columns of a pass from which on fewer make it faster
+FEW = 8  # rows that enter a block are counted in powers of two from here on: each is a capture
 
 
 class Work:
@@ -50,13 +55,14 @@ class Work:
         key = lane.shape, ("pick", width, count, first, lane.noting, self._settings)
         self.graphs.run(key, lambda: pick(self.base, lane, width, count, first=first), lane.buffers)
 
-    def round(self, count: int, most: int, *, enters: bool = False) -> None:
+    def round(self, count: int, most: int, *, enters: Sequence[int] = ()) -> None:
         """One base pass and its commits, launched; nothing waits for them.
 
         Args:
             count: no row commits more; `verified` finds out on the device.
             most: no row has more open positions.
-            enters: on a block base, whether a row may have entered a block since its last pass; of `verified` any may.
+            enters: on a block base, the slots whose rows may have entered a block since their last pass; of `verified`
+                any may.
         """
         lane = self.lane
         width = width_bucket(most, lane.tokens_BL.shape[1])
@@ -65,8 +71,8 @@ class Work:
             key = ("step", "verified", width, *self._verified, lane.noting, self._settings)
             self._run(key, functools.partial(self._play_verified, width, *self._verified))
             return
-        columns = (self._size or 0) * (1 + enters)
-        self._run(("base", columns), functools.partial(self._base_pass, columns))
+        columns, first = (self._size or 0) * (1 + bool(enters)), self._first(enters)
+        self._run(("base", columns, first), functools.partial(self._base_pass, columns, first))
         if self.decoder == "parallel":
             if count:
                 self._pick(width, count)
@@ -79,10 +85,22 @@ class Work:
                 self._step(k, width, columns if k == 1 else self._size or 0, last=k == count - 1)
             self._pick(width, 1, first=k == 0 and count > 1 and lane.config.candidates != 0)
 
-    def _base_pass(self, columns: int) -> None:
+    def _first(self, enters: Sequence[int]) -> int:
+        """How many rows have a pass of their own over the block before, because it is cheaper; notes which."""
+        slots, size = len(self.lane.slot_B), self._size or 0
+        few = max(FEW, 1 << (len(enters) - 1).bit_length()) if enters else 0
+        if not few or 2 * few > slots or slots * size < COMPACT:
+            return 0
+        others = sorted(set(range(slots)) - set(enters))
+        self.lane.enters_B.copy_(torch.tensor([*enters, *others]), non_blocking=True)
+        return few
+
+    def _base_pass(self, columns: int, first: int) -> None:
         self.lane.begin_round()
         if columns and isinstance(self.base, TransformerBase):
-            blocks.pass_over(self.base, self.lane, columns)
+            if first:
+                blocks.enter(self.base, self.lane, first)
+            blocks.pass_over(self.base, self.lane, self._size if first else columns)
         else:
             self.lane.h_BLD.copy_(self.base.hidden(self.lane))
 

@@ -115,7 +115,7 @@ def _keys_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State) -> Memory:
 
 
 def columns_to_edge(
-    canvas: Canvas, memory: Memory, size: int, width: int, goes_B: Tensor, *, count: int | None = None,
+    canvas: State, memory: Memory, size: int, width: int, goes_B: Tensor, *, count: int | None = None,
     final: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Each row's columns from the first that is not final in the memory to the edge of its open block; books these.
