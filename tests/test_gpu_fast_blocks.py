@@ -19,6 +19,7 @@ from adjust_dlm.bases.memory import apart
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.ar import ar_sample
 from adjust_dlm.decoders import decode
+from adjust_dlm.decoders.fast import work
 from adjust_dlm.decoders.fast.engine import captures
 from adjust_dlm.decoders.machinery.pick import Rows, pick
 from adjust_dlm.types import DecodeConfig, State
@@ -33,6 +34,13 @@ from test_runs import canvas_of
 from tiny_ar import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that enter a block have a pass of their own where they are no more than the others."""
+    monkeypatch.setattr(work, "COMPACT", 0)
+    monkeypatch.setattr(work, "FEW", 1)
 
 
 class NearTies:
