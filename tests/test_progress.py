@@ -59,6 +59,7 @@ def test_in_a_terminal_a_bar_is_drawn_and_goes_away_and_log_lines_stand_above_it
         logger.info("after")
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
     drawn = terminal.getvalue()
     assert "adapt: loss 1.5" in drawn and "25%" in drawn and "adjust: hello" in drawn
     assert drawn.endswith("adjust: after\n")
