@@ -12,7 +12,8 @@ the code of a test problem. `--share i/n`: this process's part of the replies. P
 
 `--invented N` also asks questions of the model's own. N user turns are sampled behind the chat's context and a word of
 `OPENERS`, in turn; those that close (or open the next turn) and are new are asked, each once, and replies that end are
-kept. A turn or reply that holds a test problem, or a part of one of `RUN` letters and digits, is dropped.
+kept, but for those that end in a question: most of them say the user's again. A turn or reply that holds a test
+problem, or a part of one of `RUN` letters and digits, is dropped.
 
 Replies go on where they stopped. FILE.asked, beside them, has a line for each batch that was graded; a question in it
 is not asked again.
@@ -249,7 +250,10 @@ def invent(model: Model, file: Replies, tested: Tested, rows: range, how: dict[s
         texts = [text for _, text in fresh.values()]
         said = model.reply(texts, rows=[row for row, _ in fresh.values()], seed=9, **how)
         pairs = zip(texts, said, strict=True)
-        chats = [(text, reply) for text, (reply, ended) in pairs if ended and _usable(reply, tested)]
+        chats = [
+            (text, reply) for text, (reply, ended) in pairs
+            if ended and _usable(reply, tested) and not reply.rstrip().endswith("?")
+        ]  # fmt: skip
         file.add(name, texts, chats, tried=len(mine))
     if file.of(name):
         file.report(name)

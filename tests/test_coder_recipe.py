@@ -156,7 +156,7 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
         ("What is the capital of Japan?", True),  # held out
         ("Write a loop in C.\n", True),  # 10 and 11: kept, but its reply is not
         ("What is a monad then?", True),
-        ("Is it warm in May?\n<|im_start|>\n", False),  # 12: kept, in a batch of its own, up to the next turn
+        ("Is it warm in May?\n<|im_start|>\n", False),  # 12: the same, in a call of its own, up to the next turn
     ]
     asked, starts = [], []
 
@@ -164,7 +164,8 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
         if how["seed"] < 9:
             return [("cut", False)] * len(prompts)
         asked.append((list(prompts), how["rows"]))
-        return [(f"Of {prompt}" if "loop" not in prompt else LONG, "monad" not in prompt) for prompt in prompts]
+        said = {"Write a loop in C.": LONG, "Is it warm in May?": "Is it warm in May? "}  # a question, back
+        return [(said.get(prompt, f"Of {prompt}!"), "monad" not in prompt) for prompt in prompts]
 
     def go_on(self: Any, given: list[str], **how: Any) -> list[tuple[str, bool]]:
         assert (how["new_tokens"], how["temperature"], how["top_p"]) == (64, 1.0, 0.95)
@@ -175,11 +176,11 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
     monkeypatch.setattr(recipe.Model, "go_on", go_on)
     monkeypatch.setattr(recipe, "OPENERS", ("",))
     flags = ("--samples", "1", "--batch-size", "3")
-    assert pairs(go(*flags, "--invented", "12")) == [("How do I sort a list?", "Of How do I sort a list?")]
+    assert pairs(go(*flags, "--invented", "12")) == [("How do I sort a list?", "Of How do I sort a list?!")]
     assert asked == [([turns[0][0], "Write a loop in C.", turns[11][0]], [0, 10, 11])]  # of four batches
     line = {"task": "invented", "questions": 3, "tried": 12, "kept": 1, "right": 0}
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == line
-    assert len(go(*flags, "--invented", "13")) == 2 and asked[1:] == [(["Is it warm in May?"], [12])]
+    assert len(go(*flags, "--invented", "13")) == 1 and asked[1:] == [(["Is it warm in May?"], [12])]
     assert starts == ["<|im_start|>user\n"] * 13
     for name in ("out.jsonl", "out.asked"):
         (tmp_path / name).unlink()
