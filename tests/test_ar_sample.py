@@ -1,5 +1,9 @@
 """An autoregressive model as a base with blocks of one token: joint decoding samples the model itself."""
 
+import functools
+import gc
+import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +11,15 @@ import pytest
 import torch
 
 from adjust_dlm import load_base
-from adjust_dlm.bases.autoregressive import autoregressive_base, is_autoregressive
+from adjust_dlm.bases.autoregressive import autoregressive_base, is_autoregressive, read_vocabulary
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.data.ar import ar_sample
+from adjust_dlm.data.ar import ar_sample, endless
+from adjust_dlm.data.canvases import Source
 from adjust_dlm.decoders import decode, decode_many
+from adjust_dlm.decoders.fast import engine
 from adjust_dlm.sampling import draw, process, uniform
+from adjust_dlm.train.config import TrainConfig
+from adjust_dlm.train.trainer import _check_blocks
 from adjust_dlm.types import DecodeConfig, InputError
 from tiny_ar import IM_END, MASK, save_tiny, tiny_model, tiny_tokenizer
 
@@ -36,14 +44,14 @@ def up_to(row: list[int], ends: tuple[int, ...]) -> list[int]:
 def test_a_row_is_the_same_alone_and_beside_any_others(family: str) -> None:
     base = base_of(family)
     alone = [
-        ar_sample(base, [prompt], rows=[row], batch_size=1, ends=False, **HOW)[0]
+        ar_sample(endless(base), [prompt], rows=[row], batch_size=1, **HOW)[0]
         for prompt, row in zip(PROMPTS, ROWS, strict=True)
     ]
     assert [len(row) for row in alone] == [70] * 8 and len(set(map(tuple, alone))) == 8
     wanted = [up_to(row, base.spec.end_ids) for row in alone]
     assert len({len(row) for row in wanted}) > 2  # some rows end before the others
     for batch_size in (2, 3, 8):
-        assert ar_sample(base, PROMPTS, rows=ROWS, batch_size=batch_size, ends=False, **HOW) == alone
+        assert ar_sample(endless(base), PROMPTS, rows=ROWS, batch_size=batch_size, **HOW) == alone
         assert ar_sample(base, PROMPTS, rows=ROWS, batch_size=batch_size, **HOW) == wanted
         back = ar_sample(base, PROMPTS[::-1], rows=ROWS[::-1], batch_size=batch_size, **HOW)
         assert back == wanted[::-1]
@@ -117,8 +125,61 @@ def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
         ar_sample(base, [[1], [2]], rows=[0], batch_size=1, **how)
     with pytest.raises(InputError, match="batch_size is 0"):
         ar_sample(base, [[1]], rows=[0], batch_size=0, **how)
-    with pytest.raises(InputError, match="a prompt is empty; a causal model needs"):
+    with pytest.raises(InputError, match="a prompt is empty; base"):
         ar_sample(base, [[1], []], rows=[0, 1], batch_size=1, **how)
-    folder = str(save_tiny(tmp_path))
+    with pytest.raises(InputError, match="take joint, since it writes one token a pass"):
+        decode(base, [[1]], DecodeConfig(max_new_tokens=2), decoder="adjust")
+    folder = save_tiny(tmp_path)
     with pytest.raises(InputError, match="is an autoregressive model, which takes no tokenizer"):
-        load_base(folder, tokenizer=folder)
+        load_base(str(folder), tokenizer=str(folder))
+    with pytest.raises(InputError, match="writes one token a pass, as joint does: g has nothing to learn"):
+        _check_blocks(TrainConfig(base=str(folder)), base)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(InputError, match="is quantized"):
+        load_base(str(folder))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    with pytest.raises(InputError, match=r"of family 'llama'; known are .*autoregressive llama, qwen2, qwen3"):
+        load_base(str(folder))
+    (folder / "config.json").write_text(json.dumps(config))
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    model.save_pretrained(folder)
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite"):
+        load_base(str(folder))
+
+
+@pytest.mark.parametrize(("vocab", "mask"), [(104, 103), (100, 3)])
+def test_what_holds_a_place_need_not_be_unused(vocab: int, mask: int) -> None:
+    """A padding row of the head, or the unknown token: the same text, but for that token."""
+    tokenizer, model = tiny_tokenizer(), tiny_model(vocab=vocab)
+    tokenizer.get_vocab = lambda: {f"{n}": n for n in range(100)} | {"<|endoftext|>": 0}
+    tokenizer.unk_token = tokenizer.convert_ids_to_tokens(3)
+    base = autoregressive_base(model, tokenizer)
+    assert base.spec.mask_id == mask
+    got = ar_sample(base, PROMPTS, rows=ROWS, batch_size=8, new_tokens=20, temperature=0.0)
+    for prompt, row in zip(PROMPTS, got, strict=True):
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=list(base.spec.end_ids),
+            suppress_tokens=[mask, *range(100, vocab)],
+        )  # fmt: skip
+        assert row == made[0, len(prompt) :].tolist()
+
+
+def test_sampling_keeps_few_buffers_and_lets_go_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls with prompts of many lengths: the latest buffers, and others up to a bound."""
+    base, how = base_of(), {"new_tokens": 4, "batch_size": 16, "temperature": 0.0}
+    monkeypatch.setattr("adjust_dlm.data.ar.decode_many", functools.partial(decode_many, eager=False))
+    for most, kept in ((engine.MOST_BYTES, 5), (0, 1)):
+        monkeypatch.setattr(engine, "MOST_BYTES", most)
+        base.workspace = None
+        for n in range(5):
+            ar_sample(base, [[1] * (4 + 20 * n)] * 16, rows=range(16), **how)
+        assert len(base.workspace.lanes) == kept
+    source = Source(base, base.tokenizer, read_vocabulary(base.tokenizer, tiny_model().config))
+    ar_sample(source.endless, [[1, 2]], rows=[0], **how)
+    held = weakref.ref(source.endless.workspace)
+    source.forget()
+    gc.collect()
+    assert held() is None and base.workspace is None

@@ -13,7 +13,7 @@ from torch import Tensor
 from adjust_dlm.bases.autoregressive import autoregressive_base, read_vocabulary
 from adjust_dlm.data import canvases as canvases_module
 from adjust_dlm.data import corpus as corpus_module
-from adjust_dlm.data.ar import ar_sample, chat_context
+from adjust_dlm.data.ar import ar_sample, chat_context, endless
 from adjust_dlm.data.canvases import KINDS, CorpusConfig, Source, chat_canvas
 from adjust_dlm.data.corpus import Corpus, _texts, build_corpus, load_corpus
 from adjust_dlm.types import InputError
@@ -51,7 +51,7 @@ def test_samples_follow_the_enumerated_law(family: str) -> None:
     model = tiny_model(family)
     base, settings = autoregressive_base(model, TOKENIZER), {"temperature": 1.3, "top_p": 0.9}
     how: dict[str, Any] = {"rows": range(20_000), "new_tokens": 2, "batch_size": 7_000, "seed": 1, **settings}
-    tokens = torch.tensor(ar_sample(base, [[BOS, 9]] * 20_000, ends=False, **how))
+    tokens = torch.tensor(ar_sample(endless(base), [[BOS, 9]] * 20_000, **how))
     settings["forbid"] = [MASK, *range(100, 104)]
     first = next_law(model, [BOS, 9], **settings)
     assert (first > 0).sum() > 10
@@ -161,10 +161,10 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
     written = [ord("a") - 29] * 3  # "a" is token 68
     turn = TOKENIZER.encode("<|im_end|>\n<|im_start|>assistant\n")
     good, bad = [*written, *turn, 70, 71, IM_END], [*written, 70, 71]
-    asked: list[dict[str, Any]] = []
+    asked: list[tuple[int, ...]] = []
 
     def fake(base: Any, prompts: list[list[int]], *, rows: range, new_tokens: int, **options: Any) -> list[list[int]]:
-        asked.append(options)
+        asked.append(base.spec.end_ids)
         assert prompts == [TOKENIZER.encode("<|im_start|>user\n")] * len(rows)
         samples = [bad if row % 4 else good for row in rows]
         return [sample + [90] * (new_tokens - len(sample)) for sample in samples]
@@ -177,7 +177,7 @@ def test_chat_canvases_are_filtered_samples(tmp_path: Path, monkeypatch: pytest.
         assert TOKENIZER.decode(tokens[:prompt]) == start
         assert tokens[prompt:] == [70, 71] + [IM_END] * (38 - prompt)
     assert len(corpus.tokens_NL) == 9
-    assert all(call["ends"] is False for call in asked)
+    assert set(asked) == {()}
     monkeypatch.setattr(canvases_module, "MIN_YIELD", 0.5)
     with pytest.raises(InputError, match="only 2 of 8 samples"):
         build_corpus(tmp_path / "other", config(text=0, chat=9, length=40, sample_batch=8), source())

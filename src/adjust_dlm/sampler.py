@@ -219,7 +219,8 @@ def load_sampler(folder: Path | str | None, base: Base) -> Sampler:
     from safetensors.torch import load_file
 
     folder = folder or default_sampler(base.spec.name)
-    require(folder is not None, f"no sampler ships for base {base.spec.name!r}; name one")
+    hint = "take decoder joint, since it writes one token a pass" if base.spec.block == 1 else "name one"
+    require(folder is not None, f"no sampler ships for base {base.spec.name!r}; {hint}")
     folder = Path(str(folder))
     facts = read_config(folder)
     require_same_base(f"sampler {folder}", facts["base_fingerprint"], base)

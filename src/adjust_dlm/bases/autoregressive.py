@@ -131,6 +131,14 @@ def load_ar(source: str, *, device: torch.device | str = "cpu", dtype: torch.dty
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
+def _place_holder(tokenizer: Any, config: Any) -> int | None:
+    words: dict[str, int] = tokenizer.get_vocab()
+    if any(word in words for word in UNUSED):
+        return None
+    last: int = config.vocab_size - 1
+    return last if last > max(words.values()) else tokenizer.unk_token_id
+
+
 def autoregressive_base(
     model: Any, tokenizer: Any, *, mask_id: int | None = None, name: str = "autoregressive"
 ) -> TransformerBase:
@@ -139,8 +147,10 @@ def autoregressive_base(
     Token i is scored by state i-1, which sees what stands before; MASK, which no state sees, only holds a place.
 
     Raises:
-        InputError: see `read_vocabulary` and `Shape.of`; `mask_id` is as there.
+        InputError: see `read_vocabulary` and `Shape.of`. `mask_id` is as there, but where no token is unused, a padding
+            row of the head does, or the unknown token.
     """
+    mask_id = _place_holder(tokenizer, model.config) if mask_id is None else mask_id
     vocabulary, shape = read_vocabulary(tokenizer, model.config, mask_id=mask_id), Shape.of(model.config, 1)
     with torch.device("meta"):
         body = Body(shape)

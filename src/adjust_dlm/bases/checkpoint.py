@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjust_dlm.bases.autoregressive import FAMILIES as AUTOREGRESSIVE
 from adjust_dlm.bases.autoregressive import autoregressive_base, is_autoregressive, load_ar
 from adjust_dlm.bases.base import BaseSpec, register_base
 from adjust_dlm.bases.family import FAMILIES, Family
@@ -90,7 +91,9 @@ def load_checkpoint(
             name for name, value in {"device_map": device_map, "tokenizer": tokenizer}.items() if value is not None
         ]
         require(not given, f"{source} is an autoregressive model, which takes no {' and no '.join(given)}")
+        _require_plain(path, read_json(path / CONFIG))
         base = autoregressive_base(*load_ar(str(path), device=device, dtype=dtype), name=source)
+        check_finite(path, base.model.state_dict())
         quantize_body(base, quantize)
         return base
     opened = _open_gguf(path) if path.suffix == ".gguf" else _open_folder(path)
@@ -109,10 +112,7 @@ def _open_folder(folder: Path) -> _Opened:
     require((folder / CONFIG).is_file(), f"{folder} is no model: {CONFIG} is missing")
     config = read_json(folder / CONFIG)
     family = _family(str(config.get("model_type")), folder)
-    require(
-        not config.get("quantization_config"),
-        f"{folder} is quantized ({CONFIG} has quantization_config); load the unquantized checkpoint with quantize=",
-    )
+    _require_plain(folder, config)
     shape = family.shape(config)
     if family.stops and (folder / GENERATION).is_file():
         config["stops"] = _ids(read_json(folder / GENERATION), "eos_token_id")
@@ -125,11 +125,19 @@ def _open_folder(folder: Path) -> _Opened:
     )  # fmt: skip
 
 
+def _require_plain(folder: Path, config: Mapping[str, Any]) -> None:
+    require(
+        not config.get("quantization_config"),
+        f"{folder} is quantized ({CONFIG} has quantization_config); load the unquantized checkpoint with quantize=",
+    )
+
+
 def _family(kind: str, where: Path) -> Family:
     family = FAMILIES.get(kind.lower())
     if family is None:
         raise InputError(
-            f"{where} is of family {kind!r}; known are {', '.join(FAMILIES)}. Another one is registered in one file: "
+            f"{where} is of family {kind!r}; known are {', '.join(FAMILIES)}, and folders of autoregressive "
+            f"{', '.join(AUTOREGRESSIVE)} (architectures has a ...ForCausalLM). Another one is registered in one file: "
             "docs/adding-a-base.md"
         )
     return family

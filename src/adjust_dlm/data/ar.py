@@ -9,7 +9,7 @@ from typing import Any
 
 from adjust_dlm.bases import Base
 from adjust_dlm.decoders import decode_many
-from adjust_dlm.types import GIVEN, DecodeConfig, require
+from adjust_dlm.types import GIVEN, DecodeConfig
 
 CHAT_USER, CHAT_TURN = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 CHAT_TEMPLATE = (
@@ -20,31 +20,29 @@ CHAT_TEMPLATE = (
 
 def ar_sample(
     base: Base, prompts: Sequence[list[int]], *, rows: Sequence[int], new_tokens: int, batch_size: int, seed: int = 0,
-    temperature: float = 1.0, top_p: float = 0.95, ends: bool = True,
+    temperature: float = 1.0, top_p: float = 0.95,
 ) -> list[list[int]]:  # fmt: skip
     """A continuation of each prompt, drawn from an autoregressive base by joint decoding.
 
     A row depends on its prompt, the seed and its id in `rows`, and on no batch beyond the rounding of kernels.
 
     Returns:
-        `new_tokens` ids for each prompt, or those up to and with the first end of a text. Without `ends` a text goes on
-        behind one.
+        `new_tokens` ids for each prompt, or those up to and with the first end of a text.
 
     Raises:
-        InputError: an empty prompt; see `decode_many`.
+        InputError: see `decode_many`.
     """
-    require(all(map(len, prompts)), "a prompt is empty; a causal model needs at least one token to start from")
     config = DecodeConfig(tokens_per_step=1, max_new_tokens=new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     out: list[list[int]] = [[] for _ in prompts]
     how: dict[str, Any] = {"batch_size": batch_size, "rows": rows, "decoder": "joint"}
-    for numbers, result in decode_many(base if ends else _endless(base), prompts, config, **how):
+    for numbers, result in decode_many(base, prompts, config, **how):
         counts = (result.order_BL > GIVEN).sum(-1).tolist()
         for n, ids, count in zip(numbers, result.tokens_BL[:, -new_tokens:].tolist(), counts, strict=True):
             out[n] = ids[:count]
     return out
 
 
-def _endless(base: Base) -> Base:
+def endless(base: Base) -> Base:
     """The same base, to which an end of a text is a token like any other."""
     twin = copy.copy(base)
     twin.spec, twin.workspace = replace(base.spec, end_ids=()), None

@@ -5,14 +5,16 @@ A canvas is its tokens and how many of them in front are given and never masked.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.autoregressive import Vocabulary
-from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, ar_replies, ar_sample, chat_context
+from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, ar_replies, ar_sample, chat_context, endless
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.questions import asks_held_out, questions
 from adjust_dlm.data.settings import KINDS, SPLITS, CorpusConfig
@@ -27,12 +29,22 @@ logger = logging.getLogger(__name__)
 Canvas = tuple[list[int], int]
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """Where canvases come from: an autoregressive base, its tokenizer and its special ids."""
 
     base: Base
     tokenizer: Any
     vocabulary: Vocabulary
+
+    @functools.cached_property
+    def endless(self) -> Base:
+        """The base for canvases that are full: texts go on behind an end."""
+        return endless(self.base)
+
+    def forget(self) -> None:
+        """Lets go of what sampling has kept on the device."""
+        self.base.workspace = self.endless.workspace = None
 
 
 def chat_canvas(
@@ -74,9 +86,9 @@ def _draw(
 ) -> list[list[int]]:
     """`count` samples that fill a canvas behind `prefix`; `context` stands before it and is not part of the canvas."""
     return ar_sample(
-        source.base, [context + prefix] * count, rows=range(row, row + count), new_tokens=config.length - len(prefix),
-        batch_size=config.sample_batch, seed=config.seed, temperature=config.sample_temperature,
-        top_p=config.sample_top_p, ends=False,
+        source.endless, [context + prefix] * count, rows=range(row, row + count), batch_size=config.sample_batch,
+        new_tokens=config.length - len(prefix), seed=config.seed, temperature=config.sample_temperature,
+        top_p=config.sample_top_p,
     )  # fmt: skip
 
 

@@ -55,9 +55,10 @@ def make_plan(
     """
     own = build_options(decoder, options)
     entry = DECODERS[decoder]
+    hint = "take joint, since it writes one token a pass" if base.spec.block == 1 else "train one with `adjust train`"
     require(
         not entry.needs_sampler or sampler is not None,
-        f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: train one with `adjust train`",
+        f"decoder {decoder!r} needs a sampler for base {base.spec.name!r}: {hint}",
     )
     require(
         not entry.needs_partner or partner is not None,
@@ -116,6 +117,10 @@ def decode(
         FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
+    require(
+        base.spec.block != 1 or all(prompts),
+        f"a prompt is empty; base {base.spec.name!r} scores a token by the one before it: give at least one",
+    )
     require_value("slots", slots, Count | None)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
     started = time.perf_counter()

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.adapted import FACTS
-from adjust_dlm.bases.autoregressive import autoregressive_base, load_ar, read_vocabulary
+from adjust_dlm.bases.autoregressive import Vocabulary, autoregressive_base, load_ar, read_vocabulary
 from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.data.canvases import Source
 from adjust_dlm.data.corpus import Corpus, build_corpus, load_corpus
 from adjust_dlm.data.settings import KINDS
 from adjust_dlm.progress import Bar
 from adjust_dlm.train import distributed
-from adjust_dlm.train.adapter import AdapterModel
+from adjust_dlm.train.adapter import AdapterModel, require_tied
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import AdaptConfig
 from adjust_dlm.train.masked_ce import (
@@ -60,18 +60,21 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     half = device.type == "cuda"
     model, tokenizer = load_ar(config.ar, device=device, dtype=torch.bfloat16 if half else torch.float32)
     vocabulary = read_vocabulary(tokenizer, model.config, mask_id=config.mask_id)
-    source = Source(autoregressive_base(model, tokenizer, mask_id=config.mask_id), tokenizer, vocabulary)
+    require_tied(model)
     with claim(config.output) if rank == 0 else nullcontext():
-        return _adapted(config, model, source, rank, world)
+        return _adapted(config, model, tokenizer, vocabulary, rank, world)
 
 
-def _adapted(config: AdaptConfig, model: Any, source: Source, rank: int, world: int) -> dict[str, Any]:
-    vocabulary = source.vocabulary
+def _adapted(
+    config: AdaptConfig, model: Any, tokenizer: Any, vocabulary: Vocabulary, rank: int, world: int
+) -> dict[str, Any]:
     folder = config.corpus or config.output / "corpus"
     distributed.barrier()  # nobody writes before the first rank has the folder
+    source = Source(autoregressive_base(model, tokenizer, mask_id=vocabulary.mask_id), tokenizer, vocabulary)
     build_corpus(folder, config, source, rank=rank, world=world)
+    source.forget()
+    del source  # which has its own copy of some weights by now
     distributed.barrier()
-    source.base.workspace = None  # buffers of sampling
     adapter = AdapterModel(
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar,
         block=config.block_size,
@@ -79,7 +82,7 @@ def _adapted(config: AdaptConfig, model: Any, source: Source, rank: int, world: 
     if config.fresh_from is not None:
         adapter.start_from(config.fresh_from)
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # the sampler's caches
+        torch.cuda.empty_cache()  # of sampling
         if config.compile:
             adapter.compile_passes()
     batches = CanvasBatches(

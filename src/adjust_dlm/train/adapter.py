@@ -22,6 +22,14 @@ from adjust_dlm.types import refusing, require
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def require_tied(causal: Any) -> None:
+    """Raises InputError for a head of its own: an adapted base reads it from the embeddings."""
+    require(
+        causal.lm_head.weight is causal.model.embed_tokens.weight,
+        "the model's head is not tied to its embeddings; only models with tied embeddings can be adapted",
+    )
+
+
 class AdapterModel(nn.Module):
     """The frozen model with live adapters.
 
@@ -46,10 +54,7 @@ class AdapterModel(nn.Module):
         from peft import LoraConfig, get_peft_model
 
         Shape.of(causal.config)  # what the trained base could not be built from is refused now
-        require(
-            causal.lm_head.weight is causal.model.embed_tokens.weight,
-            "the model's head is not tied to its embeddings; only models with tied embeddings can be adapted",
-        )
+        require_tied(causal)
         lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(LINEARS), task_type="CAUSAL_LM")
         with torch.random.fork_rng(devices=[]):
             self.peft = get_peft_model(causal, lora).eval()

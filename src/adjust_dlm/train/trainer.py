@@ -130,6 +130,7 @@ def _check_blocks(config: TrainConfig, base: Base) -> None:
     size, most = base.spec.block, (base.spec.block or 0) + config.rollout
     if size is None:
         return
+    require(size > 1, f"base {base.spec.name!r} writes one token a pass, as joint does: g has nothing to learn")
     require(not config.one_pass, f"one_pass decodes whole canvases; base {base.spec.name!r} writes in blocks")
     require(not config.compile, f"compile is true; base {base.spec.name!r} writes in blocks: leave it out")
     long = f"slice_states is {config.slice_states}; blocks of {size} have at most {most} states with this rollout"

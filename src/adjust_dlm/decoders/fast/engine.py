@@ -38,6 +38,7 @@ from adjust_dlm.types import DecodeConfig
 COVERED = ("joint", "parallel", "adjust", "verified")
 _WITH_G = ("adjust", "verified")
 MOST_LANES = 16  # as prompts of very different lengths have, with those that their last rows move to
+MOST_BYTES = 8 << 30  # of buffers beside the latest ones
 _PAYS = 32  # masks of a row that are worth new graphs
 logger = logging.getLogger(__name__)
 
@@ -227,11 +228,12 @@ class Engine:
         graphs: captured functions.
         most_lanes: shapes whose buffers and graphs are kept.
         most_cells: slots times columns of all of them together; the latest is kept however large.
+        most_bytes: of all of them but the latest.
     """
 
     def __init__(self, device: torch.device, weights: tuple[Any, ...]) -> None:
         self.weights, self.graphs = weights, Graphs(device)
-        self.most_lanes, self.most_cells = MOST_LANES, math.inf
+        self.most_lanes, self.most_cells, self.most_bytes = MOST_LANES, math.inf, float(MOST_BYTES)
         self._lanes: OrderedDict[tuple[Any, ...], Lane] = OrderedDict()
         self._sampler: tuple[Any, tuple[int, ...]] = (lambda: None, ())
 
@@ -263,7 +265,9 @@ class Engine:
         """Drops the shapes not used for longest, until the rest is within bounds."""
         while len(self._lanes) > 1:
             cells = sum(slots * length for slots, length, *_ in self._lanes)
-            if len(self._lanes) <= self.most_lanes and cells <= self.most_cells:
+            *others, _ = (lane.held for lane in self._lanes.values())
+            few = len(self._lanes) <= self.most_lanes and cells <= self.most_cells
+            if few and sum(others) <= self.most_bytes:
                 return
             old, _ = self._lanes.popitem(last=False)
             self.graphs.drop(lambda key: key[0] == old)  # noqa: B023 - called at once

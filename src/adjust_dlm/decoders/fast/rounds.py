@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Rounds:
         self.sampler, self.held = sampler, Held()
         self._engine = engine_of(base, sampler)
         self._engine.most_lanes, self._engine.most_cells = MOST_SHAPES, KEPT * tokens
+        self._engine.most_bytes = math.inf
         self._device, self._compiled, self._tokens = base.device, base.compiled, tokens
 
     @torch.no_grad()
