@@ -516,7 +516,7 @@ def test_where_a_text_ends(tmp_path: Path, family: str, ends: tuple[int, ...]) -
 def test_relatives_in_blocks_are_refused_with_what_to_do(tmp_path: Path) -> None:
     for kind in ("llada2_moe", "sdar_moe", "a2d-qwen3"):
         (tmp_path / "config.json").write_text(json.dumps({**SDAR_CONFIG, "model_type": kind}))
-        with pytest.raises(InputError, match=rf"'{kind}'; known are dream, llada, fast_dllm_qwen, sdar, .* Another one"):
+        with pytest.raises(InputError, match=rf"'{kind}'; known are dream, llada, fast_dllm_qwen, sdar, .*Another"):
             load_base(str(tmp_path))
     for family, key in (("sdar", "num_experts"), ("sdar", "bd_size"), ("fast_dllm_qwen", "block_size")):
         with pytest.raises(InputError, match=f"has {{'{key}': 8}}: not known here"):
