@@ -118,7 +118,7 @@ def decode(
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
     require(
-        base.spec.block != 1 or all(prompts),
+        base.spec.block != 1 or not base.lag or all(prompts),
         f"a prompt is empty; base {base.spec.name!r} scores a token by the one before it: give at least one",
     )
     require_value("slots", slots, Count | None)
