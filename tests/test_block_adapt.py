@@ -28,6 +28,7 @@ from adjust_dlm.train.masked_ce import (
     masked_batch,
     next_positions,
     open_positions,
+    taught_chunk,
 )
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import left_pad
@@ -116,6 +117,64 @@ def test_loss_and_gradients_are_those_of_every_position_by_hand(family: str) -> 
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_taught_position_learns_the_law_of_the_model_itself(family: str) -> None:
+    """Cross-entropy against its softmax behind the clean text, by hand; all other positions learn their token."""
+    adapter, teacher = live_adapter(family), tiny_model(family)
+    tokens_BL, prompt_B = canvases()
+    open_BL = open_positions(tokens_BL, prompt_B, (IM_END, BOS), SIZE)
+    generator = torch.Generator().manual_seed(4)
+    masked_BL, taught_B2L = (torch.rand(shape, generator=generator) < 0.5 for shape in (open_BL.shape, (6, 2, LENGTH)))
+    every = torch.full((6, 3, LENGTH), 0.1)
+    plain = block_batch(tokens_BL, open_BL, both(masked_BL), every, SIZE, chunk=7)
+    batch = block_batch(tokens_BL, open_BL, both(masked_BL), every, SIZE, taught_B2L=taught_B2L, chunk=7)
+    counted, taught = batch.weights_R > 0, batch.taught_weights_Q > 0
+    rows = batch.rows_R[counted].tolist() + batch.taught_rows_Q[taught].tolist()
+    assert sorted(rows) == plain.rows_R[plain.weights_R > 0].tolist() and counted.any() and taught.any()
+    law_BLV = (teacher(tokens_BL).logits.float() + adapter.bias_V).softmax(-1)
+    states = adapter.states(batch.tokens_BL, batch.masked_BL).flatten(0, 1)
+    log_p = (states @ adapter.body.embed_tokens.weight.T + adapter.bias_V).log_softmax(-1)
+    naive = torch.zeros(())
+    for row in rows:  # the state of a column scores the position behind it
+        b, view, i = (row + 1) // (3 * LENGTH), (row + 1) // LENGTH % 3, (row + 1) % LENGTH
+        if taught_B2L[b, min(view, 1), i]:
+            law_V = law_BLV[b, i - 1]
+            naive = naive - 0.1 * (law_V * log_p[row])[law_V > 0].sum()
+        else:
+            naive = naive - 0.1 * log_p[row, tokens_BL[b, i]]
+    loss = adapter.loss(batch)
+    torch.testing.assert_close(loss, naive, rtol=1e-5, atol=1e-5)
+    parameters = list(adapter.trainables().values())
+    pairs = zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(naive, parameters), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+
+
+def test_what_is_taught() -> None:
+    """First positions of blocks, and what a suffix hides, up to and with an end; as many positions count as without."""
+    tokens_BL, prompt_B = canvases(64)
+    corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(64, dtype=torch.int8))
+    how: dict[str, Any] = {"batch_size": 64, "seed": 4, "block": SIZE, "end_ids": (IM_END, BOS), "suffix": 0.5}
+    plain, taught = (CanvasBatches(corpus, ONE, distill=d, **how).step(3, 64)[0] for d in (False, True))
+    assert torch.equal(plain.masked_BL, taught.masked_BL) and len(plain.taught_rows_Q) == 0
+    prompts = {tuple(t.tolist()): int(p) for t, p in zip(tokens_BL, prompt_B, strict=True)}
+    tokens = taught.tokens_BL[:, :LENGTH]
+    given = torch.tensor([prompts[tuple(t.tolist())] for t in tokens])
+    open_BL, text_BL = (open_positions(tokens, given, (IM_END, BOS), size) for size in (SIZE, 1))
+    at_Q = taught.taught_rows_Q[taught.taught_weights_Q > 0] + 1
+    own_R, all_R = (batch.rows_R[batch.weights_R > 0] + 1 for batch in (taught, plain))
+    assert sorted([*at_Q.tolist(), *own_R.tolist()]) == all_R.tolist()
+    assert torch.equal(taught.teachers_Q[: len(at_Q)], at_Q // (3 * LENGTH) * LENGTH + at_Q % LENGTH - 1)
+    masked, ends = taught.masked_BL.view(64, 3, LENGTH), 0
+    for at in at_Q.tolist():
+        b, view, i = at // (3 * LENGTH), at // LENGTH % 3, at % LENGTH
+        rest = slice(i, i // SIZE * SIZE + SIZE)
+        assert text_BL[b, i] and (i % SIZE == 0 if view == 0 else bool((masked[b, view] | ~open_BL[b])[rest].all()))
+        ends += view > 0
+    assert ends > 100  # of some 64 * 9 open positions, in half of the blocks, in two views
+    for at in own_R.tolist():
+        assert at // LENGTH % 3 or not text_BL[at // (3 * LENGTH), at % LENGTH]  # else first positions are taught
+
+
 def test_what_is_open() -> None:
     """All behind the prompt, to the edge of the block in which the text ends."""
     tokens = torch.tensor(
@@ -162,7 +221,7 @@ def test_rates_are_spread_over_the_blocks() -> None:
 
 def test_suffixes_of_the_blocks() -> None:
     """Two views hide all from a cut on: half a block apart, every cut alike often, in the share of blocks asked for."""
-    hidden_B2L = hidden_in_views(4096, LENGTH, SIZE, 0.75, torch.Generator().manual_seed(2))
+    hidden_B2L, ends_BL = hidden_in_views(4096, LENGTH, SIZE, 0.75, torch.Generator().manual_seed(2))
     a, b = hidden_B2L.view(4096, 2, -1, SIZE).unbind(1)
     suffixes = torch.arange(SIZE) >= torch.arange(SIZE)[:, None]
     cut = (a[..., None, :] == suffixes).all(-1)  # [B, J, S]: a suffix that begins there
@@ -172,6 +231,7 @@ def test_suffixes_of_the_blocks() -> None:
     assert not others.any()  # all else are a rate and its complement
     # Of four positions at a uniform rate none is a suffix whose opposite stands half a block on: both hide the last.
     assert found.float().mean().item() == pytest.approx(0.75, abs=0.02)
+    assert torch.equal(ends_BL.view(4096, -1, SIZE), found[..., None].expand(-1, -1, SIZE))
     counts = cut[found].sum(0)
     assert counts.sum() == found.sum() and (counts / found.sum() - 1 / SIZE).abs().max() < 0.02
 
@@ -264,7 +324,8 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(tmp_path: Path, monkey
 
 
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapt(config(tmp_path, "whole", steps=8))
+    more: dict[str, Any] = {"steps": 8, "suffix": 0.5, "distill": True}
+    adapt(config(tmp_path, "whole", **more))
     step = AdaptTrainer._train_step
 
     def killed_in_step_4(self: AdaptTrainer) -> None:
@@ -272,7 +333,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
         if self.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    parts = config(tmp_path, "parts", steps=8, corpus=tmp_path / "whole" / "corpus")
+    parts = config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus")
     with monkeypatch.context() as patch:
         patch.setattr(AdaptTrainer, "_train_step", killed_in_step_4)
         assert adapt(parts)["step"] == 4
@@ -280,7 +341,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
     whole, cut = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     with pytest.raises(InputError, match="block_size was 4 and is now 2"):
-        adapt(config(tmp_path, "parts", steps=8, corpus=tmp_path / "whole" / "corpus", block_size=2))
+        adapt(config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus", block_size=2))
 
 
 def test_bad_settings(tmp_path: Path) -> None:
@@ -290,6 +351,8 @@ def test_bad_settings(tmp_path: Path) -> None:
         AdaptConfig(output=tmp_path, block_size=16)
     with pytest.raises(InputError, match="block_size is 0"):
         AdaptConfig(output=tmp_path, block_size=0)
+    with pytest.raises(InputError, match="distill is true; it is about blocks that hide a suffix: give suffix"):
+        AdaptConfig(output=tmp_path, block_size=16, length=128, distill=True)
 
 
 @pytest.mark.parametrize("block", [None, 8])
@@ -304,13 +367,17 @@ def test_compiled_layers_share_one_graph_and_change_nothing(block: int | None, m
             plain = torch.nn.Module.compile
             monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, **how, backend="aot_eager"))
             adapter.compile_passes()
-            adapter._chunk = ce_chunk  # its own compiler needs none of the layers
+            adapter._chunk, adapter._taught_chunk = ce_chunk, taught_chunk  # their compiler needs none of the layers
         return adapter
 
-    views = 1 if block is None else 3
-    tokens_BL = torch.randint(4, 100, (2, 16 * views), generator=torch.Generator().manual_seed(0))
-    masked_BL = torch.arange(16 * views) % 3 == 0
-    batch = masked_batch(tokens_BL, masked_BL.expand(2, -1), torch.ones(2))
+    tokens_BL = torch.randint(4, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+    masked_BL = (torch.arange(16) % 3 == 1).expand(2, -1)
+    if block is None:
+        batch = masked_batch(tokens_BL, masked_BL, torch.ones(2))
+    else:
+        taught_B2L = (torch.arange(16) % 2 == 0).expand(2, 2, -1)
+        weights_B3L, open_BL = torch.ones(2, 3, 16), (torch.arange(16) > 0).expand(2, -1)
+        batch = block_batch(tokens_BL, open_BL, both(masked_BL), weights_B3L, block, taught_B2L=taught_B2L)
     dynamo.reset()
     dynamo.utils.counters.clear()
     losses, gradients = [], []
@@ -320,6 +387,7 @@ def test_compiled_layers_share_one_graph_and_change_nothing(block: int | None, m
         loss.backward()
         losses.append(loss.detach())
         gradients.append([p.grad for p in adapter.trainables().values()])
-    assert dynamo.utils.counters["stats"]["unique_graphs"] == 1  # of two layers
+    # Of two layers; with blocks a second one is that of the teacher, without adapters.
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == (1 if block is None else 2)
     torch.testing.assert_close(losses[0], losses[1])
     torch.testing.assert_close(gradients[0], gradients[1])

@@ -87,7 +87,7 @@ def _adapted(
             adapter.compile_passes()
     batches = CanvasBatches(
         load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
-        world=world, block=config.block_size, end_ids=vocabulary.end_ids, suffix=config.suffix,
+        world=world, block=config.block_size, end_ids=vocabulary.end_ids, suffix=config.suffix, distill=config.distill,
     )  # fmt: skip
     heldout = load_corpus(folder, "heldout")
     trainer = AdaptTrainer(config, adapter, batches, {"ce": heldout, "ce_train": batches.corpus.like(heldout)})

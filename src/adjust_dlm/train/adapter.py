@@ -16,7 +16,7 @@ from adjust_dlm.bases.autoregressive import Vocabulary
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.files import write_whole
 from adjust_dlm.hub import read_json
-from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, block_views_mask, ce_chunk, chunked_ce
+from adjust_dlm.train.masked_ce import Chunk, MaskedBatch, block_views_mask, ce_chunk, chunked_ce, taught_chunk
 from adjust_dlm.types import refusing, require
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,12 +68,14 @@ class AdapterModel(nn.Module):
         bias_V[vocabulary.forbidden] = -torch.inf
         self.register_buffer("bias_V", bias_V, persistent=False)
         self._chunk: Chunk = ce_chunk
+        self._taught_chunk: Chunk = taught_chunk
 
     def compile_passes(self) -> None:
         """Compiles a layer (one graph serves all) and a chunk of the loss for fixed shapes."""
         for layer in self.body.layers:
             layer.compile(dynamic=False)
         self._chunk = torch.compile(ce_chunk, dynamic=False)
+        self._taught_chunk = torch.compile(taught_chunk, dynamic=False)
 
     def trainables(self) -> dict[str, nn.Parameter]:
         """Name -> parameter, in a fixed order."""
@@ -90,10 +92,27 @@ class AdapterModel(nn.Module):
 
     def loss(self, batch: MaskedBatch) -> Tensor:
         """The weighted loss of a batch on the model's device."""
+        taught = len(batch.taught_rows_Q) > 0
+        teacher_BLD = self.teacher_states(batch.tokens_BL) if taught else None
         states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
         h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
-        head_VD = self.body.embed_tokens.weight
-        return chunked_ce(h_RD, head_VD, self.bias_V, batch.targets_R, batch.weights_R, chunk=self._chunk)
+        head = self.body.embed_tokens.weight, self.bias_V
+        loss = chunked_ce(h_RD, *head, batch.targets_R, batch.weights_R, chunk=self._chunk)
+        if teacher_BLD is None:
+            return loss
+        h_QD = states_BLD.flatten(0, 1).index_select(0, batch.taught_rows_Q)
+        teacher_QD = teacher_BLD.flatten(0, 1).index_select(0, batch.teachers_Q)
+        return loss + chunked_ce(h_QD, *head, teacher_QD, batch.taught_weights_Q, chunk=self._taught_chunk)
+
+    @torch.no_grad()
+    def teacher_states(self, tokens_BN: Tensor) -> Tensor:
+        """States [B, L, D] of the autoregressive model itself on the clean canvases, the first of the views."""
+        length, device = tokens_BN.shape[1] // 3, tokens_BN.device
+        tokens_BL = tokens_BN[:, :length]
+        sees = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+        cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, torch.arange(length, device=device)[None])
+        with self.peft.disable_adapter():
+            return self._run(tokens_BL, torch.zeros_like(tokens_BL, dtype=torch.bool), cos, sin, sees)
 
     def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """The layers one by one; without blocks there is no mask, and attention takes its fastest path."""

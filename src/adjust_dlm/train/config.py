@@ -212,6 +212,8 @@ class AdaptConfig(CorpusConfig):
             `length`.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
+        distill: where a block hides a suffix the target is the autoregressive model's own distribution, not the token:
+            what stands before says the same of both on average, with less noise from few texts.
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
         init: folder of a base that `adapt` made from the same model at the same rank: training starts from its adapter.
@@ -241,6 +243,7 @@ class AdaptConfig(CorpusConfig):
     block_size: Count | None = None
     order: OrderRule = "entropy"
     suffix: float = 0.0
+    distill: bool = False
     lora_rank: Count = 64
     lora_alpha: Count = 64
     init: Path | None = None
@@ -256,6 +259,9 @@ class AdaptConfig(CorpusConfig):
         require(
             0 <= self.suffix <= (self.block_size is not None),
             f"suffix is {self.suffix}; it is a share of blocks, 0..1, and needs block_size",
+        )
+        require(
+            not self.distill or self.suffix > 0, "distill is true; it is about blocks that hide a suffix: give suffix"
         )
         size = self.block_size or 1
         near = self.length // size * size or size

@@ -4,14 +4,15 @@ L = 1/B sum_b 1/(t_b n_b) sum_{i masked in b} -log p(x_i | x_b masked), where n_
 can be masked (all but its prompt), each of which is masked with probability t_b. With t uniform on (0, 1) this is the
 usual upper bound on the negative log-likelihood, per token; every canvas counts alike, whatever its prompt's length.
 
-Shape suffixes: B canvases, L positions, R masked positions, C rows of a chunk, D width, V vocabulary.
+Shape suffixes: B canvases, L positions, R masked positions, Q those with a taught target, C rows of a chunk, D width,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class MaskedBatch:
         rows_R: int64 flat index of the state that scores each masked position (Dream's frame: the one before it).
         targets_R: int64 clean token of each masked position.
         weights_R: fp32 weight of its cross-entropy in the loss; 0 on rows that fill the last chunk.
+        taught_rows_Q: as `rows_R`, of masked positions whose target is a distribution; none unless asked for.
+        teachers_Q: int64 flat index, in the clean canvases [B, L], of the autoregressive state that gives it.
+        taught_weights_Q: fp32, as `weights_R`.
     """
 
     tokens_BL: Tensor
@@ -43,12 +47,15 @@ class MaskedBatch:
     rows_R: Tensor
     targets_R: Tensor
     weights_R: Tensor
+    taught_rows_Q: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    teachers_Q: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    taught_weights_Q: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def to(self, device: torch.device) -> MaskedBatch:
         """A copy on a device."""
         on_gpu = device.type == "cuda"
-        fields = (field.pin_memory() if on_gpu else field for field in vars(self).values())
-        return MaskedBatch(*(field.to(device, non_blocking=on_gpu) for field in fields))
+        fields = (part.pin_memory() if on_gpu and len(part) else part for part in vars(self).values())
+        return MaskedBatch(*(part.to(device, non_blocking=on_gpu) for part in fields))
 
 
 def stratified_times(size: int, generator: torch.Generator) -> Tensor:
@@ -98,8 +105,9 @@ def open_positions(tokens_BL: Tensor, prompt_len_B: Tensor, end_ids: Sequence[in
 
 
 def block_batch(
-    tokens_BL: Tensor, open_BL: Tensor, hidden_B2L: Tensor, weights_B3L: Tensor, size: int, *, chunk: int = CHUNK
-) -> MaskedBatch:
+    tokens_BL: Tensor, open_BL: Tensor, hidden_B2L: Tensor, weights_B3L: Tensor, size: int, *,
+    taught_B2L: Tensor | None = None, chunk: int = CHUNK,
+) -> MaskedBatch:  # fmt: skip
     """Rows of [clean | A | B], views with hidden positions of their own.
 
     A view scores what it hides, from the column before (the shifted frame). A block's first position is scored by the
@@ -111,6 +119,8 @@ def block_batch(
         hidden_B2L: what A and B hide, open positions among others.
         weights_B3L: of the cross-entropies in the clean half, in A and in B.
         size: S.
+        taught_B2L: where the target is the distribution of an autoregressive teacher, at a block's first position and
+            in the views. None: all targets are tokens.
         chunk: see `masked_batch`.
     """
     first_BL = (torch.arange(tokens_BL.shape[1]) % size == 0) & open_BL
@@ -120,11 +130,20 @@ def block_batch(
     tokens = tokens_BL.long().repeat(1, 3)
     flat_R = shown.flatten().nonzero()[:, 0]
     weights_R = weights_B3L.float().flatten()[flat_R]
-    return MaskedBatch(tokens, masked, *_filled(chunk, flat_R - 1, tokens.flatten()[flat_R], weights_R))
+    if taught_B2L is None:
+        return MaskedBatch(tokens, masked, *_filled(chunk, flat_R - 1, tokens.flatten()[flat_R], weights_R))
+    is_taught_R = taught_B2L[:, [0, 1, 1]].flatten()[flat_R]
+    length, own_R = tokens_BL.shape[1], flat_R[~is_taught_R]
+    own = _filled(chunk, own_R - 1, tokens.flatten()[own_R], weights_R[~is_taught_R])
+    flat_Q = flat_R[is_taught_R]
+    teacher_Q = flat_Q // (3 * length) * length + flat_Q % length - 1
+    return MaskedBatch(tokens, masked, *own, *_filled(chunk, flat_Q - 1, teacher_Q, weights_R[is_taught_R]))
 
 
-def hidden_in_views(count: int, length: int, size: int, suffix: float, generator: torch.Generator) -> Tensor:
-    """What views A and B hide: bool [B, 2, L].
+def hidden_in_views(
+    count: int, length: int, size: int, suffix: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """What views A and B hide: bool [B, 2, L]; and the positions of blocks where that is a suffix: bool [B, L].
 
     In a share `suffix` of the blocks they hide all from a position on, as an order from left to right does: A from one
     drawn evenly, B from half a block further on (modulo S). In the others A hides each position with the block's own
@@ -136,11 +155,12 @@ def hidden_in_views(count: int, length: int, size: int, suffix: float, generator
     a_BL = u_BL < t_BJ.repeat_interleave(size, 1)
     hidden_B2L = torch.stack([a_BL, ~a_BL], 1)
     if not suffix:
-        return hidden_B2L
+        return hidden_B2L, torch.zeros_like(a_BL)
     cut_B2J = torch.randint(size, (count, 1, blocks), generator=generator) + torch.tensor([[0], [size // 2]])
     ends_BJ = torch.rand(count, blocks, generator=generator) < suffix
     suffix_B2L = torch.arange(length) % size >= (cut_B2J % size).repeat_interleave(size, -1)
-    return torch.where(ends_BJ.repeat_interleave(size, 1)[:, None], suffix_B2L, hidden_B2L)
+    ends_BL = ends_BJ.repeat_interleave(size, 1)
+    return torch.where(ends_BL[:, None], suffix_B2L, hidden_B2L), ends_BL
 
 
 def next_positions(count: int, length: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -178,6 +198,17 @@ def ce_chunk(
     return ce_C, error_CV.to(h_CD.dtype) @ head_VD
 
 
+def taught_chunk(
+    h_CD: Tensor, head_VD: Tensor, bias_V: Tensor, teacher_CD: Tensor, weights_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `ce_chunk`, against the distribution q of a teacher's states under the same head: d/dh w CE = w (p - q) W."""
+    log_p_CV = ((h_CD @ head_VD.T).float() + bias_V).log_softmax(-1)
+    q_CV = ((teacher_CD @ head_VD.T).float() + bias_V).softmax(-1)
+    ce_C = -torch.where(q_CV > 0, q_CV * log_p_CV, 0).sum(-1)
+    error_CV = (log_p_CV.exp() - q_CV) * weights_C[:, None]
+    return ce_C, error_CV.to(h_CD.dtype) @ head_VD
+
+
 def chunked_ce(
     h_RD: Tensor, head_VD: Tensor, bias_V: Tensor, targets_R: Tensor, weights_R: Tensor, *, size: int = CHUNK,
     chunk: Chunk = ce_chunk,
@@ -188,10 +219,10 @@ def chunked_ce(
         h_RD: states that score the rows.
         head_VD: frozen head weight in the states' dtype.
         bias_V: fp32, -inf at forbidden tokens, 0 elsewhere.
-        targets_R: true tokens.
+        targets_R: true tokens; or the states [R, D] of a teacher, with `taught_chunk`.
         weights_R: fp32 weights.
         size: rows of a chunk.
-        chunk: `ce_chunk`, or a compiled twin of it.
+        chunk: `ce_chunk`, `taught_chunk` or a compiled twin of either.
 
     Returns:
         fp32 scalar with a gradient to `h_RD`.
@@ -215,7 +246,7 @@ class CanvasBatches:
 
     def __init__(
         self, corpus: Corpus, shares: Mapping[str, float], *, batch_size: int, seed: int, rank: int = 0, world: int = 1,
-        block: int | None = None, end_ids: Sequence[int] = (), suffix: float = 0.0,
+        block: int | None = None, end_ids: Sequence[int] = (), suffix: float = 0.0, distill: bool = False,
     ) -> None:  # fmt: skip
         """Splits the batch over the kinds.
 
@@ -229,8 +260,9 @@ class CanvasBatches:
             block: S of a block base, whose canvases are looked at as [clean | A | B].
             end_ids: that end its texts.
             suffix: see `hidden_in_views`.
+            distill: blocks that hide a suffix have taught targets.
         """
-        self.block, self.end_ids, self.suffix = block, end_ids, suffix
+        self.block, self.end_ids, self.suffix, self.distill = block, end_ids, suffix, distill
         self.corpus, self.seed, self.rank, self.world = corpus, seed, rank, world
         self.members = {k: (corpus.kind_N == n).nonzero()[:, 0] for n, k in enumerate(KINDS)}
         present = {k: shares[k] for k in KINDS if len(self.members[k]) and shares[k] > 0}
@@ -260,12 +292,17 @@ class CanvasBatches:
     ) -> list[MaskedBatch]:
         """Every score weighs the same; they are as many as open positions, some more where blocks hide suffixes."""
         count, length = tokens_BL.shape
-        hidden_B2L = hidden_in_views(count, length, size, self.suffix, generator)
+        hidden_B2L, ends_BL = hidden_in_views(count, length, size, self.suffix, generator)
         open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
         weights_B3L = torch.full((count, 3, length), 1 / max(1, int(open_BL.sum())))
         mine = slice(self.rank, None, self.world)
-        parts = (x[mine].split(micro) for x in (tokens_BL, open_BL, hidden_B2L, weights_B3L))
-        return [block_batch(a, b, c, d, size) for a, b, c, d in zip(*parts, strict=True)]
+        parts = [x[mine].split(micro) for x in (tokens_BL, open_BL, hidden_B2L, weights_B3L)]
+        if not self.distill:
+            return [block_batch(*part, size) for part in zip(*parts, strict=True)]
+        # A teacher knows nothing of what fills a block behind an end, and nothing of tokens to the right.
+        text_BL = open_positions(tokens_BL, prompt_B, self.end_ids, 1)
+        taught = torch.stack([text_BL, text_BL & ends_BL], 1)[mine].split(micro)
+        return [block_batch(*part, size, taught_B2L=e) for *part, e in zip(*parts, taught, strict=True)]
 
     def _take(self, kind: str, start: int, count: int) -> Tensor:
         """Canvases start..start+count of a kind's endless stream of permutations."""
