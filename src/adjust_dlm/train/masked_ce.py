@@ -297,12 +297,12 @@ class CanvasBatches:
         weights_B3L = torch.full((count, 3, length), 1 / max(1, int(open_BL.sum())))
         mine = slice(self.rank, None, self.world)
         parts = [x[mine].split(micro) for x in (tokens_BL, open_BL, hidden_B2L, weights_B3L)]
-        if not self.distill:
-            return [block_batch(*part, size) for part in zip(*parts, strict=True)]
-        # A teacher knows nothing of what fills a block behind an end, and nothing of tokens to the right.
-        text_BL = open_positions(tokens_BL, prompt_B, self.end_ids, 1)
-        taught = torch.stack([text_BL, text_BL & ends_BL], 1)[mine].split(micro)
-        return [block_batch(*part, size, taught_B2L=e) for *part, e in zip(*parts, taught, strict=True)]
+        taught: Sequence[Tensor | None] = [None] * len(parts[0])
+        if self.distill:  # a teacher knows nothing of tokens to the right, or of what fills a block behind an end
+            text_BL = open_positions(tokens_BL, prompt_B, self.end_ids, 1)
+            taught = torch.stack([text_BL, text_BL & ends_BL], 1)[mine].split(micro)
+        every = zip(*parts, taught, strict=True)
+        return [block_batch(a, b, c, d, size, taught_B2L=e) for a, b, c, d, e in every]
 
     def _take(self, kind: str, start: int, count: int) -> Tensor:
         """Canvases start..start+count of a kind's endless stream of permutations."""
