@@ -212,8 +212,7 @@ class AdaptConfig(CorpusConfig):
             `length`.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
-        distill: where a block hides a suffix the target is the autoregressive model's own distribution, not the token:
-            what stands before says the same of both on average, with less noise from few texts.
+        distill: what such a suffix hides learns the autoregressive model's own distribution.
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
         init: folder of a base that `adapt` made from the same model at the same rank: training starts from its adapter.
