@@ -75,7 +75,7 @@ class TrajectoriesConfig(TextConfig):
 
     Attributes:
         output: folder for the shards and the manifest; an interrupted run continues there.
-        base: name of a base, or the folder of an adapted one.
+        base: name of a base, or the folder or Hub id of one.
         num: how many trajectories.
         sampler: folder of a g that then decodes by ADJUST, for a further stage of training; none decodes jointly.
         tokens_per_step: K of ADJUST, with a sampler.

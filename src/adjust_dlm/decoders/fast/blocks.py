@@ -13,7 +13,7 @@ import torch
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.blocks import to_edge
-from adjust_dlm.bases.memory import renew
+from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.machinery.cache import columns_to_edge, step_at_columns, surplus
@@ -27,24 +27,24 @@ _AT_ONCE = 8192  # columns of a pass over prompts, unless a single one is longer
 
 def pass_over(base: TransformerBase, canvas: Canvas, count: int | None, *, final: bool = False) -> None:
     """Renews what the canvas keeps of the base at `count` columns of each row: see `columns_to_edge`."""
-    size = base.spec.block or 1
-    whole = to_edge(canvas, size, base.spec.mask_id, surplus(base))
-    width = whole.tokens_BL.shape[1]
-    column_BN, valid_BN, _ = columns_to_edge(
-        canvas, canvas.memory, size, width, canvas.open_B, count=count, final=final
-    )
-    base.renew(whole, canvas.memory, column_BN, valid_BN)
+    _renew(base, canvas, canvas.memory, count, final=final)
 
 
 def enter(base: TransformerBase, lane: Lane, count: int) -> None:
     """Renews the block before the open one, of the rows that stand first in `lane.enters_B`: no more of them enter."""
-    row_E, size = lane.enters_B[:count], base.spec.block or 1
+    row_E = lane.enters_B[:count]
     part = State(lane.tokens_BL[row_E], lane.real_BL[row_E], lane.masked_BL[row_E], lane.padded)
-    memory, whole = lane.memory.of_rows(row_E), to_edge(part, size, base.spec.mask_id, surplus(base))
-    open_E, width = part.masked_BL.any(-1), whole.tokens_BL.shape[1]
-    column_EN, valid_EN, _ = columns_to_edge(part, memory, size, width, open_E, count=size, final=True)
-    base.renew(whole, memory, column_EN, valid_EN)
+    memory = lane.memory.of_rows(row_E)
+    _renew(base, part, memory, base.spec.block, final=True)
     lane.memory.counts_B3[row_E] = memory.counts_B3
+
+
+def _renew(base: TransformerBase, state: State, memory: Memory, count: int | None, *, final: bool) -> None:
+    size = base.spec.block or 1
+    whole, open_B = to_edge(state, size, base.spec.mask_id, surplus(base)), state.masked_BL.any(-1)
+    width = whole.tokens_BL.shape[1]
+    column_BN, valid_BN, _ = columns_to_edge(state, memory, size, width, open_B, count=count, final=final)
+    base.renew(whole, memory, column_BN, valid_BN)
 
 
 def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -> None:
