@@ -12,8 +12,9 @@ the code of a test problem. `--share i/n`: this process's part of the replies. P
 
 `--invented N` also asks questions of the model's own. N user turns are sampled behind the chat's context and a word of
 `OPENERS`, in turn; those that close (or open the next turn) and are new are asked, each once, and replies that end are
-kept, but for those that end in a question: most of them say the user's again. A turn or reply that holds a test
-problem, or a part of one of `RUN` letters and digits, is dropped.
+kept, but for those that end in a question or are a part of the user's turn: they say it again. Some turns are a
+function without its body, in the wording of `adjust eval humaneval --chat`. A turn or reply that holds a test problem,
+or a part of one of `RUN` letters and digits, is dropped.
 
 Replies go on where they stopped. FILE.asked, beside them, has a line for each batch that was graded; a question in it
 is not asked again.
@@ -44,9 +45,15 @@ MBPP_TRAIN = range(601, 975)
 CALL = 4  # batches of a call: a row that ends gives its place to the next
 MORE = {"mbpp": 4}  # times the samples, since it has few training questions
 RUN = 40  # so many letters and digits in a row of a test problem are the problem
-TURN: dict[str, Any] = {"new_tokens": 64, "temperature": 1.0, "top_p": 0.95}  # of invented user turns
+TURN: dict[str, Any] = {"new_tokens": 96, "temperature": 1.0, "top_p": 0.95}  # of invented user turns
 LEAST_WORDS = 3  # of an invented user turn
-OPENERS = ("", "How", "What", "Write", "Can", "I", "Please", "Explain", "Create", "Given", "Why", "Is", "Tell")
+COMPLETE = code.ask_to_complete("").removesuffix("\n```")  # a turn that begins so is a function without its body
+OPENERS = (
+    "", "How", "What", "Write", "Can", "I", "Please", "Explain", "Create", "Given", "Why", "Is", "Tell", "A", "If",
+    "Solve", "There are", "Write a Python function",
+    "You are an expert Python programmer, and here is your task: Write a function to",
+    *6 * [f"{COMPLETE}def"], *2 * [f"{COMPLETE}from typing import List\n\n\ndef"], f"{COMPLETE}import math\n\n\ndef",
+)  # fmt: skip
 Said = tuple[str, bool]  # a text, and whether it has ended
 Asked = tuple[Task, Any, str]  # a task, its settings, and the metric that says what is right
 
@@ -234,29 +241,44 @@ def keep(file: Replies, asked: Asked, problems: Sequence[Problem], said: list[Sa
 def invent(model: Model, file: Replies, tested: Tested, rows: range, how: dict[str, Any]) -> None:
     """User turns of the model's own, each with one reply."""
     name, start = "invented", chat_context(model.tokenizer) + CHAT_USER
-    seen = {_plain(text)[:RUN] for text in file.asked(name)}
+    seen = {_key(text) for text in file.asked(name)}
     rows, many = rows[sum(batch["tried"] for batch in file.of(name)) :], CALL * how["batch_size"]
     for mine in (rows[at : at + many] for at in range(0, len(rows), many)):
         words = [OPENERS[row % len(OPENERS)] for row in mine]
         turns = model.go_on([start + w for w in words], rows=mine, seed=8, batch_size=how["batch_size"], **TURN)
         fresh: dict[str, tuple[int, str]] = {}
         for row, word, (rest, ended) in zip(mine, words, turns, strict=True):
-            text, next_turn, _ = (word + rest).partition("<|im_start|>")
-            key = _plain(text)[:RUN]
+            text = _turn(word, rest, ended)
+            key = _key(text)
             new = len(text.split()) >= LEAST_WORDS and key not in seen and not asks_held_out(text)
-            if (ended or next_turn) and new and _usable(text, tested):
+            if new and _usable(text, tested):
                 fresh.setdefault(key, (row, text.strip(" \t\r\n\ufeff")))
         seen |= fresh.keys()
         texts = [text for _, text in fresh.values()]
         said = model.reply(texts, rows=[row for row, _ in fresh.values()], seed=9, **how)
         pairs = zip(texts, said, strict=True)
-        chats = [
-            (text, reply) for text, (reply, ended) in pairs
-            if ended and _usable(reply, tested) and not reply.rstrip().endswith("?")
-        ]  # fmt: skip
+        chats = [(text, reply) for text, (reply, ended) in pairs if ended and _answers(reply, text, tested)]
         file.add(name, texts, chats, tried=len(mine))
     if file.of(name):
         file.report(name)
+
+
+def _turn(word: str, rest: str, ended: bool) -> str:
+    """A user turn that closes, up to where the next one opens; of a function up to its docstring; else nothing."""
+    if word.startswith(COMPLETE):
+        head, *more = (word + rest).split('"""')
+        return f'{head}"""{more[0]}"""\n```' if len(more) > 1 and "\n```" not in head[len(word) :] else ""
+    text, next_turn, _ = (word + rest).partition("<|im_start|>")
+    return text if ended or next_turn else ""
+
+
+def _key(text: str) -> str:
+    """What tells turns apart: how they begin."""
+    return _plain(text.removeprefix(COMPLETE))[:RUN]
+
+
+def _answers(reply: str, text: str, tested: Tested) -> bool:
+    return _usable(reply, tested) and not reply.rstrip().endswith("?") and _plain(reply) not in _plain(text)
 
 
 def _usable(text: str, tested: Tested) -> bool:

@@ -150,7 +150,7 @@ def test_a_taught_position_learns_the_law_of_the_model_itself(family: str) -> No
 
 
 def test_what_is_taught() -> None:
-    """First positions of blocks, and what a suffix hides, up to and with an end; as many positions count as without."""
+    """First positions of blocks, and what a suffix hides, up to and with an end: the first of it most."""
     tokens_BL, prompt_B = canvases(64)
     corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(64, dtype=torch.int8))
     how: dict[str, Any] = {"batch_size": 64, "seed": 4, "block": SIZE, "end_ids": (IM_END, BOS), "suffix": 0.5}
@@ -163,6 +163,7 @@ def test_what_is_taught() -> None:
     at_Q = taught.taught_rows_Q[taught.taught_weights_Q > 0] + 1
     own_R, all_R = (batch.rows_R[batch.weights_R > 0] + 1 for batch in (taught, plain))
     assert sorted([*at_Q.tolist(), *own_R.tolist()]) == all_R.tolist()
+    weight = dict(zip(at_Q.tolist(), (taught.taught_weights_Q * int(open_BL.sum())).tolist(), strict=False))
     assert torch.equal(taught.teachers_Q[: len(at_Q)], at_Q // (3 * LENGTH) * LENGTH + at_Q % LENGTH - 1)
     masked, ends = taught.masked_BL.view(64, 3, LENGTH), 0
     for at in at_Q.tolist():
@@ -170,6 +171,10 @@ def test_what_is_taught() -> None:
         rest = slice(i, i // SIZE * SIZE + SIZE)
         assert text_BL[b, i] and (i % SIZE == 0 if view == 0 else bool((masked[b, view] | ~open_BL[b])[rest].all()))
         ends += view > 0
+        hidden = (masked[b, view] & open_BL[b]).view(-1, SIZE)[i // SIZE].nonzero()[:, 0].tolist()
+        parts = [1 / n for n in range(1, len(hidden) + 1)]  # harmonic, of mean 1
+        wanted = 1.0 if view == 0 else parts[hidden.index(i % SIZE)] * len(parts) / sum(parts)
+        assert weight[at] == pytest.approx(wanted, rel=1e-5)
     assert ends > 100  # of some 64 * 9 open positions, in half of the blocks, in two views
     for at in own_R.tolist():
         assert at // LENGTH % 3 or not text_BL[at // (3 * LENGTH), at % LENGTH]  # else first positions are taught

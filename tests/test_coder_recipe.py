@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from adjust_dlm.eval.tasks.code import ask_to_complete
 from adjust_dlm.types import InputError
 from helpers import load_recipe
 from tiny_ar import CHAT, MASK, save_tiny
@@ -168,7 +169,7 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
         return [(said.get(prompt, f"Of {prompt}!"), "monad" not in prompt) for prompt in prompts]
 
     def go_on(self: Any, given: list[str], **how: Any) -> list[tuple[str, bool]]:
-        assert (how["new_tokens"], how["temperature"], how["top_p"]) == (64, 1.0, 0.95)
+        assert (how["new_tokens"], how["temperature"], how["top_p"]) == (96, 1.0, 0.95)
         starts.extend(given)
         return [turns[row] for row in how["rows"]]
 
@@ -188,6 +189,32 @@ def test_invented_turns_are_asked_if_they_are_new_and_no_test_problem(
     go(*flags, "--invented", "13", "--share", "1/2")
     assert asked[2:] == [([turns[1][0], f"So:\n{turns[11][0]}"], [1, 11])]  # the other process has the first "How do I"
     assert starts[13:] == [f"<|im_start|>user\n{word}" for word in ("", "", "So:\n") * 2]
+
+
+def test_functions_to_complete_are_turns_up_to_their_docstring(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the wording of the evaluation; a reply that only says the turn again is dropped."""
+    rest = [
+        (' f(x):\n    """Doubles x."""\n    return x', False),  # its body is cut off
+        (' f(x):\n    """Doubles x."""\n', True),  # the same
+        (" g(x):\n    return x", True),  # no docstring, or one behind the end
+        (' g(x):\n    return x\n```\nand\n"""more"""', True),
+        (' h(x):\n    """Halves x."""', False),  # its reply says it again
+    ]
+    asked = []
+
+    def reply(self: Any, prompts: list[str], **how: Any) -> list[tuple[str, bool]]:
+        if how["seed"] < 9:
+            return [("cut", False)] * len(prompts)
+        asked.extend(prompts)
+        fence = "```python\ndef "
+        return [(fence + text.partition(fence)[2] if "Halves" in text else "return 2 * x", True) for text in prompts]
+
+    recipe, go = run("replies", reply)
+    monkeypatch.setattr(recipe.Model, "go_on", lambda self, given, **how: [rest[row] for row in how["rows"]])
+    monkeypatch.setattr(recipe, "OPENERS", (f"{recipe.COMPLETE}def",))
+    made = pairs(go("--samples", "1", "--batch-size", "5", "--invented", "5"))
+    assert asked == [ask_to_complete(f"def {rest[n][0].strip()}".removesuffix("\n    return x")) for n in (0, 4)]
+    assert made == [(asked[0], "return 2 * x")]
 
 
 def test_a_model_replies_up_to_its_end(tmp_path: Path) -> None:

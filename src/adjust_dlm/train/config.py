@@ -212,7 +212,8 @@ class AdaptConfig(CorpusConfig):
             `length`.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
-        distill: what such a suffix hides learns the autoregressive model's own distribution.
+        distill: what such a suffix hides learns the autoregressive model's own distribution; its first positions weigh
+            most.
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
         init: folder of a base that `adapt` made from the same model at the same rank: training starts from its adapter.

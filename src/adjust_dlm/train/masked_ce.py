@@ -163,6 +163,18 @@ def hidden_in_views(
     return torch.where(ends_BL[:, None], suffix_B2L, hidden_B2L), ends_BL
 
 
+def suffix_weights(hidden_BVL: Tensor, size: int) -> Tensor:
+    """Weights of hidden positions: the n-th of a block's m counts m / (n H_m), H_m = 1 + 1/2 + .. + 1/m: mean 1.
+
+    A round of K tokens from left to right takes the first K, so with the K of use spread evenly by their logarithm the
+    first counts most. fp32 [B, V, L], 0 at all others.
+    """
+    hidden_BVJS = hidden_BVL.unflatten(-1, (-1, size))
+    share_BVJS = hidden_BVJS / hidden_BVJS.cumsum(-1).clamp_min(1)
+    scale_BVJ = hidden_BVJS.sum(-1) / share_BVJS.sum(-1).clamp_min(1)
+    return (share_BVJS * scale_BVJ[..., None]).flatten(-2)
+
+
 def next_positions(count: int, length: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """A position of every block, drawn evenly, and with it what stands behind it in the block: bool [B, L] each."""
     cut_BL = torch.randint(size, (count, length // size), generator=generator).repeat_interleave(size, 1)
@@ -290,17 +302,20 @@ class CanvasBatches:
     def _views(
         self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
     ) -> list[MaskedBatch]:
-        """Every score weighs the same; they are as many as open positions, some more where blocks hide suffixes."""
+        """Every score weighs the same, but for taught suffixes; they are as many as open positions, some more there."""
         count, length = tokens_BL.shape
         hidden_B2L, ends_BL = hidden_in_views(count, length, size, self.suffix, generator)
         open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
         weights_B3L = torch.full((count, 3, length), 1 / max(1, int(open_BL.sum())))
-        mine = slice(self.rank, None, self.world)
-        parts = [x[mine].split(micro) for x in (tokens_BL, open_BL, hidden_B2L, weights_B3L)]
-        taught: Sequence[Tensor | None] = [None] * len(parts[0])
+        taught_B2L = None
         if self.distill:  # a teacher knows nothing of tokens to the right, or of what fills a block behind an end
             text_BL = open_positions(tokens_BL, prompt_B, self.end_ids, 1)
-            taught = torch.stack([text_BL, text_BL & ends_BL], 1)[mine].split(micro)
+            taught_B2L = torch.stack([text_BL, text_BL & ends_BL], 1)
+            share_B2L = suffix_weights(hidden_B2L & open_BL[:, None], size)
+            weights_B3L[:, 1:] *= torch.where(ends_BL[:, None], share_B2L, 1.0)
+        mine = slice(self.rank, None, self.world)
+        parts = [x[mine].split(micro) for x in (tokens_BL, open_BL, hidden_B2L, weights_B3L)]
+        taught = [None] * len(parts[0]) if taught_B2L is None else taught_B2L[mine].split(micro)
         every = zip(*parts, taught, strict=True)
         return [block_batch(a, b, c, d, size, taught_B2L=e) for a, b, c, d, e in every]
 

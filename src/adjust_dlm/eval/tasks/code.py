@@ -78,7 +78,7 @@ def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
     """The problems of a file of HumanEval's form, with `shots` solved ones before each."""
     fields = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
     rows = read_rows(config.data, fields, texts=fields[1:])
-    ask = _ask_to_complete if config.chat else str
+    ask = ask_to_complete if config.chat else str
     shots = [
         (ask(row["prompt"]), _fence(row["prompt"] + row["canonical_solution"]) if config.chat
          else row["canonical_solution"].rstrip())
@@ -93,7 +93,8 @@ def humaneval_problems(config: HumanEvalConfig) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _ask_to_complete(prompt: str) -> str:
+def ask_to_complete(prompt: str) -> str:
+    """The user's turn of a chat about a function of HumanEval's form."""
     asked = "Complete the Python function below. Reply with one code block that holds the whole function."
     return f"{asked}\n\n{_fence(prompt)}"
 
