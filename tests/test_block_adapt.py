@@ -180,6 +180,23 @@ def test_what_is_taught() -> None:
         assert at // LENGTH % 3 or not text_BL[at // (3 * LENGTH), at % LENGTH]  # else first positions are taught
 
 
+def test_short_canvases_share_passes_that_end_with_the_longest() -> None:
+    """In quarters of the length, and the loss is that of one pass over all."""
+    tokens_BL, prompt_B = canvases(16)
+    tokens_BL[1::2, -1] = IM_END  # these end where the canvas does
+    corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(16, dtype=torch.int8))
+    how: dict[str, Any] = {"batch_size": 16, "seed": 4, "block": SIZE, "end_ids": (IM_END, BOS), "suffix": 0.5}
+    adapter = live_adapter("qwen2")
+    for distill in (False, True):
+        batches = CanvasBatches(corpus, ONE, distill=distill, **how)
+        (whole,), parts = batches.step(2, 16), batches.step(2, 2)
+        wide = [part.tokens_BL.shape[1] // 3 for part in parts]
+        assert wide == sorted(wide) and set(wide) == {8, 12} and whole.tokens_BL.shape[1] == 3 * LENGTH
+        ends = [int((p.rows_R[p.weights_R > 0] % (3 * w) % w).max()) for p, w in zip(parts, wide, strict=True)]
+        assert all(width - SIZE <= end + 1 < width for end, width in zip(ends, wide, strict=True))
+        torch.testing.assert_close(sum(map(adapter.loss, parts)), adapter.loss(whole), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_open() -> None:
     """All behind the prompt, to the edge of the block in which the text ends."""
     tokens = torch.tensor(
@@ -396,3 +413,34 @@ def test_compiled_layers_share_one_graph_and_change_nothing(block: int | None, m
     assert dynamo.utils.counters["stats"]["unique_graphs"] == (1 if block is None else 2)
     torch.testing.assert_close(losses[0], losses[1])
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.gpu
+def test_flex_attention_on_a_card_changes_nothing() -> None:
+    """Compiled losses and gradients in fp32, of passes of all lengths, against the layers as they stand."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(**shape, num_hidden_layers=2, vocab_size=tiny_model().config.vocab_size)
+    tokens_BL, prompt_B = (torch.cat([part] * 2) for part in canvases(16))
+    tokens_BL = torch.cat([tokens_BL] * 8, 1)  # 96 columns
+    tokens_BL[:16, 20:] = IM_END
+    corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(32, dtype=torch.int8))
+    how: dict[str, Any] = {"batch_size": 32, "seed": 4, "block": SIZE, "end_ids": (IM_END, BOS), "suffix": 0.5}
+    batches = CanvasBatches(corpus, ONE, distill=True, **how).step(0, 8)
+    assert len({batch.tokens_BL.shape for batch in batches}) > 1
+    made = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config).cuda().requires_grad_(False)
+        words = read_vocabulary(tiny_tokenizer(), config)
+        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=SIZE)
+        generator = torch.Generator().manual_seed(1)
+        for p in adapter.trainables().values():
+            p.data += 0.1 * torch.randn(p.shape, generator=generator).cuda()
+        if compiled:
+            adapter.compile_passes()
+            assert adapter.flex
+        loss = sum(adapter.loss(batch.to(torch.device("cuda"))) for batch in batches)
+        made.append((loss, torch.autograd.grad(loss, list(adapter.trainables().values()))))
+    torch.testing.assert_close(made[0], made[1], rtol=1e-3, atol=1e-5)

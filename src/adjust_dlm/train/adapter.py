@@ -67,11 +67,21 @@ class AdapterModel(nn.Module):
         bias_V = torch.zeros(vocabulary.size, device=head_VD.device)
         bias_V[vocabulary.forbidden] = -torch.inf
         self.register_buffer("bias_V", bias_V, persistent=False)
+        self.flex = False
+        self._masks: dict[tuple[int, bool], Any] = {}
         self._chunk: Chunk = ce_chunk
         self._taught_chunk: Chunk = taught_chunk
 
     def compile_passes(self) -> None:
-        """Compiles a layer (one graph serves all) and a chunk of the loss for fixed shapes."""
+        """Compiles a layer (one graph serves all of them, for each length of pass) and a chunk of the loss.
+
+        On a card views attend by FlexAttention, which leaves out what a mask hides: two thirds of the scores.
+        """
+        width: int = self.body.layers[0].self_attn.head_dim
+        self.flex = self.block is not None and self.mask_D.is_cuda and width >= 16 and width & (width - 1) == 0
+        if self.flex:
+            self.body.config._attn_implementation = "flex_attention"
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # see `CanvasBatches`
         for layer in self.body.layers:
             layer.compile(dynamic=False)
         self._chunk = torch.compile(ce_chunk, dynamic=False)
@@ -85,7 +95,7 @@ class AdapterModel(nn.Module):
         """Post-final-norm states [B, L, D]; row i stands at position i (it scores token i + 1)."""
         views = 1 if self.block is None else 3
         length, device = tokens_BL.shape[1] // views, tokens_BL.device
-        mask = None if self.block is None else block_views_mask(length, self.block).to(device)
+        mask = None if self.block is None else self._mask(length, views=True)
         positions = torch.arange(length, device=device).repeat(views)[None]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
         return self._run(tokens_BL, masked_BL, cos, sin, mask)
@@ -109,12 +119,21 @@ class AdapterModel(nn.Module):
         """States [B, L, D] of the autoregressive model itself on the clean canvases, the first of the views."""
         length, device = tokens_BN.shape[1] // 3, tokens_BN.device
         tokens_BL = tokens_BN[:, :length]
-        sees = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, torch.arange(length, device=device)[None])
         with self.peft.disable_adapter():
-            return self._run(tokens_BL, torch.zeros_like(tokens_BL, dtype=torch.bool), cos, sin, sees)
+            masked_BL, mask = torch.zeros_like(tokens_BL, dtype=torch.bool), self._mask(length, views=False)
+            return self._run(tokens_BL, masked_BL, cos, sin, mask)
 
-    def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def _mask(self, length: int, *, views: bool) -> Any:
+        """What the columns of a pass see, [clean | A | B] or a teacher's; made once for each length."""
+        if (length, views) not in self._masks:
+            device = self.mask_D.device
+            ones_LL = torch.ones(length, length, dtype=torch.bool, device=device)
+            sees = block_views_mask(length, self.block or 1, device) if views else ones_LL.tril()[None, None]
+            self._masks[length, views] = _sparse(sees[0, 0]) if self.flex else sees
+        return self._masks[length, views]
+
+    def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """The layers one by one; without blocks there is no mask, and attention takes its fastest path."""
         weight_VD = self.body.embed_tokens.weight
         half = weight_VD.dtype != torch.float32
@@ -181,3 +200,11 @@ class AdapterModel(nn.Module):
         config.save_pretrained(str(folder))
         config.inference_mode = was
         write_whole({folder / FACTS: json.dumps(facts, indent=2) + "\n"})
+
+
+def _sparse(sees_LL: Tensor) -> Any:
+    """A mask as FlexAttention takes it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    count = len(sees_LL)
+    return create_block_mask(lambda b, h, q, k: sees_LL[q, k], None, None, count, count, device=str(sees_LL.device))

@@ -182,12 +182,12 @@ def next_positions(count: int, length: int, size: int, generator: torch.Generato
     return place_L == cut_BL, place_L >= cut_BL
 
 
-def block_views_mask(length: int, size: int) -> Tensor:
+def block_views_mask(length: int, size: int, device: torch.device | None = None) -> Tensor:
     """What columns of [clean | A | B] see: bool [1, 1, 3 L, 3 L].
 
     The clean half sees its own block and those before, a view its own block in the view and the clean ones before it.
     """
-    before_LL, own_LL = before_and_own(length, size)
+    before_LL, own_LL = before_and_own(length, size, device)
     never_LL = torch.zeros_like(own_LL)
     rows = [[before_LL | own_LL, never_LL, never_LL], [before_LL, own_LL, never_LL], [before_LL, never_LL, own_LL]]
     return torch.cat([torch.cat(row, 1) for row in rows])[None, None]
@@ -302,7 +302,10 @@ class CanvasBatches:
     def _views(
         self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
     ) -> list[MaskedBatch]:
-        """Every score weighs the same, but for taught suffixes; they are as many as open positions, some more there."""
+        """Every score weighs the same, but for taught suffixes; they are as many as open positions, some more there.
+
+        Short canvases share passes, which end where the longest does, in quarters of the length (few shapes).
+        """
         count, length = tokens_BL.shape
         hidden_B2L, ends_BL = hidden_in_views(count, length, size, self.suffix, generator)
         open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
@@ -313,11 +316,15 @@ class CanvasBatches:
             taught_B2L = torch.stack([text_BL, text_BL & ends_BL], 1)
             share_B2L = suffix_weights(hidden_B2L & open_BL[:, None], size)
             weights_B3L[:, 1:] *= torch.where(ends_BL[:, None], share_B2L, 1.0)
-        mine = slice(self.rank, None, self.world)
-        parts = [x[mine].split(micro) for x in (tokens_BL, open_BL, hidden_B2L, weights_B3L)]
-        taught = [None] * len(parts[0]) if taught_B2L is None else taught_B2L[mine].split(micro)
-        every = zip(*parts, taught, strict=True)
-        return [block_batch(a, b, c, d, size, taught_B2L=e) for a, b, c, d, e in every]
+        quarter = max(length // 4 // size, 1) * size
+        used_B = (open_BL * torch.arange(1, length + 1)).amax(-1)
+        passes = []
+        for index in torch.arange(self.rank, count, self.world)[used_B[self.rank :: self.world].argsort()].split(micro):
+            end = min(length, -(-int(used_B[index].max()) // quarter) * quarter)
+            a, b, c, d = (part[index, ..., :end] for part in (tokens_BL, open_BL, hidden_B2L, weights_B3L))
+            taught = None if taught_B2L is None else taught_B2L[index, ..., :end]
+            passes.append(block_batch(a, b, c, d, size, taught_B2L=taught))
+        return passes
 
     def _take(self, kind: str, start: int, count: int) -> Tensor:
         """Canvases start..start+count of a kind's endless stream of permutations."""
