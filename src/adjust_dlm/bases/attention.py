@@ -134,7 +134,8 @@ def visible(
     count = length if column_BN is None else column_BN.shape[1]
     ordered = size is None or column_BN is None or valid_BN is not None
     few = size is None or rows * -(-count // size) <= _GROUPS
-    if masks or not (ordered and few and _flash(h, shape)):
+    alone = size == 1 and count > 2  # prompts in blocks of one token: every query would have a tile to itself
+    if masks or alone or not (ordered and few and _flash(h, shape)):
         return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
     row_B1 = torch.arange(rows, device=device)[:, None]
     edge_BG, seen_BG = torch.zeros_like(row_B1), real_BL.sum(-1, keepdim=True)

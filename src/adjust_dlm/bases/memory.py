@@ -77,7 +77,7 @@ class Memory:
             self.kept = [part.new_zeros(rows, part.shape[1] + columns, part.shape[2]) for part in other.kept]
             self.width = None if other.width is None else other.width + columns
 
-    def load(self, rows: slice, other: Memory, index: slice | list[int]) -> None:
+    def load(self, rows: slice | Tensor, other: Memory, index: slice | Tensor | list[int]) -> None:
         """Copies rows of another memory into these, where both keep something; columns count from the right."""
         self.counts_B3[rows] = other.counts_B3[index]
         for mine, theirs in zip(self.kept, other.kept, strict=False):

@@ -7,6 +7,7 @@ Prompts are read in passes of their own, which are not captured.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -23,6 +24,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import State
 
 _AT_ONCE = 8192  # columns of a pass over prompts, unless a single one is longer
+_KEPT = 4 * _AT_ONCE  # columns of their canvases, whose keys and values stand beside the lane's
 
 
 def pass_over(base: TransformerBase, canvas: Canvas, count: int | None, *, final: bool = False) -> None:
@@ -56,8 +58,9 @@ def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -
 
 def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> Iterator[Canvas]:
     """Rows before their first round, some at a time, with the blocks before their open one in their memories."""
-    size, length = base.spec.block or 1, canvas.tokens_BL.shape[1]
-    at_once = max(1, _AT_ONCE // length)
+    size = base.spec.block or 1
+    columns = size + int((canvas.real_BL & ~canvas.masked_BL)[rows].sum(-1).max()) if rows else size
+    at_once = max(1, min(_AT_ONCE // columns, _KEPT // canvas.tokens_BL.shape[1]))
     for at in range(0, len(rows), at_once):
         part = take(canvas, rows[at : at + at_once])
         if bool((part.block_of(size) > 0).any()):
@@ -73,22 +76,28 @@ def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas,
 def load(base: Base, sampler: Sampler | None, lane: Lane, canvas: Canvas, rows: list[int], first: int) -> None:
     """Rows take the slots from `first` on; on a block base their prompts are read before."""
     if base.spec.block is None or not isinstance(base, TransformerBase):
-        lane.load(canvas, rows, first)
+        lane.load(canvas, rows, list(range(first, first + len(rows))))
         return
     for part in read_prompts(base, sampler, canvas, rows):
-        lane.load(part, list(range(len(part.rows_B))), first)
-        first += len(part.rows_B)
+        count = len(part.rows_B)
+        lane.load(part, list(range(count)), list(range(first, first + count)))
+        first += count
 
 
-def one_by_one(
-    base: Base, sampler: Sampler | None, canvas: Canvas, rows: list[int]
-) -> Iterator[tuple[Canvas, list[int]]]:
-    """What `Lane.load` takes of each row: on a block base prompts are read ahead, some in a pass."""
+def one_by_one(base: Base, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> Iterator[tuple[Canvas, int]]:
+    """Each row, and of which canvas it is to be taken: on a block base prompts are read ahead, some in a pass."""
     if base.spec.block is None or not isinstance(base, TransformerBase):
-        yield from ((canvas, [row]) for row in rows)
+        yield from ((canvas, row) for row in rows)
         return
     for part in read_prompts(base, sampler, canvas, rows):
-        yield from ((part, [n]) for n in range(len(part.rows_B)))
+        yield from ((part, n) for n in range(len(part.rows_B)))
+
+
+def load_into(lane: Lane, slots: list[int], rows: Iterator[tuple[Canvas, int]]) -> None:
+    """The next rows of `one_by_one` take these slots."""
+    for _, group in itertools.groupby(zip(slots, rows, strict=False), lambda pair: id(pair[1][0])):
+        parts = list(group)
+        lane.load(parts[0][1][0], [row for _, (_, row) in parts], [slot for slot, _ in parts])
 
 
 def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> list[int]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.fast.blocks import load, one_by_one
+from adjust_dlm.decoders.fast.blocks import load, load_into, one_by_one
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import COMPACT as COMPACT
@@ -142,19 +142,30 @@ class _Row:
     since: int = 0  # the round it came in
     rounds: int = 0
     seen: int = 0  # the block of its last pass
+    at: int = 0  # the first block with masks: of blocks of one token there are as many as columns
+    rest: int = 0  # masks of all blocks
 
     def __post_init__(self) -> None:
+        self.rest = sum(self.left)
+        self.commit(0)
         self.seen = self.block
 
     @property
     def open(self) -> int:
         """Masks of its block."""
-        return next((count for count in self.left if count), 0)
+        return self.left[self.at] if self.rest else 0
 
     @property
     def block(self) -> int:
         """The block of a block base that it is in."""
-        return next((n for n, count in enumerate(self.left) if count), 0) // self.per
+        return self.at // self.per
+
+    def commit(self, count: int) -> None:
+        """So many masks of its block less."""
+        self.left[self.at] -= count
+        self.rest -= count
+        while self.rest and not self.left[self.at]:
+            self.at += 1
 
 
 class _Plan:
@@ -204,8 +215,7 @@ class _Plan:
         """The round is over."""
         done, row.seen = self.commits(row), row.block
         row.rounds += 1
-        if done:
-            row.left[next(n for n, count in enumerate(row.left) if count)] -= done
+        row.commit(done)
 
     def over(self, living: list[_Row | None], news: tuple[int, list[bool]] | None) -> list[int]:
         """Slots whose rows are done after this round: by count, or as the news of an earlier round has it."""
@@ -215,7 +225,7 @@ class _Plan:
                 continue
             self.advance(row)
             ended = news is not None and news[0] >= row.since and not news[1][b]
-            if ended or not any(row.left):
+            if ended or not row.rest:
                 out.append(b)
         return out
 
@@ -298,14 +308,15 @@ class Engine:
             count, most, enters = plan.bounds(living)
             work.round(count, most, enters=enters)
             over = plan.over(living, mail.exchange(number) if plan.may_end else None)
-            for b in over:
-                row, living[b] = living[b], None
-                assert row is not None
-                lane.store(canvas, row.number, b)
-                if waiting:
+            if over:
+                lane.store(canvas, [row.number for b in over if (row := living[b])], over)
+                fresh = over[: len(waiting)]
+                for b in over:
+                    living[b] = None
+                for b in fresh:
                     living[b] = row = waiting.popleft()
                     row.since = number + 1
-                    lane.load(*next(next_rows), b)
+                load_into(lane, fresh, next_rows)
             if not any(living):
                 break
             if over and _worth_moving(living, lane):
@@ -328,7 +339,7 @@ def _worth_moving(living: list[_Row | None], lane: Lane) -> bool:
     """Whether a pass over the living rows alone is so much cheaper that it pays for new graphs."""
     rows = [row for row in living if row]
     tokens = lane.tokens_BL.numel()
-    longest = max(sum(row.left) for row in rows)
+    longest = max(row.rest for row in rows)
     return tokens >= COMPACT and 2 * slot_bucket(len(rows)) <= len(living) and longest >= _PAYS
 
 

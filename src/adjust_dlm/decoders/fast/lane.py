@@ -104,51 +104,58 @@ class Lane(Canvas):
         self.tokens_BL.fill_(self.base.spec.pad_id)
         self.real_BL.fill_(True)
 
-    def load(self, canvas: Canvas, rows: list[int], first: int) -> None:
-        """Copies rows of a canvas into the slots from `first` on; adjacent ones without waiting."""
-        index = slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else rows
-        slots, pad = slice(first, first + len(rows)), self.tokens_BL.shape[1] - canvas.tokens_BL.shape[1]
+    def load(self, canvas: Canvas, rows: list[int], slots: list[int]) -> None:
+        """Copies rows of a canvas into slots; adjacent ones without waiting."""
+        index, to = self._index(rows), self._index(slots)
+        pad = self.tokens_BL.shape[1] - canvas.tokens_BL.shape[1]
         for name, idle in zip(_COLUMNS, (self.base.spec.pad_id, False, False, GIVEN), strict=True):
-            target = getattr(self, name)[slots]
-            target[:, :pad] = idle
-            target[:, pad:] = getattr(canvas, name)[index]
+            target = getattr(self, name)
+            target[to, :pad] = idle
+            target[to, pad:] = getattr(canvas, name)[index]
         if canvas.chance_BL is not None:
-            self.chance_BL[slots, pad:] = canvas.chance_BL[index]
+            self.chance_BL[to, pad:] = canvas.chance_BL[index]
         for name in _COUNTS:
-            getattr(self, name)[slots] = getattr(canvas, name)[index]
-        self._round_B[slots] = 0
-        self.report_N[slots] = True
+            getattr(self, name)[to] = getattr(canvas, name)[index]
+        self._round_B[to] = 0
+        self.report_N[to] = True
         if self.memory.kept:
             for mine, theirs in ((self.memory, canvas.memory), (self.sampler_memory, canvas.sampler_memory)):
-                mine.counts_B3[slots] = theirs.counts_B3[index]
+                mine.counts_B3[to] = theirs.counts_B3[index]
                 if self._follows() is not canvas.memory or self._since != canvas.memory.writes:
-                    mine.load(slots, theirs, index)
+                    mine.load(to, theirs, index)
         if canvas.last_BLD is not None:  # where drafts may begin; before a row's open block its memory knows better
             size, here_BL = self.base.spec.block, (canvas.looked_B == canvas.part_B)[:, None]
             here_BL = here_BL.expand_as(canvas.real_BL) if size is None else here_BL & open_block(canvas, size)
-            old_BLD = self.h_BLD[slots, pad:]
-            old_BLD.copy_(torch.where(here_BL[index][..., None], canvas.last_BLD[index], old_BLD))
+            old_BLD = self.h_BLD[to, pad:]
+            self.h_BLD[to, pad:] = torch.where(here_BL[index][..., None], canvas.last_BLD[index], old_BLD)
         self.forget()
-        self._first_B[slots] = self.real_BL[slots].long().argmax(-1)
+        self._first_B[to] = self.real_BL[to].long().argmax(-1)
         self._count_positions()
         schedule = canvas.schedule
         if isinstance(schedule, int):
-            self.schedule_BL[slots] = schedule
+            self.schedule_BL[to] = schedule
         else:
-            self.schedule_BL[slots, : schedule.shape[1]] = schedule[index]
-            self.schedule_BL[slots, schedule.shape[1] :] = schedule[index, -1:]
+            self.schedule_BL[to, : schedule.shape[1]] = schedule[index]
+            self.schedule_BL[to, schedule.shape[1] :] = schedule[index, -1:]
+
+    def _index(self, places: list[int]) -> slice | Tensor:
+        """Of rows or slots: neighbours as a slice."""
+        first, last = places[0], places[-1]
+        if places == list(range(first, last + 1)):
+            return slice(first, last + 1)
+        return torch.tensor(places, device=self.tokens_BL.device)
 
     def forget(self) -> None:
         """The keys and values in the first slots are no longer those of the canvas that was given them last."""
         self._follows = _nobody
 
-    def store(self, canvas: Canvas, row: int, slot: int) -> None:
-        """Copies a slot back into the row of the canvas that it came from."""
-        length = canvas.tokens_BL.shape[1]
+    def store(self, canvas: Canvas, rows: list[int], slots: list[int]) -> None:
+        """Copies slots back into the rows of the canvas that they came from."""
+        length, index, of = canvas.tokens_BL.shape[1], self._index(rows), self._index(slots)
         for name in _COLUMNS:
-            getattr(canvas, name)[row] = getattr(self, name)[slot, -length:]
+            getattr(canvas, name)[index] = getattr(self, name)[of, -length:]
         for name in _COUNTS:
-            getattr(canvas, name)[row] = getattr(self, name)[slot]
+            getattr(canvas, name)[index] = getattr(self, name)[of]
 
     def look(self, state: State) -> None:
         """Takes into the first slots what passes and steps see of a state; everything else is idle and finite."""
@@ -206,7 +213,7 @@ class Lane(Canvas):
 
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
-        self.load(other, slots, 0)
+        self.load(other, slots, list(range(len(slots))))
         self.h_BLD[: len(slots)] = other.h_BLD[slots]
         self._round_B[: len(slots)] = other._round_B[slots]
         self.bad.copy_(other.bad)

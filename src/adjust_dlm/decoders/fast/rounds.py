@@ -153,7 +153,7 @@ class Rounds:
         if base.spec.block is not None and isinstance(base, TransformerBase):
             steps = min(options.depth, base.spec.block) if isinstance(options, VerifiedOptions) else count
             enters = catch_up(base, sampler if steps > 1 else None, canvas, lane)
-        lane.load(canvas, list(range(rows)), 0)
+        lane.load(canvas, list(range(rows)), list(range(rows)))
         work.round(count, most, enters=enters)
         lane.refuse_nan()
         lane.give(canvas, drafts=isinstance(options, VerifiedOptions))
