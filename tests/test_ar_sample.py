@@ -96,7 +96,7 @@ def test_every_decoder_commits_a_token_a_pass_and_a_pass_reads_what_is_new() -> 
     widths: list[int] = []
     base.model.layers[0].register_forward_hook(lambda _layer, given, _out: widths.append(given[0].shape[1]))
     decode(base, PROMPTS[:1], config, decoder="joint")
-    assert widths[0] == 10 and set(widths[1:]) == {2}  # the token before and the masked position
+    assert widths[0] == 9 and set(widths[1:]) == {1}  # the token before the masked position
 
 
 def test_samples_of_one_prompt_differ_by_row_and_seed() -> None:

@@ -16,6 +16,7 @@ from adjust_dlm.decoders.fast import blocks, verified
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.pick import pick
+from adjust_dlm.decoders.machinery.cache import passes_open
 from adjust_dlm.decoders.verified import couples
 from adjust_dlm.options import AdjustOptions, VerifiedOptions
 from adjust_dlm.sampler import Sampler
@@ -89,7 +90,7 @@ class Work:
         """How many rows have a pass of their own over the block before, because it is cheaper; notes which."""
         slots, size = len(self.lane.slot_B), self._size or 0
         few = max(FEW, 1 << (len(enters) - 1).bit_length()) if enters else 0
-        if not few or 2 * few > slots or slots * size < COMPACT:
+        if not few or not passes_open(self.base) or 2 * few > slots or slots * size < COMPACT:
             return 0
         others = sorted(set(range(slots)) - set(enters))
         self.lane.enters_B.copy_(torch.tensor([*enters, *others]), non_blocking=True)
@@ -100,7 +101,8 @@ class Work:
         if columns and isinstance(self.base, TransformerBase):
             if first:
                 blocks.enter(self.base, self.lane, first)
-            blocks.pass_over(self.base, self.lane, self._size if first else columns)
+            alone = not passes_open(self.base)
+            blocks.pass_over(self.base, self.lane, self._size if first or alone else columns, final=alone)
         else:
             self.lane.h_BLD.copy_(self.base.hidden(self.lane))
 

@@ -41,6 +41,11 @@ def with_sampler_cache(sampler: Any) -> Any:
     return cached
 
 
+def passes_open(base: Base) -> bool:
+    """Whether passes compute the open block: not where it is one token, which the state before it scores."""
+    return base.spec.block != 1 or not base.lag
+
+
 def surplus(base: Base) -> int:
     """Columns that a cached pass has right of its canvas: as many as a row's last block may lack."""
     return (base.spec.block or 1) - 1
@@ -49,15 +54,16 @@ def surplus(base: Base) -> int:
 def _open_blocks(base: Base, state: State, count: int | None = None) -> Tensor:
     """States h_BLD of a canvas of a block base; any other state is looked at whole.
 
-    A pass computes each row's open block, and before it what has become final since the row's last pass: the prompt
-    in its first, in the first of a block the block before. Keys and values of final blocks are never written again.
+    A pass computes each row's open block (see `passes_open`), and before it what has become final since the row's last
+    pass: the prompt in its first, in the first of a block the block before. Keys and values of final blocks are never written again.
     Columns of other blocks hold what an earlier pass left there.
     """
     size, length = base.spec.block, state.tokens_BL.shape[1]
     if not isinstance(state, Canvas) or size is None:
         return base.hidden(state)
     whole = to_edge(state, size, base.spec.mask_id, surplus(base))
-    columns = columns_to_edge(state, state.memory, size, length + surplus(base), state.open_B, count=count)
+    width, final = length + surplus(base), not passes_open(base)
+    columns = columns_to_edge(state, state.memory, size, width, state.open_B, count=count, final=final)
     return base.hidden_again(whole, state.memory, *columns[:2])[:, :length]
 
 
