@@ -55,7 +55,8 @@ def _open_blocks(base: Base, state: State, count: int | None = None) -> Tensor:
     """States h_BLD of a canvas of a block base; any other state is looked at whole.
 
     A pass computes each row's open block (see `passes_open`), and before it what has become final since the row's last
-    pass: the prompt in its first, in the first of a block the block before. Keys and values of final blocks are never written again.
+    pass: the prompt in its first, in the first of a block the block before. Keys and values of final blocks are never
+    written again.
     Columns of other blocks hold what an earlier pass left there.
     """
     size, length = base.spec.block, state.tokens_BL.shape[1]
