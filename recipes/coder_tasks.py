@@ -267,7 +267,8 @@ def _turn(word: str, rest: str, ended: bool) -> str:
     """A user turn that closes, up to where the next one opens; of a function up to its docstring; else nothing."""
     if word.startswith(COMPLETE):
         head, *more = (word + rest).split('"""')
-        return f'{head}"""{more[0]}"""\n```' if len(more) > 1 and "\n```" not in head[len(word) :] else ""
+        good = len(more) > 1 and head.rstrip().endswith(":") and "\n```" not in head[len(word) :] + more[0]
+        return f'{head}"""{more[0]}"""\n```' if good else ""
     text, next_turn, _ = (word + rest).partition("<|im_start|>")
     return text if ended or next_turn else ""
 
@@ -278,7 +279,8 @@ def _key(text: str) -> str:
 
 
 def _answers(reply: str, text: str, tested: Tested) -> bool:
-    return _usable(reply, tested) and not reply.rstrip().endswith("?") and _plain(reply) not in _plain(text)
+    says_it_again = reply.rstrip().endswith("?") or (len(reply) > RUN and _plain(reply) in _plain(text))
+    return _usable(reply, tested) and not says_it_again
 
 
 def _usable(text: str, tested: Tested) -> bool:

@@ -196,8 +196,10 @@ def test_functions_to_complete_are_turns_up_to_their_docstring(run: Any, monkeyp
     rest = [
         (' f(x):\n    """Doubles x."""\n    return x', False),  # its body is cut off
         (' f(x):\n    """Doubles x."""\n', True),  # the same
-        (" g(x):\n    return x", True),  # no docstring, or one behind the end
-        (' g(x):\n    return x\n```\nand\n"""more"""', True),
+        (" k(x):\n    return x", True),  # no docstring, one behind the end, one with an end in it, another text
+        (' k(x):\n    return x\n```\nand:\n"""more"""', True),
+        (' k(x):\n    """Doubles x.\n```\nThanks. And """more', True),
+        (' k(x):\n    return "a" + """b""" + x', True),
         (' h(x):\n    """Halves x."""', False),  # its reply says it again
     ]
     asked = []
@@ -212,8 +214,8 @@ def test_functions_to_complete_are_turns_up_to_their_docstring(run: Any, monkeyp
     recipe, go = run("replies", reply)
     monkeypatch.setattr(recipe.Model, "go_on", lambda self, given, **how: [rest[row] for row in how["rows"]])
     monkeypatch.setattr(recipe, "OPENERS", (f"{recipe.COMPLETE}def",))
-    made = pairs(go("--samples", "1", "--batch-size", "5", "--invented", "5"))
-    assert asked == [ask_to_complete(f"def {rest[n][0].strip()}".removesuffix("\n    return x")) for n in (0, 4)]
+    made = pairs(go("--samples", "1", "--batch-size", "7", "--invented", "7"))
+    assert asked == [ask_to_complete(f"def {rest[n][0].strip()}".removesuffix("\n    return x")) for n in (0, 6)]
     assert made == [(asked[0], "return 2 * x")]
 
 

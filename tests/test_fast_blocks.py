@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import decode
+from adjust_dlm.decoders.fast import blocks, work
 from adjust_dlm.decoders.fast import engine as fast
-from adjust_dlm.decoders.fast import work
 from adjust_dlm.decoders.fast.rounds import Rounds
 from adjust_dlm.decoders.machinery.rows import RoundCanvas
 from adjust_dlm.sampler import Sampler
@@ -135,11 +135,27 @@ def test_a_pass_computes_one_block_or_two_and_prompts_are_read_once(monkeypatch:
         assert (columns, steps) == (passes, of_g)
 
 
+@pytest.mark.parametrize("slots", [3, 6])
+@pytest.mark.parametrize("at_once", [8, 40])
+@pytest.mark.parametrize("size", [1, 4])
+def test_rows_that_come_together_may_be_of_several_passes_over_prompts(
+    size: int, at_once: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fourteen prompts of 1 to 14 tokens, one or some in a pass; texts that end early and, in step, all at once."""
+    monkeypatch.setattr(blocks, "_AT_ONCE", at_once)
+    many = [[BOS, *[5 + n] * n] for n in range(14)]
+    for ends in (NO_END, (1, 5)):
+        base = tiny_base("dream", block=size, end_ids=ends)
+        for decoder in ("joint", "adjust"):
+            config = DecodeConfig(max_new_tokens=7, tokens_per_step=2, temperature=1.3)
+            both(base, many, config, decoder, sampler=tiny_sampler(base), slots=slots)
+
+
 @pytest.mark.parametrize("few", [1, 8])
 def test_rows_that_enter_a_block_have_a_pass_of_their_own_where_they_are_few(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four slots, S = 4, a token a pass: prompts of 6, 6, 7 and 8 tokens, then of 9 and 10, which are read together."""
+    """Four slots, S = 4, a token a pass: prompts of 6, 6, 7 and 8 tokens, then of 9 and 10, all read together."""
     base, passes, renew = tiny_base("dream", block=4, end_ids=NO_END), list[tuple[int, ...]](), TransformerBase.renew
 
     def spy(base: Any, state: Any, memory: Any, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
@@ -152,7 +168,7 @@ def test_rows_that_enter_a_block_have_a_pass_of_their_own_where_they_are_few(
     config = DecodeConfig(max_new_tokens=5, tokens_per_step=1)
     decode(base, rows, config, decoder="joint", eager=False, slots=4)
     one, two = ([(1, 4), (4, 4)], [(2, 4), (4, 4)]) if few == 1 else ([(4, 8)], [(4, 8)])
-    assert passes == [(4, 8), (4, 4), *one, *two, (4, 4), *one, (2, 8), (4, 4), (4, 4), *one, *one, (4, 4)]
+    assert passes == [(6, 8), (4, 4), *one, *two, (4, 4), *one, (4, 4), (4, 4), *one, *one, (4, 4)]
 
 
 @pytest.mark.parametrize("decoder", CORE)

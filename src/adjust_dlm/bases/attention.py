@@ -17,6 +17,7 @@ from adjust_dlm.types import State
 
 _GROUPS = 65_535  # that the kernel can be launched for
 _TILE = 128  # queries that flash attention looks at together
+_LONG = 4096  # columns from which on a mask takes too much memory
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -134,7 +135,7 @@ def visible(
     count = length if column_BN is None else column_BN.shape[1]
     ordered = size is None or column_BN is None or valid_BN is not None
     few = size is None or rows * -(-count // size) <= _GROUPS
-    alone = size == 1 and count > 2  # prompts in blocks of one token: every query would have a tile to itself
+    alone = size == 1 and 2 < count <= _LONG  # prompts: every query would have a tile to itself
     if masks or alone or not (ordered and few and _flash(h, shape)):
         return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
     row_B1 = torch.arange(rows, device=device)[:, None]

@@ -18,7 +18,7 @@ from adjust_dlm.bench.public_loop import public_loop
 from adjust_dlm.bench.settings import COMPONENTS, Form
 from adjust_dlm.bench.work import Work, base_work, decode_work, head_work, public_work, sampler_work
 from adjust_dlm.decoders import Canvas, decode
-from adjust_dlm.decoders.fast.blocks import load, pass_over, step
+from adjust_dlm.decoders.fast.blocks import Waiting, pass_over, step
 from adjust_dlm.decoders.fast.engine import COVERED, captures
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
@@ -209,8 +209,10 @@ def _behind(bench: Bench, cell: Cell, seconds: float, tokens: int) -> Row:
     try:
         canvas = Canvas(base, [bench.prompt] * cell.batch, bench.config(cell))
         lane, _ = lane_of(base, g, canvas)
-        prompts = functools.partial(load, base, g, lane, canvas, rows, 0)
-        prefill = spread(bench.clock.samples(prompts, runs=bench.runs, seconds=bench.seconds, warm=1))["seconds"]
+        read = bench.clock.samples(
+            lambda: Waiting(base, g, canvas, rows).load(lane, rows), runs=bench.runs, seconds=bench.seconds, warm=1
+        )
+        prefill = spread(read)["seconds"]
     except (TimeoutError, torch.OutOfMemoryError):
         return {}
     return {"prefill_seconds": prefill, "tokens_per_second_behind": tokens / (seconds - prefill)}
@@ -335,7 +337,7 @@ def lane_of(base: Base, g: Sampler | None, canvas: Canvas) -> tuple[Lane, Callab
     lane.start(canvas.config)
     if g is not None and base.spec.block is not None:
         lane.need_keys(g)
-    load(base, g, lane, canvas, list(range(rows)), 0)
+    Waiting(base, g, canvas, list(range(rows))).load(lane, list(range(rows)))
     kept = [(part, part.clone()) for part in (lane.tokens_BL, lane.masked_BL, lane.order_BL, lane.commits_B)]
     if base.device.type == "cuda":  # as the fast form does
         for part in (base.model, *(() if g is None else (g,))):  # type: ignore[attr-defined]

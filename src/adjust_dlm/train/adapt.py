@@ -182,7 +182,7 @@ class AdaptTrainer:
         self.step += 1
         if self._began is None:
             if self.device.type == "cuda":
-                torch.cuda.synchronize()  # the first step waits for the compiler
+                torch.cuda.synchronize()  # the first step waits for the compiler; a pass of a new length does so again
             self._began = time.monotonic() - self.elapsed
 
     def _look(self) -> bool:

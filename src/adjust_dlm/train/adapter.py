@@ -75,8 +75,9 @@ class AdapterModel(nn.Module):
     def compile_passes(self) -> None:
         """Compiles a layer (one graph serves all of them, for each length of pass) and a chunk of the loss.
 
-        On a card views attend by FlexAttention, which leaves out what a mask hides: two thirds of the scores.
+        On a card views attend by FlexAttention, which leaves out tiles that a mask hides: two thirds of long passes.
         """
+        self._masks.clear()
         width: int = self.body.layers[0].self_attn.head_dim
         self.flex = self.block is not None and self.mask_D.is_cuda and width >= 16 and width & (width - 1) == 0
         if self.flex:

@@ -302,7 +302,7 @@ class CanvasBatches:
     def _views(
         self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
     ) -> list[MaskedBatch]:
-        """Every score weighs the same, but for taught suffixes; they are as many as open positions, some more there.
+        """Every score weighs the same, but in hidden suffixes with a teacher; those are some more than open positions.
 
         Short canvases share passes, which end where the longest does, in quarters of the length (few shapes).
         """
@@ -316,11 +316,11 @@ class CanvasBatches:
             taught_B2L = torch.stack([text_BL, text_BL & ends_BL], 1)
             share_B2L = suffix_weights(hidden_B2L & open_BL[:, None], size)
             weights_B3L[:, 1:] *= torch.where(ends_BL[:, None], share_B2L, 1.0)
-        quarter = max(length // 4 // size, 1) * size
+        quarter = -(-length // size // 4) * size
         used_B = (open_BL * torch.arange(1, length + 1)).amax(-1)
         passes = []
         for index in torch.arange(self.rank, count, self.world)[used_B[self.rank :: self.world].argsort()].split(micro):
-            end = min(length, -(-int(used_B[index].max()) // quarter) * quarter)
+            end = min(length, max(1, -(-int(used_B[index].max()) // quarter)) * quarter)
             a, b, c, d = (part[index, ..., :end] for part in (tokens_BL, open_BL, hidden_B2L, weights_B3L))
             taught = None if taught_B2L is None else taught_B2L[index, ..., :end]
             passes.append(block_batch(a, b, c, d, size, taught_B2L=taught))

@@ -7,7 +7,6 @@ Prompts are read in passes of their own, which are not captured.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +23,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import State
 
 _AT_ONCE = 8192  # columns of a pass over prompts, unless a single one is longer
-_KEPT = 4 * _AT_ONCE  # columns of their canvases, whose keys and values stand beside the lane's
+_KEPT = 2 * _AT_ONCE  # columns of their canvases, whose keys and values stand beside the lane's
 
 
 def pass_over(base: TransformerBase, canvas: Canvas, count: int | None, *, final: bool = False) -> None:
@@ -59,8 +58,10 @@ def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -
 def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> Iterator[Canvas]:
     """Rows before their first round, some at a time, with the blocks before their open one in their memories."""
     size = base.spec.block or 1
-    columns = size + int((canvas.real_BL & ~canvas.masked_BL)[rows].sum(-1).max()) if rows else size
-    at_once = max(1, min(_AT_ONCE // columns, _KEPT // canvas.tokens_BL.shape[1]))
+    at_once = 1
+    if len(rows) > 1:
+        columns = size + int((canvas.real_BL & ~canvas.masked_BL)[rows].sum(-1).max())
+        at_once = max(1, min(_AT_ONCE // columns, _KEPT // canvas.tokens_BL.shape[1]))
     for at in range(0, len(rows), at_once):
         part = take(canvas, rows[at : at + at_once])
         if bool((part.block_of(size) > 0).any()):
@@ -73,31 +74,24 @@ def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas,
         yield part
 
 
-def load(base: Base, sampler: Sampler | None, lane: Lane, canvas: Canvas, rows: list[int], first: int) -> None:
-    """Rows take the slots from `first` on; on a block base their prompts are read before."""
-    if base.spec.block is None or not isinstance(base, TransformerBase):
-        lane.load(canvas, rows, list(range(first, first + len(rows))))
-        return
-    for part in read_prompts(base, sampler, canvas, rows):
-        count = len(part.rows_B)
-        lane.load(part, list(range(count)), list(range(first, first + count)))
-        first += count
+class Waiting:
+    """Rows that wait for slots, in order; on a block base their prompts are read ahead, some in a pass."""
 
+    def __init__(self, base: Base, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> None:
+        self._part, self._left = canvas, rows  # of which canvas the next rows are, and which rows of it
+        self._parts: Iterator[Canvas] = iter(())
+        if base.spec.block is not None and isinstance(base, TransformerBase):
+            self._left, self._parts = [], read_prompts(base, sampler, canvas, rows)
 
-def one_by_one(base: Base, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> Iterator[tuple[Canvas, int]]:
-    """Each row, and of which canvas it is to be taken: on a block base prompts are read ahead, some in a pass."""
-    if base.spec.block is None or not isinstance(base, TransformerBase):
-        yield from ((canvas, row) for row in rows)
-        return
-    for part in read_prompts(base, sampler, canvas, rows):
-        yield from ((part, n) for n in range(len(part.rows_B)))
-
-
-def load_into(lane: Lane, slots: list[int], rows: Iterator[tuple[Canvas, int]]) -> None:
-    """The next rows of `one_by_one` take these slots."""
-    for _, group in itertools.groupby(zip(slots, rows, strict=False), lambda pair: id(pair[1][0])):
-        parts = list(group)
-        lane.load(parts[0][1][0], [row for _, (_, row) in parts], [slot for slot, _ in parts])
+    def load(self, lane: Lane, slots: list[int]) -> None:
+        """The next rows take these slots."""
+        while slots:
+            if not self._left:
+                self._part = next(self._parts)
+                self._left = list(range(len(self._part.rows_B)))
+            count = min(len(slots), len(self._left))
+            lane.load(self._part, self._left[:count], slots[:count])
+            self._left, slots = self._left[count:], slots[count:]
 
 
 def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lane: Lane) -> list[int]:

@@ -16,7 +16,7 @@ import math
 import weakref
 from collections import OrderedDict, deque
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.decoders.fast.blocks import load, load_into, one_by_one
+from adjust_dlm.decoders.fast.blocks import Waiting
 from adjust_dlm.decoders.fast.graphs import Graphs
 from adjust_dlm.decoders.fast.lane import Lane
 from adjust_dlm.decoders.fast.work import COMPACT as COMPACT
@@ -142,8 +142,8 @@ class _Row:
     since: int = 0  # the round it came in
     rounds: int = 0
     seen: int = 0  # the block of its last pass
-    at: int = 0  # the first block with masks: of blocks of one token there are as many as columns
-    rest: int = 0  # masks of all blocks
+    at: int = field(default=0, init=False)  # the first block with masks: of one token each there are many
+    rest: int = field(default=0, init=False)  # masks of all blocks
 
     def __post_init__(self) -> None:
         self.rest = sum(self.left)
@@ -302,8 +302,8 @@ class Engine:
         lane = self.lane(base, size, columns, padded=padded, config=canvas.config)
         living: list[_Row | None] = [waiting.popleft() for _ in range(count)]
         work, mail = self._work(base, sampler, lane, plan), _Mail(lane)
-        load(base, sampler, lane, canvas, [row.number for row in living if row], 0)
-        next_rows = one_by_one(base, sampler, canvas, [row.number for row in waiting])
+        news = Waiting(base, sampler, canvas, [row.number for row in (*living, *waiting) if row])
+        news.load(lane, list(range(count)))
         for number in itertools.count():
             count, most, enters = plan.bounds(living)
             work.round(count, most, enters=enters)
@@ -316,7 +316,7 @@ class Engine:
                 for b in fresh:
                     living[b] = row = waiting.popleft()
                     row.since = number + 1
-                load_into(lane, fresh, next_rows)
+                news.load(lane, fresh)
             if not any(living):
                 break
             if over and _worth_moving(living, lane):

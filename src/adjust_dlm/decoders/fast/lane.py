@@ -105,7 +105,7 @@ class Lane(Canvas):
         self.real_BL.fill_(True)
 
     def load(self, canvas: Canvas, rows: list[int], slots: list[int]) -> None:
-        """Copies rows of a canvas into slots; adjacent ones without waiting."""
+        """Copies rows of a canvas into slots."""
         index, to = self._index(rows), self._index(slots)
         pad = self.tokens_BL.shape[1] - canvas.tokens_BL.shape[1]
         for name, idle in zip(_COLUMNS, (self.base.spec.pad_id, False, False, GIVEN), strict=True):
@@ -143,7 +143,8 @@ class Lane(Canvas):
         first, last = places[0], places[-1]
         if places == list(range(first, last + 1)):
             return slice(first, last + 1)
-        return torch.tensor(places, device=self.tokens_BL.device)
+        pages = torch.tensor(places, pin_memory=self.tokens_BL.is_cuda)  # a copy that waits for nothing
+        return pages.to(self.tokens_BL.device, non_blocking=True)
 
     def forget(self) -> None:
         """The keys and values in the first slots are no longer those of the canvas that was given them last."""
@@ -214,8 +215,9 @@ class Lane(Canvas):
     def take(self, other: Lane, slots: list[int]) -> None:
         """Copies slots of another lane of the same length into the first ones."""
         self.load(other, slots, list(range(len(slots))))
-        self.h_BLD[: len(slots)] = other.h_BLD[slots]
-        self._round_B[: len(slots)] = other._round_B[slots]
+        index = self._index(slots)
+        self.h_BLD[: len(slots)] = other.h_BLD[index]
+        self._round_B[: len(slots)] = other._round_B[index]
         self.bad.copy_(other.bad)
 
     @property
