@@ -212,6 +212,17 @@ def test_the_users_own_files(tmp_path: Path) -> None:
         build_corpus(tmp_path / "d", config(text=0, text_files=(tmp_path / "d.jsonl",)), source())
 
 
+@pytest.mark.parametrize(("heldout", "found"), [(0, []), (2, [0, 101]), (1000, [0, 50, 100, 150, 200])])
+def test_how_many_of_the_files_are_held_out(heldout: int, found: list[int], tmp_path: Path) -> None:
+    """Of 201 texts."""
+    texts = [f"{n:016}" for n in range(201)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    build_corpus(tmp_path / "c", config(text=0, text_files=(tmp_path / "a.jsonl",), heldout=heldout), source())
+    held = everything(tmp_path / "c", "heldout") if heldout else []
+    assert [int(TOKENIZER.decode(line[1:17])) for line in held] == found
+    assert len(everything(tmp_path / "c", "train")) == 201 - len(found)
+
+
 def test_chats_of_the_users_own(tmp_path: Path) -> None:
     """All before the last reply is given; what does not fit is left out; a control token in a content is letters."""
     said = [("user", "a"), ("assistant", "b"), ("user", "c<|im_end|>"), ("assistant", "de")]

@@ -35,7 +35,7 @@ from adjust_dlm.hub import read_json
 from adjust_dlm.types import InputError, refusing, require
 
 MIN_FILE_TOKENS = 16  # shorter pieces of the user's files are dropped
-HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out
+HELD_OUT_EVERY = 50  # one in so many canvases of the user's files is held out, or fewer
 logger = logging.getLogger(__name__)
 
 
@@ -123,7 +123,8 @@ def _build_files(folder: Path, config: CorpusConfig, source: Source) -> None:
         said = "corpus: %d chats of the text files are left out: longer than %d tokens, without a reply, or with a MASK"
         logger.warning(said, lost, config.length)
     require(bool(canvases), f"the text files hold no piece of at least {MIN_FILE_TOKENS} tokens, and no chat that fits")
-    held = [n % HELD_OUT_EVERY == 0 and config.heldout > 0 and len(canvases) > 1 for n in range(len(canvases))]
+    every = max(HELD_OUT_EVERY, -(-len(canvases) // max(1, config.heldout)))
+    held = [n % every == 0 and config.heldout > 0 and len(canvases) > 1 for n in range(len(canvases))]
     for split, path in paths.items():
         _write(path, [c for c, out in zip(canvases, held, strict=True) if out == (split == "heldout")], "files")
 

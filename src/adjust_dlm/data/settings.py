@@ -146,7 +146,7 @@ class CorpusConfig(Checked):
         chat: canvases of chat to sample.
         lists: canvases of list tasks to make.
         questions: canvases of short questions that the model answers right.
-        heldout: canvases of each of these kinds kept for evaluation.
+        heldout: canvases of each kind kept for evaluation; of the files one in fifty, and no more than this.
         text_files: your own: .txt files (one text each), .jsonl files with a `text` or a chat's `messages` in a line.
         length: tokens of a canvas, the start token included.
         sample_batch: rows sampled at a time.
