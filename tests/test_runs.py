@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adjust_dlm.bases import layers
+from adjust_dlm.bases import attention, layers
 from adjust_dlm.bases.attention import Runs, attend, visible
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import apart, side_by_side
@@ -158,6 +158,18 @@ def test_other_columns_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     column_BN = torch.tensor([[3, 1], [0, 2]])
     sees = visible(state, torch.zeros(1), base.layer_config, column_BN, seen=3)
     assert isinstance(sees, Tensor) and torch.equal(sees, block_mask(state, 2, column_BN)[..., :3])
+
+
+def test_prompts_in_blocks_of_one_token_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query would be a group of its own; rounds are, of one column, and prompts too long for a mask."""
+    base, state = tiny_base("dream", block=1), left_pad([[BOS, 5, 6, 7], [BOS, 7, 8, 9]])
+    by_runs(monkeypatch)
+    for longest, counts in ((4096, {1: Runs, 2: Runs, 3: Tensor, 4: Tensor}), (3, {3: Tensor, 4: Runs})):
+        monkeypatch.setattr(attention, "_LONG", longest)
+        for count, kind in counts.items():
+            column_BN = torch.arange(4 - count, 4).expand(2, -1)
+            every_BN = torch.ones_like(column_BN, dtype=torch.bool)
+            assert isinstance(visible(state, torch.zeros(1), base.layer_config, column_BN, every_BN), kind)
 
 
 def test_runs_are_found_without_a_question_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

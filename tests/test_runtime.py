@@ -323,8 +323,8 @@ def test_in_blocks_the_time_of_the_prompts_stands_beside(decoder: str, monkeypat
     base = tiny_base("sdar", block=4)
     bench = bench_on(base, tiny_sampler(base, layers=2, features=(1,)), suppress_eos=True, runs=1)
     bench.prompt = [BOS, 5, 6, 7, 8]
-    read = Counted(measure.load)
-    monkeypatch.setattr(measure, "load", read)
+    read = Counted(measure.Waiting)
+    monkeypatch.setattr(measure, "Waiting", read)
     clock_of(bench, [9.0, 5.0, 1.0, 1.0])
     (row,) = decode_cell(bench, cell_of("fast", decoder, 2, 2, 8))
     assert (row["seconds"], row["prefill_seconds"]) == (5.0, 1.0) and read.calls >= 2
@@ -336,7 +336,7 @@ def test_in_blocks_the_time_of_the_prompts_stands_beside(decoder: str, monkeypat
     def late(*_: Any) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(measure, "load", late)
+    monkeypatch.setattr(measure, "Waiting", late)
     clock_of(bench, [9.0, 5.0])
     (row,) = decode_cell(bench, cell_of("fast", decoder, 2, 2, 8))
     assert row["seconds"] == 5.0 and "prefill_seconds" not in row

@@ -148,15 +148,17 @@ def chat_ids(tokenizer: Any, render: Callable[[Messages], str], messages: Messag
     marks = {t.content for t in added.values() if t.content in template and re.search(r"[^\w\s]", t.content)}
     control = {i: t for i, t in added.items() if t.special or t.content in marks}
     cores: dict[str, str] = {}  # by what stands for them in the template
-    told = []
+    told, seen = [], dict[str, list[int]]()
     for message in messages:
         core, name = message["content"].strip(), f"q{secrets.token_hex(16)}"
-        if control and not control.keys().isdisjoint(tokenizer.encode(core, add_special_tokens=False)):
+        if control:
+            seen[core] = tokenizer.encode(core, add_special_tokens=False)
+        if not control.keys().isdisjoint(seen.get(core, ())):
             cores[name] = core
             message = {**message, "content": message["content"].replace(core, name)}
         told.append(message)
     if not cores:
-        return tokenizer.encode(text, add_special_tokens=False)
+        return seen[text] if text in seen else tokenizer.encode(text, add_special_tokens=False)
     longest = sorted(control.values(), key=lambda token: -len(token.content))
     pattern = "|".join(r"\s*" * t.lstrip + re.escape(t.content) + r"\s*" * t.rstrip for t in longest)
     ids: list[int] = []
