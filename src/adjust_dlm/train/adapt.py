@@ -46,10 +46,10 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     """Runs the whole adaptation, or goes on with it.
 
     Returns:
-        `finished` (False after SIGTERM or SIGINT: run again to go on), `step`, `tokens` seen in training, `seconds` of
-        training, `tokens_per_second`, `ce`: kind -> t -> held-out masked cross-entropy in nats a token, and `ce_train`:
-        the same of as many canvases of the training split, which a run of less than an epoch has not all seen (where
-        it is lower, more distinct text is worth more).
+        `finished` (False after SIGTERM or SIGINT: run again to go on), `step`, `tokens` seen in training (of whole
+        canvases, filler included), `seconds` of training, `tokens_per_second`, `ce`: kind -> t -> held-out masked
+        cross-entropy in nats a token, and `ce_train`: the same of as many canvases of the training split, which a run
+        of less than an epoch has not all seen (where it is lower, more distinct text is worth more).
 
     Raises:
         InputError: see `read_vocabulary`, `claim`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
