@@ -72,6 +72,7 @@ class Work:
             key = ("step", "verified", width, *self._verified, lane.noting, self._settings)
             self._run(key, functools.partial(self._play_verified, width, *self._verified))
             return
+        enters = enters if passes_open(self.base) else ()  # else what has become final is all that a pass computes
         columns, first = (self._size or 0) * (1 + bool(enters)), self._first(enters)
         self._run(("base", columns, first), functools.partial(self._base_pass, columns, first))
         if self.decoder == "parallel":
@@ -90,7 +91,7 @@ class Work:
         """How many rows have a pass of their own over the block before, because it is cheaper; notes which."""
         slots, size = len(self.lane.slot_B), self._size or 0
         few = max(FEW, 1 << (len(enters) - 1).bit_length()) if enters else 0
-        if not few or not passes_open(self.base) or 2 * few > slots or slots * size < COMPACT:
+        if not few or 2 * few > slots or slots * size < COMPACT:
             return 0
         others = sorted(set(range(slots)) - set(enters))
         self.lane.enters_B.copy_(torch.tensor([*enters, *others]), non_blocking=True)
@@ -101,8 +102,8 @@ class Work:
         if columns and isinstance(self.base, TransformerBase):
             if first:
                 blocks.enter(self.base, self.lane, first)
-            alone = not passes_open(self.base)
-            blocks.pass_over(self.base, self.lane, self._size if first or alone else columns, final=alone)
+            count = self._size if first else columns
+            blocks.pass_over(self.base, self.lane, count, final=not passes_open(self.base))
         else:
             self.lane.h_BLD.copy_(self.base.hidden(self.lane))
 
