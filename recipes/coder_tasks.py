@@ -52,7 +52,8 @@ OPENERS = (
     "", "How", "What", "Write", "Can", "I", "Please", "Explain", "Create", "Given", "Why", "Is", "Tell", "A", "If",
     "Solve", "There are", "Write a Python function",
     "You are an expert Python programmer, and here is your task: Write a function to",
-    *6 * [f"{COMPLETE}def"], *2 * [f"{COMPLETE}from typing import List\n\n\ndef"], f"{COMPLETE}import math\n\n\ndef",
+    *12 * [f"{COMPLETE}def"], *5 * [f"{COMPLETE}from typing import List\n\n\ndef"],
+    *2 * [f"{COMPLETE}import math\n\n\ndef"],
 )  # fmt: skip
 Said = tuple[str, bool]  # a text, and whether it has ended
 Asked = tuple[Task, Any, str]  # a task, its settings, and the metric that says what is right
