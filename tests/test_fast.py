@@ -188,7 +188,7 @@ def test_the_kernels_read_states_with_others_behind_them(monkeypatch: pytest.Mon
         both(base, PROMPTS[:2], config, "adjust", sampler=g, sparse=sparse)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
     new=st.integers(1, 3), slots=st.sampled_from([None, 1]),
