@@ -64,6 +64,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Or what is written in C++ says at the end of the process that it leaks."""
+    gc.unfreeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was left out and how to have it, in one line."""
     skipped = terminalreporter.stats.get("skipped", [])
