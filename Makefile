@@ -12,7 +12,9 @@ PYTEST_ARGS ?= -n 2
 PROMPT ?= How many legs does a spider have?
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+# Only what is imported is compiled, when it is imported: all of it takes longer than the rest of an installation.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

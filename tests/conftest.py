@@ -1,5 +1,6 @@
 """One thread per worker, no settings of the caller's Hub, the same property tests on every run, and a time limit."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HF_HUB_CA
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: kernels then run on the CPU
 torch.set_num_threads(1)
+gc.disable()  # until all is imported and collected: it would look at a million objects that stay
 settings.register_profile(
     "house", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -54,6 +56,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(name) for name in ("slow", "smol", "gpu")):
             item.add_marker(pytest.mark.timeout(1200, method="thread"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage, so nothing looks at it again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Or what is written in C++ says at the end of the process that it leaks."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

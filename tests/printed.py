@@ -95,6 +95,7 @@ def fill(folder: Path, patch: pytest.MonkeyPatch) -> None:
         tiny_sampler(base).save(folder / "shipped" / f"{name}-sampler")
     for module in (adapted, autoregressive, scores):
         patch.setattr(module, "ar_folder", lambda source, **_: ar)
+    patch.setattr("adjust_dlm.eval.mauve.RESAMPLES", 10)
     parse = settings.parse
 
     def parse_small(*args: Any, **kwargs: Any) -> Any:

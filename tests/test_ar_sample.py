@@ -50,7 +50,7 @@ def test_a_row_is_the_same_alone_and_beside_any_others(family: str) -> None:
     assert [len(row) for row in alone] == [70] * 8 and len(set(map(tuple, alone))) == 8
     wanted = [up_to(row, base.spec.end_ids) for row in alone]
     assert len({len(row) for row in wanted}) > 2  # some rows end before the others
-    for batch_size in (2, 3, 8):
+    for batch_size in (2, 3, 8) if family == "llama" else (3,):
         assert ar_sample(endless(base), PROMPTS, rows=ROWS, batch_size=batch_size, **HOW) == alone
         assert ar_sample(base, PROMPTS, rows=ROWS, batch_size=batch_size, **HOW) == wanted
         back = ar_sample(base, PROMPTS[::-1], rows=ROWS[::-1], batch_size=batch_size, **HOW)

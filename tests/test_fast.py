@@ -188,7 +188,7 @@ def test_the_kernels_read_states_with_others_behind_them(monkeypatch: pytest.Mon
         both(base, PROMPTS[:2], config, "adjust", sampler=g, sparse=sparse)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     family=st.sampled_from(FAMILIES), decoder=st.sampled_from(CORE), config=configs, given_=prompts(MASK, 12, [BOS]),
     new=st.integers(1, 3), slots=st.sampled_from([None, 1]),
@@ -299,8 +299,7 @@ def test_what_has_no_fast_form_says_so_once(caplog: pytest.LogCaptureFixture) ->
 # Sparse steps --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pairing", ["state", "token"])
+@pytest.mark.parametrize(("family", "pairing"), [("dream", "state"), ("llada", "token")])
 @pytest.mark.parametrize("form", FORMS)
 def test_sparse_steps_with_all_columns_are_whole_steps(form: str, family: str, pairing: Any) -> None:
     base = DEEP[family]

@@ -52,13 +52,16 @@ ALL = {
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", KINDS)
 def test_prompts_of_every_length_and_every_k(family: str, size: int, temperature: float) -> None:
-    """Left pads, rows in different blocks, waiting rows, texts to the end and texts that end early."""
+    """Left pads, rows in different blocks, waiting rows, texts to the end and texts that end early.
+
+    Half of the k for each temperature, which changes its half with the family.
+    """
     base = tiny_base(family, block=size, end_ids=NO_END if temperature else (1, 5))
     g = tiny_sampler(base)
-    for k in range(1, 9):
+    for k in range(1 + (KINDS.index(family) + bool(temperature)) % 2, 9, 2):
         config = DecodeConfig(max_new_tokens=2 * size + 3, tokens_per_step=k, temperature=temperature, seed=k)
         decoder = {1: "joint", 3: "parallel", 8: "parallel"}.get(k, "adjust")
-        both(base, prompts(size), config, decoder, sampler=g, slots=(None, 3)[k % 2])
+        both(base, prompts(size), config, decoder, sampler=g, slots=(None, 3)[(k - 1) // 2 % 2])
 
 
 @settings(max_examples=100)

@@ -77,6 +77,7 @@ def test_every_evaluation_runs(
         small |= {"limit": 2, **data_of(command, tmp_path)}
     if command == "eval parallelbench":
         small |= {"limit": 0}
+    monkeypatch.setattr("adjust_dlm.eval.mauve.RESAMPLES", 10)
     sampler = Sampler(base).eval()
     for module in ("eval.downstream", "eval.table", "eval.generation", "eval.tasks.parallelbench"):
         loaded = importlib.import_module(f"adjust_dlm.{module}")

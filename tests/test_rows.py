@@ -35,13 +35,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "plain": {}, "blocks": {"block_length": 2, "temperature": 0.7, "top_p": 0.9}, "cache": {"cache_period": 3},
     "window": {"block_length": 4, "cache_period": 2, "cache_window": 2},
 }  # fmt: skip
-# Captured passes are the base's, whatever it is asked for: each family with half of the settings.
+# Settings are the canvas's and passes the base's: each family has half of the settings, and of those with captured
+# passes the other half.
 CELLS = [
     (captured, family, name)
     for captured in (False, True)
     for family in FAMILIES
     for name in CHANGES
-    if not captured or (name in ("plain", "window")) == (family == "dream")
+    if (name in ("plain", "window")) == ((family == "dream") == captured)
 ]
 
 

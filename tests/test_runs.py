@@ -92,14 +92,14 @@ def check(state: State, size: int, column_BN: Tensor | None, valid_BN: Tensor) -
 @pytest.mark.parametrize("decoder", [name for name in DECODERS if name != "origin"])
 @pytest.mark.parametrize(("size", "block_length"), [(1, None), (4, None), (8, 4)])
 def test_every_decoder_writes_the_same_by_runs(decoder: str, size: int, block_length: int | None) -> None:
-    """Prompts of every length modulo S, rows in different blocks, texts that end early; with the cache and without."""
+    """Prompts of every length modulo S, rows in different blocks, early ends; for S = 4 also without the cache."""
     base = tiny_base("dream", block=size, end_ids=(1, 5))
     order = {"guided": "confidence"}.get(decoder)
     config = DecodeConfig(
         max_new_tokens=2 * size + 3, tokens_per_step=3, block_length=block_length, seed=4, order=order
     )
     plain = played(base, config, decoder, prompts(size), cached=True)
-    for cached in (True, False):
+    for cached in (True, False) if size == 4 else (True,):
         with pytest.MonkeyPatch.context() as patch:
             seen = by_runs(patch)
             got = played(base, config, decoder, prompts(size), cached=cached)

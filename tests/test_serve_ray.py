@@ -159,7 +159,7 @@ def test_replicas_that_leave_finish_what_they_have(url: str) -> None:
         finally:
             stop.set()
         texts = {seed: text for future in asking for seed, text in future.result(timeout=60).items()}
-    assert len(before) == 2 and len(texts) > 40
+    assert len(before) == 2 and len(texts) > 12  # how many more says only how fast the machine is
     for seed in (seed for seed in sorted(texts) if seed % 100_000 < 10):
         assert texts[seed] == expected(seed)
 

@@ -68,7 +68,10 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            run = vars(tyro.cli(run_class, args=argv, prog=prog, description=description))
+            no_comments = (
+                tyro.conf.HelptextFromCommentsOff,
+            )  # made classes have none, and looking takes half the time
+            run = vars(tyro.cli(run_class, args=argv, prog=prog, description=description, config=no_comments))
     except SystemExit as stop:
         if stop.code:
             sys.stderr.write(f"adjust: error: {one_line(said.getvalue())} (see {prog} --help)\n")
