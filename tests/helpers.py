@@ -54,18 +54,18 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 def tiny_base(
     family: str, seed: int = 0, *, end_ids: tuple[int, ...] = (END,), block: int | None = None, device: str = "cpu",
-    **changes: Any,
+    causal: bool = False, **changes: Any,
 ) -> TransformerBase:  # fmt: skip
     """A random base of a family, with blocks if asked or its own; the same seed gives the same weights."""
     block = KNOWN[family].block[1] if block is None and KNOWN[family].block else block
     config = tiny_config(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = new_model(replace(Shape.of(config), block=block))
+        model = new_model(replace(Shape.of(config), block=block, causal=causal))
         head_weight = torch.randn(config.vocab_size, config.hidden_size) / 2
     return KNOWN[family].make(
         config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model.to(device),
-        head_weight=head_weight.to(device), block=block,
+        head_weight=head_weight.to(device), block=block, causal=causal,
     )  # fmt: skip
 
 

@@ -97,7 +97,8 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
         InputError: no `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `LlamaForCausalLM`, one neither float32 nor bfloat16 or
             on several devices, or other weights than those of `facts` (`base_facts.json`).
     """
-    shape = Shape.of(model.config, facts["spec"].get("block"))
+    spec = facts["spec"]
+    shape = Shape.of(model.config, spec.get("block"), causal=spec.get("causal", False))
     wanted, found = facts["shape"], _shape_facts(shape)
     odd = [key for key in wanted.keys() | found.keys() if (wanted.get(key) or None) != (found.get(key) or None)]
     said = "; ".join(f"{key} is {found.get(key)!r}, wanted {wanted.get(key)!r}" for key in sorted(odd))

@@ -191,7 +191,7 @@ class Sampler(nn.Module):
 
 def layer_shape(config: SamplerConfig, base: Shape) -> Shape:
     """One layer of g, from the shape of one layer of the base."""
-    return replace(base, intermediate_size=max(1, round(config.mlp * base.intermediate_size)))
+    return replace(base, intermediate_size=max(1, round(config.mlp * base.intermediate_size)), causal=False)
 
 
 def default_sampler(base_name: str) -> Path | None:

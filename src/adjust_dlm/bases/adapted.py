@@ -66,7 +66,7 @@ def load_adapted(
     digest = file_digest(*(path / name for name in FILES))
     merged = cache_dir() / "merged" / digest
     make_once(merged, lambda: flaw(merged, {}), lambda made: _write_merged(_merge(path, facts), made), "300 MB")
-    model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"))
+    model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"), causal=facts.get("causal", False))
     tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
     base = wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
     quantize_body(base, quantize)
@@ -91,7 +91,7 @@ def wrap_adapted(
     """The base around a tied-head body whose adapter is merged."""
     vocab, said = model.config.vocab_size, {key: facts[key] for key in _SPEC}
     limit = facts.get("token_limit", vocab)
-    said |= {"end_ids": tuple(facts["end_ids"]), "block": facts.get("block")}
+    said |= {"end_ids": tuple(facts["end_ids"]), "block": facts.get("block"), "causal": model.config.causal}
     spec = BaseSpec(name=name, vocab_size=vocab, token_limit=limit, **said)
     head: Tensor = model.embed_tokens.weight
     base = TransformerBase(model, head, spec, next_frame=True, tokenizer=tokenizer, fingerprint=fingerprint)

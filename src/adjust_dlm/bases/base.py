@@ -38,6 +38,7 @@ class BaseSpec(Checked):
         order: the family's rule for the next position.
         order_on: whether that rule sees the tempered and filtered distribution.
         block: S, if it writes in blocks of S positions, left to right (see `bases.blocks`); None: a canvas sees itself.
+        causal: in its blocks only masks see what stands right of them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class BaseSpec(Checked):
     order: OrderRule
     order_on: OrderOn
     block: Count | None = None
+    causal: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -299,8 +299,10 @@ def new_model(config: Any) -> Body:
     return body
 
 
-def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device, block: int | None = None) -> Body:
-    """The body in a folder with `config.json` and one `model.safetensors`: strict; `block` is not in the config.
+def read_model(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, block: int | None = None, causal: bool = False
+) -> Body:
+    """The body in a folder with `config.json` and one `model.safetensors`: strict; see `Shape.of`.
 
     Raises:
         InputError: unreadable or truncated file; a missing, extra, misshapen or integer tensor, by name.
@@ -310,7 +312,7 @@ def read_model(folder: Path, *, dtype: torch.dtype, device: torch.device, block:
 
     with refusing(f"cannot load the model in {folder}", OSError, ValueError, SafetensorError, RuntimeError):
         with torch.device("meta"):
-            body = Body(Shape.of(json.loads((folder / "config.json").read_text()), block))
+            body = Body(Shape.of(json.loads((folder / "config.json").read_text()), block, causal=causal))
         weights = load_file(folder / "model.safetensors", device=str(device))
         odd = [f"{name} is {w.dtype}" for name, w in weights.items() if not w.is_floating_point() or w.itemsize < 2]
         require(not odd, f"{', '.join(odd[:3])}; weights must be floats of 16 bits or more")

@@ -80,6 +80,7 @@ class Shape(Checked):
         qk_norm: every head of q and k has an RMSNorm before it is turned.
         rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
         block: S of a block-diffusion body (see `bases.blocks`); None: every column sees all.
+        causal: in a block only masks see what stands right of them.
         initializer_range: standard deviation of fresh weights.
     """
 
@@ -101,10 +102,12 @@ class Shape(Checked):
     qk_norm: bool = False
     rotate_fp32: bool = False
     block: Count | None = None
+    causal: bool = False
 
     def __post_init__(self) -> None:
         """Checks every value by name: configs come from strangers."""
         super().__post_init__()
+        require(not self.causal or self.block is not None, "causal is true; it is about columns of a block: give block")
         for name in sorted(self.rope.keys() - {"rope_type", "truncate"}):
             require_value(name, self.rope[name], Positive)
         heads, kv = self.num_attention_heads, self.num_key_value_heads
@@ -112,8 +115,8 @@ class Shape(Checked):
         require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
 
     @classmethod
-    def of(cls, config: Any, block: int | None = None) -> Shape:
-        """The shape in a transformers config, in the content of a `config.json`, or itself; `block` is not in these.
+    def of(cls, config: Any, block: int | None = None, *, causal: bool = False) -> Shape:
+        """The shape in a transformers config, in the content of a `config.json` (without block and causal), or itself.
 
         Raises:
             InputError: another family, a value that makes no sense, a form of attention, activation or rotary scaling
@@ -139,7 +142,7 @@ class Shape(Checked):
             rms_norm_eps=facts.get("rms_norm_eps", 1e-6), qkv_bias=bias or kind == "qwen2",
             output_bias=bias and kind != "qwen2", mlp_bias=flag(facts, "mlp_bias") and kind == "llama",
             qk_norm=kind == "qwen3", rope=_rope(facts),
-            initializer_range=facts.get("initializer_range", 0.02), block=block,
+            initializer_range=facts.get("initializer_range", 0.02), block=block, causal=causal,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from adjust_dlm.bases.attention import causal_mask, visible
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
-from adjust_dlm.bases.blocks import block_mask, to_edge
+from adjust_dlm.bases.blocks import block_mask, seen_of_own, to_edge
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import KeepKeys, Memory, apart, side_by_side
 from adjust_dlm.types import State, require
@@ -46,7 +46,9 @@ class TransformerBase(Base):
         self.head_matrix = head_weight.detach()
         self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
         self.layer_config = self.model.config
-        require(spec.block == self.layer_config.block, f"block is {spec.block}; the body has {self.layer_config.block}")
+        for name in ("block", "causal"):
+            said, built = getattr(spec, name), getattr(self.layer_config, name)
+            require(said == built, f"{name} is {said}; the body has {built}")
         self.lag = int(next_frame and spec.block is not None)
         self.width = self.model.config.hidden_size
         self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix, spec.mask_id)
@@ -113,13 +115,17 @@ class TransformerBase(Base):
         size, count, seen, views = self.spec.block or 1, column_BN.shape[1], memory.seen, token_BJS.shape[1]
         every_BN = torch.cat([column_BN, place_BS.repeat(1, views)], 1)
         tokens_BN = torch.cat([state.tokens_BL.gather(1, column_BN), token_BJS.flatten(1)], 1)
-        own_BNL = block_mask(state, size, every_BN)[:, 0, :, :seen]
+        causal, masked_BN = self.spec.causal, tokens_BN == self.spec.mask_id
+        own_BNL = block_mask(state, size, every_BN, causal=causal, masked_BN=masked_BN)[:, 0, :, :seen]
         own_BNL[:, count:] &= (torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1])[:, None]
         view_N = torch.arange(views * size, device=every_BN.device) // size
         # Numbers, in rows that are a multiple of 16 long: attention would make them of a mask once in every layer.
         length = own_BNL.shape[2] + len(view_N)
-        seen_NM = F.pad(view_N[:, None] == view_N[None], (0, -length % 16, count, 0))
-        bias_BNM = torch.cat([own_BNL, seen_NM.expand(len(every_BN), -1, -1)], 2).to(self.dtype).log()[..., :length]
+        seen_BNM = (view_N[:, None] == view_N[None]).expand(len(every_BN), -1, -1)
+        if causal:
+            seen_BNM = seen_of_own(seen_BNM[0], masked_BN[:, count:])
+        seen_BNM = F.pad(seen_BNM, (0, -length % 16, count, 0))
+        bias_BNM = torch.cat([own_BNL, seen_BNM], 2).to(self.dtype).log()[..., :length]
 
         def remember(n: int) -> KeepKeys:
             def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,6 +176,7 @@ def fingerprint_of(shape: Any, rows: Mapping[str, Tensor]) -> str:
     neither norms nor most embeddings, so every matrix is looked at.
     """
     facts = [getattr(shape, f) for f in _SHAPE_FIELDS] + ([] if shape.block is None else ["block", shape.block])
+    facts += ["causal"] if shape.causal else []
     digest = hashlib.sha256(json.dumps(facts).encode())
     for name in sorted(rows):
         digest.update(f"{name} {tuple(rows[name].shape)}".encode())
