@@ -12,10 +12,14 @@ from adjust_dlm.bases import attention
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, query_E: Tensor, key_E: Tensor, most_q: int, most_k: int, *_: Any,
-    seqused_k: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, query_E: Tensor, key_E: Tensor, most_q: int, most_k: int,
+    dropout: float, is_causal: bool, *_: Any, seqused_k: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """`torch.ops.aten._flash_attention_forward`: plain attention of each group of queries to its run of keys."""
+    """`torch.ops.aten._flash_attention_forward`: plain attention of each group of queries to its run of keys.
+
+    Causal: the last query of a group sees all of them, the one before it a key less; who sees none gets zeros.
+    """
+    assert dropout == 0
     parts = (query_E, key_E, seqused_k)
     assert all(part.dtype == torch.int32 and part.is_contiguous() and part.ndim == 1 for part in parts)
     assert q.dtype == k.dtype == v.dtype
@@ -27,7 +31,9 @@ def flash(
     for a, b, start, count in zip(edges, edges[1:], starts, counts, strict=False):
         assert b - a <= most_q and count >= 1 and start // most_k == (start + count - 1) // most_k < len(k) // most_k
         scores = torch.einsum("qhd,khd->hqk", q[a:b], k[start : start + count]) / q.shape[-1] ** 0.5
-        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[start : start + count])
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(b - a, count).triu(count - (b - a) + 1).bool(), -torch.inf)
+        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(), v[start : start + count])
     return [out]
 
 

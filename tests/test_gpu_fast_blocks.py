@@ -132,9 +132,10 @@ def test_single_captured_rounds_in_blocks_are_the_references(decoder: str) -> No
     assert base.workspace.graphs.works and captures(base) > 0
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("count", [1, 32, 64, 200])
-def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int) -> None:
+def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int, causal: bool) -> None:
     """bf16, 14 heads that share 2, S = 32; rows of four lengths, the last one closed. Off by .005 and 2 % at most.
 
     What no wanted query may see is large.
@@ -148,22 +149,24 @@ def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int)
     valid_BN[3] = False
     column_BN, valid_BN = (place_BN % 300).cuda(), valid_BN.cuda()
     draw = torch.Generator("cuda").manual_seed(0)
+    state.masked_BL = (torch.rand(4, 300, generator=draw, device="cuda") < 0.5) & state.real_BL
     q = torch.randn(4, count, 14, head_dim, generator=draw, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     kept = torch.randn(4, 300, 4 * head_dim, generator=draw, device="cuda", dtype=torch.bfloat16)
     kept[~state.real_BL] = 1e3
     k, v = apart(kept, head_dim)
-    shape = replace(tiny_base("dream", block=32).layer_config, head_dim=head_dim, num_attention_heads=14)
+    shape = tiny_base("dream", block=32, causal=causal).layer_config
+    shape = replace(shape, head_dim=head_dim, num_attention_heads=14)
     with torch.no_grad():
         runs = visible(state, q, shape, column_BN, valid_BN)
         assert isinstance(runs, Runs)
         got = attend(q, k, v, runs)
-        wanted = attend(q.float(), k.float(), v.float(), block_mask(state, 32, column_BN))
+        wanted = attend(q.float(), k.float(), v.float(), block_mask(state, 32, column_BN, causal=causal))
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got[valid_BN].float(), wanted[valid_BN], rtol=0.02, atol=0.005)
 
 
-def half(family: str, size: int) -> TransformerBase:
-    base = tiny_base(family, block=size, max_position_embeddings=256, end_ids=NO_END, device="cuda")
+def half(family: str, size: int, **more: Any) -> TransformerBase:
+    base = tiny_base(family, block=size, max_position_embeddings=256, end_ids=NO_END, device="cuda", **more)
     base.model.to(torch.bfloat16)
     base.head_matrix = base.head_matrix.to(torch.bfloat16)
     return base
@@ -184,10 +187,13 @@ def test_cached_states_by_runs_are_those_of_the_whole_canvas_under_a_mask(family
         assert (h_RD - whole_RD).float().norm() <= 0.05 * whole_RD.float().norm()
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("decoder", ["joint", "adjust"])
-def test_captured_decodes_in_half_precision_attend_by_runs(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_decodes_in_half_precision_attend_by_runs(
+    decoder: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounding may lead some rows to another text, not half of them."""
-    base, real, calls = half("dream", 8), attention._attend_runs, list[int]()
+    base, real, calls = half("dream", 8, causal=causal), attention._attend_runs, list[int]()
 
     def spy(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
         calls.append(len(runs.seen_G))

@@ -190,7 +190,7 @@ def _attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
     if runs.masked_BN is None:
         return out
     flat, query_E = q.transpose(1, 2).reshape(-1, heads, width), torch.arange(rows + 1, device=q.device).int() * count
-    key_E = runs.key_E[:: len(runs.seen_G) // rows]
+    key_E = runs.key_E[:: len(runs.seen_G) // rows].contiguous()
     one = flash(flat, k_all, v_all, query_E, key_E, max(count, 2), *how, True, False, seqused_k=runs.last_B)[0]
     return torch.where(runs.masked_BN[..., None], out, one.view(rows, count, -1))
 
