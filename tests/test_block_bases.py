@@ -575,6 +575,7 @@ def test_a_base_with_blocks_passes_its_check() -> None:
     rows = [[BOS, 5, MASK, 7], [BOS, 6, MASK, 8, 9, MASK, 3]]
     for family in FAMILIES:
         check_base(tiny_base(family, block=4), rows)
+        check_base(tiny_base(family, block=4, causal=True), rows)
     with pytest.raises(InputError, match="behind it in the same block of 2"):
         check_base(tiny_base("llada", block=2), [[BOS, MASK, 5, 6], [BOS, MASK, 5, 6, 7]])
 
@@ -686,9 +687,13 @@ def test_a_component_pass_computes_one_block_behind_any_prompt(monkeypatch: pyte
     assert columns == [8, 8]
 
 
-@pytest.mark.parametrize(("family", "kind"), [("dream", Qwen2ForCausalLM), ("sdar", Qwen3ForCausalLM)])
-def test_an_exported_sampler_decodes_in_blocks_from_transformers(tmp_path: Path, family: str, kind: Any) -> None:
-    base = tiny_base(family, block=4)
+@pytest.mark.parametrize(
+    ("family", "kind", "causal"), [("dream", Qwen2ForCausalLM, True), ("sdar", Qwen3ForCausalLM, False)]
+)
+def test_an_exported_sampler_decodes_in_blocks_from_transformers(
+    tmp_path: Path, family: str, kind: Any, causal: bool
+) -> None:
+    base = tiny_base(family, block=4, causal=causal)
     model: Any = kind(tiny_config(family)).eval()
     model.model.load_state_dict(base.model.state_dict())
     model.lm_head.weight.data.copy_(base.head_matrix)
