@@ -187,6 +187,9 @@ def _check_both_ways(base: Base, row: list[int], before_LV: Tensor) -> None:
     """The first mask's row moves with the last given token (of its block), and the last mask's with the first."""
     given, masked = _places(base, row)
     size = base.spec.block or len(row)
+    if base.spec.causal:  # no token's column sees later ones, so that none of them may score the mask
+        masked = [place for place in masked if row[place - base.lag] == base.spec.mask_id]
+        require(bool(masked), f"a prompt needs two masks side by side; it is {row}")
     later = [place for place in given if place // size == masked[0] // size]
     lag = base.lag and masked[0] % size == 0  # scored by the block before
     require(
