@@ -39,7 +39,7 @@ if stage replies; then
     for pid in "${waits[@]}"; do wait "$pid"; done
 fi
 
-if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${BLOCK:-32}" --length "${LENGTH:-384}" --text "${TEXT:-8192}" --chat "${CHAT:-0}" \
+if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${BLOCK:-32}" ${CAUSAL:+--causal} --length "${LENGTH:-384}" --text "${TEXT:-8192}" --chat "${CHAT:-0}" \
     --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-text 0.1 --share-chat 0.3 --share-files 0.9 \
     --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-256}" --micro-batch "${MICRO:-32}" --lora-rank "${RANK:-32}" --lora-alpha "${RANK:-32}" \
     --lr "${LR:-1e-3}" --warmup "${WARMUP:-100}" --order left_to_right --suffix "${SUFFIX:-0.5}" --distill --sample-batch "${SAMPLE_BATCH:-2048}" --eval-every 0 \

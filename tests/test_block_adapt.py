@@ -44,11 +44,13 @@ def _light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-def live_adapter(family: str = "llama") -> AdapterModel:
+def live_adapter(family: str = "llama", *, causal: bool = False, fresh: bool = False) -> AdapterModel:
     model = tiny_model(family)
     words = read_vocabulary(tiny_tokenizer(), model.config)
-    adapter = AdapterModel(model, words, rank=4, alpha=8, seed=3, source="tiny", block=SIZE)
+    adapter = AdapterModel(model, words, rank=4, alpha=8, seed=3, source="tiny", block=SIZE, causal=causal)
     generator = torch.Generator().manual_seed(9)
+    if fresh:
+        return adapter
     with torch.no_grad():
         for name, parameter in adapter.trainables().items():
             if "lora_A" not in name:
@@ -93,6 +95,8 @@ def by_blocks(adapter: AdapterModel, tokens_L: Tensor, hidden_L: Tensor) -> Tens
     body, length = adapter.body, len(tokens_L)
     block_L = torch.arange(length) // SIZE
     mask = (block_L[None] <= block_L[:, None])[None, None]
+    if adapter.causal:
+        mask = mask & (torch.ones_like(mask[0, 0]).tril() | hidden_L[:, None])
     e_LD = torch.where(hidden_L[:, None], adapter.mask_D, body.embed_tokens(tokens_L))
     rotary = body.rotary_emb(e_LD, torch.arange(length)[None])
     h_BLD = e_LD[None]
@@ -101,9 +105,9 @@ def by_blocks(adapter: AdapterModel, tokens_L: Tensor, hidden_L: Tensor) -> Tens
     return body.norm(h_BLD)[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_loss_and_gradients_are_those_of_every_position_by_hand(family: str) -> None:
-    adapter = live_adapter(family)
+@pytest.mark.parametrize(("family", "causal"), [("llama", False), ("qwen2", False), ("qwen3", False), ("qwen2", True)])
+def test_loss_and_gradients_are_those_of_every_position_by_hand(family: str, *, causal: bool) -> None:
+    adapter = live_adapter(family, causal=causal)
     tokens_BL, prompt_B = canvases()
     open_BL = open_positions(tokens_BL, prompt_B, (IM_END, BOS), SIZE)
     masked_BL = torch.rand(open_BL.shape, generator=torch.Generator().manual_seed(4)) < 0.5
@@ -115,6 +119,56 @@ def test_loss_and_gradients_are_those_of_every_position_by_hand(family: str) -> 
     parameters = list(adapter.trainables().values())
     pairs = zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(naive, parameters), strict=True)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_columns_are_those_of_the_saved_base(tmp_path: Path, *, causal: bool) -> None:
+    """Of the clean half, and of each block of a view behind the clean text; no column of a row is left out."""
+    adapter, (tokens_BL, prompt_B) = live_adapter(causal=causal), canvases()
+    open_BL = open_positions(tokens_BL, prompt_B, (IM_END, BOS), SIZE)
+    masked_BL = torch.rand(open_BL.shape, generator=torch.Generator().manual_seed(4)) < 0.5
+    batch = block_batch(tokens_BL, open_BL, both(masked_BL), torch.ones(6, 3, LENGTH), SIZE)
+    base = saved(adapter, config(tmp_path))
+    assert (base.spec.block, base.spec.causal) == (SIZE, causal)
+    merged = base.model.state_dict()
+    with torch.no_grad():
+        for name, weight in adapter.body.named_parameters():  # rounded to bf16 as they are merged, so that all is exact
+            known = merged.get(name.replace(".base_layer", ""))
+            weight.copy_(torch.zeros(()) if known is None else known)
+        states = adapter.states(batch.tokens_BL, batch.masked_BL).view(6, 3, LENGTH, -1)
+    shown = torch.where(batch.masked_BL, MASK, batch.tokens_BL).view(6, 3, LENGTH)
+    found, asked = [states[:, 0]], [base.hidden(left_pad(tokens_BL.tolist(), MASK))]
+    for first in range(0, LENGTH, SIZE):
+        for view in (1, 2):
+            canvas = torch.cat([tokens_BL[:, :first], shown[:, view, first : first + SIZE]], 1)
+            found.append(states[:, view, first : first + SIZE])
+            asked.append(base.hidden(left_pad(canvas.tolist(), MASK))[:, first:])
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(asked, 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_left_of_a_hidden_suffix_a_causal_base_is_an_autoregressive_model(family: str) -> None:
+    """The clean text's states there, which those of a fresh adapter take from the model as it was."""
+    tokens_BL, prompt_B = canvases()
+    open_BL = open_positions(tokens_BL, prompt_B, (IM_END, BOS), SIZE)
+    hidden_B2L = (torch.arange(LENGTH) % SIZE >= torch.tensor([[1], [3]])).expand(6, -1, -1)
+    batch = block_batch(tokens_BL, open_BL, hidden_B2L, torch.ones(6, 3, LENGTH), SIZE)
+    masked = batch.masked_BL.view(6, 3, LENGTH)
+    causal, both_ways, fresh = (
+        adapter.states(batch.tokens_BL, batch.masked_BL).view(6, 3, LENGTH, -1)
+        for adapter in (
+            live_adapter(family, causal=True), live_adapter(family), live_adapter(family, causal=True, fresh=True)
+        )
+    )  # fmt: skip
+    for view in (1, 2):
+        left = ~masked[:, view]
+        torch.testing.assert_close(causal[:, view][left], causal[:, 0][left], rtol=0, atol=1e-5)
+        assert (both_ways[:, view][left] - both_ways[:, 0][left]).abs().max() > 0.1
+    model = tiny_model(family).model(tokens_BL).last_hidden_state
+    torch.testing.assert_close(fresh[:, 0], model, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        live_adapter(family, causal=True).teacher_states(batch.tokens_BL), model, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -272,31 +326,30 @@ def test_the_next_position_of_every_block() -> None:
     assert (blocks_at.float().mean(0) - 1 / SIZE).abs().max() < 0.02
 
 
-def test_next_is_what_the_base_says_from_left_to_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_next_is_what_the_base_says_from_left_to_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, causal: bool
+) -> None:
     """Over all cuts `next` is the mean of -log p(x_i | all before it), the base's own, with the block from i on hidden.
 
     It has every position behind a prompt up to the token that ends the text.
     """
-    adapter, (tokens_BL, prompt_B) = live_adapter(), canvases(5)  # five: a pass of four has to be filled
-    for parameter in adapter.trainables().values():
-        parameter.data = parameter.data.bfloat16().float()  # as the folder has them
+    adapter, (tokens_BL, prompt_B) = live_adapter(causal=causal), canvases(5)  # a pass of four has to be filled
+    run = config(tmp_path, length=LENGTH, share_text=1.0)
+    base = saved(adapter, run)
     part = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(5, dtype=torch.int8))
     batches = CanvasBatches(part, ONE, batch_size=8, seed=1, block=SIZE, end_ids=(IM_END, BOS))
-    run = config(tmp_path, length=LENGTH, share_text=1.0)
     trainer = AdaptTrainer(run, adapter, batches, {"ce": part})
     place_NL, found = (torch.arange(LENGTH) % SIZE).expand(5, -1), torch.zeros(SIZE, 2, dtype=torch.float64)
     for cut in range(SIZE):
         drawn = (place_NL == cut, place_NL >= cut)
         monkeypatch.setattr("adjust_dlm.train.adapt.next_positions", lambda *_, drawn=drawn: drawn)
         found[cut] = trainer._masked_ce(part, -1.0, 0)
-    facts = {"ar": str(run.ar), "mask_id": MASK, "end_ids": [IM_END, BOS], "pad_id": IM_END, "bos_id": BOS}
-    facts |= {"token_limit": 100, "context": 64, "order": "left_to_right", "order_on": "raw", "block": SIZE}
-    adapter.save(run.output, facts)
-    base, asked = load_base(str(run.output)), torch.zeros(SIZE, 2, dtype=torch.float64)
+    asked = torch.zeros(SIZE, 2, dtype=torch.float64)
     for row, prompt in zip(tokens_BL.tolist(), prompt_B.tolist(), strict=True):
         ends = [i for i in range(prompt, LENGTH) if row[i] in (IM_END, BOS)]
         for i in range(prompt, ends[0] + 1 if ends else LENGTH):
-            state = left_pad([row[:i] + [MASK] * (SIZE - i % SIZE)])
+            state = left_pad([row[:i] + [MASK] * (SIZE - i % SIZE)], MASK)
             h_RD = base.at(base.hidden(state), state, torch.tensor([0]), torch.tensor([i]))
             asked[i % SIZE] += torch.tensor([-float(base.logits(h_RD).log_softmax(-1)[0, row[i]]), 1])
     torch.testing.assert_close(found, asked, rtol=5e-3, atol=0)  # its merged weights are bf16, too
@@ -308,6 +361,11 @@ def test_the_mask_of_the_views() -> None:
     assert clean.tolist() == [[1, 1, 0, 0] + [0] * 8] * 2 + [[1] * 4 + [0] * 8] * 2
     assert a.tolist() == [[0] * 4 + [1, 1, 0, 0] + [0] * 4] * 2 + [[1, 1, 0, 0, 0, 0, 1, 1] + [0] * 4] * 2
     assert b.tolist() == [[0] * 8 + [1, 1, 0, 0]] * 2 + [[1, 1, 0, 0] + [0] * 4 + [0, 0, 1, 1]] * 2
+    masked = torch.zeros(1, 12, dtype=torch.bool)
+    masked[0, [4, 7, 11]] = True  # the first column of A, and the last of both views
+    causal = block_views_mask(4, 2, masked_BN=masked)[0, 0].int()
+    lost = (mask - causal).nonzero().tolist()
+    assert lost == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]  # columns that hold tokens, and what stands behind
 
 
 def config(tmp_path: Path, name: str = "out", **changes: Any) -> AdaptConfig:
@@ -323,7 +381,20 @@ def config(tmp_path: Path, name: str = "out", **changes: Any) -> AdaptConfig:
     return AdaptConfig(**{**fields, **changes})
 
 
-def test_a_run_learns_and_its_folder_is_the_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def saved(adapter: AdapterModel, run: AdaptConfig) -> Any:
+    """The base in a folder that the adapter writes, which from now on has its values as the folder has them."""
+    for parameter in adapter.trainables().values():
+        parameter.data = parameter.data.bfloat16().float()
+    facts = {"ar": str(run.ar), "mask_id": MASK, "end_ids": [IM_END, BOS], "pad_id": IM_END, "bos_id": BOS}
+    facts |= {"token_limit": 100, "context": 64, "order": "left_to_right", "order_on": "raw", "block": SIZE}
+    adapter.save(run.output, {**facts, "causal": adapter.causal})
+    return load_base(str(run.output))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_run_learns_and_its_folder_is_the_trained_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, causal: bool
+) -> None:
     kept: list[AdapterModel] = []
     init = AdaptTrainer.__init__
 
@@ -332,18 +403,19 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(tmp_path: Path, monkey
         init(self, settings, adapter, *rest)
 
     monkeypatch.setattr(AdaptTrainer, "__init__", keeping)
-    run = config(tmp_path)
+    run = config(tmp_path, causal=causal)
     result = adapt(run)
     lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert set(result["ce"]["files"]) == {"0.15", "0.5", "0.85", "1.0", "first", "next"}
     for rate in ("0.5", "first", "next"):
         assert result["ce"]["files"][rate] < lines[0]["ce"]["files"][rate] - 0.5
     base = load_base(str(run.output))
-    assert (base.spec.block, base.lag) == (SIZE, 1)
+    assert (base.spec.block, base.spec.causal, base.lag) == (SIZE, causal, 1)
+    assert ("causal" in json.loads((run.output / "base.json").read_text())) == causal
     tokens_BL, _ = canvases(3)
     masked_BL = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.5
     masked_BL[:, :-SIZE] = False  # clean blocks, then one that is half there
-    h_BLD = base.hidden(left_pad(torch.where(masked_BL, MASK, tokens_BL).tolist()))
+    h_BLD = base.hidden(left_pad(torch.where(masked_BL, MASK, tokens_BL).tolist(), MASK))
     kept[0].cpu().float()  # it was trained on a card where there is one
     with torch.no_grad():
         trained = torch.stack([by_blocks(kept[0], t, m) for t, m in zip(tokens_BL, masked_BL, strict=True)])
@@ -371,6 +443,8 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     with pytest.raises(InputError, match="block_size was 4 and is now 2"):
         adapt(config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus", block_size=2))
+    with pytest.raises(InputError, match="causal was False and is now True"):
+        adapt(config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus", causal=True))
 
 
 def test_bad_settings(tmp_path: Path) -> None:
@@ -380,18 +454,22 @@ def test_bad_settings(tmp_path: Path) -> None:
         AdaptConfig(output=tmp_path, block_size=16)
     with pytest.raises(InputError, match="block_size is 0"):
         AdaptConfig(output=tmp_path, block_size=0)
+    with pytest.raises(InputError, match="causal is true; it is about columns of a block: give block_size"):
+        AdaptConfig(output=tmp_path, causal=True)
     with pytest.raises(InputError, match="distill is true; it is about blocks that hide a suffix: give suffix"):
         AdaptConfig(output=tmp_path, block_size=16, length=128, distill=True)
 
 
-@pytest.mark.parametrize("block", [None, 8])
-def test_compiled_layers_share_one_graph_and_change_nothing(block: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "causal"), [(None, False), (8, False), (8, True)])
+def test_compiled_layers_share_one_graph_and_change_nothing(
+    block: int | None, monkeypatch: pytest.MonkeyPatch, *, causal: bool
+) -> None:
     import torch._dynamo as dynamo
 
     def model_of(compiled: bool) -> AdapterModel:
         model = tiny_model()
         words = read_vocabulary(tiny_tokenizer(), model.config)
-        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=block)
+        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=block, causal=causal)
         if compiled:
             plain = torch.nn.Module.compile
             monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, **how, backend="aot_eager"))
@@ -423,25 +501,26 @@ def test_compiled_layers_share_one_graph_and_change_nothing(block: int | None, m
 
 
 @pytest.mark.gpu
-def test_flex_attention_on_a_card_changes_nothing() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_on_a_card_changes_nothing(*, causal: bool) -> None:
     """Compiled losses and gradients in fp32, of passes of all lengths, against the layers as they stand."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(**shape, num_hidden_layers=2, vocab_size=tiny_model().config.vocab_size)
-    tokens_BL, prompt_B = (torch.cat([part] * 2) for part in canvases(16))
-    tokens_BL = torch.cat([tokens_BL] * 8, 1)  # 96 columns
-    tokens_BL[:16, 20:] = IM_END
-    corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(32, dtype=torch.int8))
+    config = Qwen2Config(**shape, num_hidden_layers=2, vocab_size=104, tie_word_embeddings=True)
+    tokens_BL = torch.randint(4, 100, (32, 96), generator=torch.Generator().manual_seed(0))
+    for b in range(32):
+        tokens_BL[b, 2 + 3 * b :] = IM_END
+    corpus = Corpus(tokens_BL.int(), torch.full((32,), 2).short(), torch.zeros(32, dtype=torch.int8))
     how: dict[str, Any] = {"batch_size": 32, "seed": 4, "block": SIZE, "end_ids": (IM_END, BOS), "suffix": 0.5}
     batches = CanvasBatches(corpus, ONE, distill=True, **how).step(0, 8)
-    assert len({batch.tokens_BL.shape for batch in batches}) > 1
+    assert [batch.tokens_BL.shape[1] // 3 for batch in batches] == [24, 48, 72, 96]
     made = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config).cuda().requires_grad_(False)
         words = read_vocabulary(tiny_tokenizer(), config)
-        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=SIZE)
+        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=SIZE, causal=causal)
         generator = torch.Generator().manual_seed(1)
         for p in adapter.trainables().values():
             p.data += 0.1 * torch.randn(p.shape, generator=generator).cuda()

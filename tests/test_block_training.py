@@ -24,6 +24,7 @@ from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
 from helpers import BOS, FAMILIES, left_pad, tiny_base, tiny_sampler
 
 SIZE = 4
+CAUSAL = [("dream", True), ("llada", True)]  # in both frames
 
 
 def texts(base: TransformerBase, **settings: Any) -> list[Trajectory]:
@@ -42,10 +43,10 @@ def canvas_of(x: Trajectory, block: int, t: int) -> tuple[State, int]:
     return replace(state, masked_BL=masked_L[None]), commit
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_states_and_steps_of_all_blocks_are_those_of_whole_canvases(family: str) -> None:
+@pytest.mark.parametrize(("family", "causal"), [*((family, False) for family in FAMILIES), *CAUSAL])
+def test_states_and_steps_of_all_blocks_are_those_of_whole_canvases(family: str, *, causal: bool) -> None:
     """Both halves of Algorithm 2 against `Base.hidden` and `Sampler.forward` on the canvas of every window."""
-    base = tiny_base(family, block=SIZE, end_ids=(1,))
+    base = tiny_base(family, block=SIZE, end_ids=(1,), causal=causal)
     g = tiny_sampler(base)
     data, rollout, length = texts(base), 2, 5
     slices = pack_blocks(data, lambda n, commits: min(n % 2, max(0, commits - 2)), length, base)

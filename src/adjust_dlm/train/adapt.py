@@ -77,7 +77,7 @@ def _adapted(
     distributed.barrier()
     adapter = AdapterModel(
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar,
-        block=config.block_size,
+        block=config.block_size, causal=config.causal,
     )  # fmt: skip
     if config.fresh_from is not None:
         adapter.start_from(config.fresh_from)
@@ -101,6 +101,7 @@ def _adapted(
             "context": model.config.max_position_embeddings, "order": config.order, "order_on": "processed",
             **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
             **({} if config.block_size is None else {"block": config.block_size}),
+            **({"causal": True} if config.causal else {}),
             "training": {**result, "settings": config.run(), "torch": torch.__version__},
         }  # fmt: skip
         adapter.save(config.output, facts)

@@ -40,26 +40,26 @@ class AdapterModel(nn.Module):
     bias_V: Tensor
 
     def __init__(
-        self, causal: Any, vocabulary: Vocabulary, *, rank: int, alpha: int, seed: int, source: str,
-        block: int | None = None,
+        self, model: Any, vocabulary: Vocabulary, *, rank: int, alpha: int, seed: int, source: str,
+        block: int | None = None, causal: bool = False,
     ) -> None:  # fmt: skip
-        """Wraps a Llama, Qwen2 or Qwen3ForCausalLM in place; with `block` it reads [clean | A | B].
+        """Wraps a Llama, Qwen2 or Qwen3ForCausalLM in place; with `block` it reads [clean | A | B], see `AdaptConfig`.
 
         Raises:
             InputError: the head is not tied to the embeddings (an adapted base reads its head from them), or the body
                 is none that `bases.layers` builds.
         """
         super().__init__()
-        self.block = block
+        self.block, self.causal = block, causal
         from peft import LoraConfig, get_peft_model
 
-        Shape.of(causal.config)  # what the trained base could not be built from is refused now
-        require_tied(causal)
+        Shape.of(model.config)  # what the trained base could not be built from is refused now
+        require_tied(model)
         lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(LINEARS), task_type="CAUSAL_LM")
         with torch.random.fork_rng(devices=[]):
-            self.peft = get_peft_model(causal, lora).eval()
+            self.peft = get_peft_model(model, lora).eval()
         self.peft.peft_config["default"].base_model_name_or_path = source
-        self.body: Any = causal.model
+        self.body: Any = model.model
         self._see_both_ways()
         self._fresh_adapters(seed)
         head_VD: Tensor = self.body.embed_tokens.weight
@@ -96,7 +96,7 @@ class AdapterModel(nn.Module):
         """Post-final-norm states [B, L, D]; row i stands at position i (it scores token i + 1)."""
         views = 1 if self.block is None else 3
         length, device = tokens_BL.shape[1] // views, tokens_BL.device
-        mask = None if self.block is None else self._mask(length, views=True)
+        mask = None if self.block is None else self._mask(length, masked_BL)
         positions = torch.arange(length, device=device).repeat(views)[None]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
         return self._run(tokens_BL, masked_BL, cos, sin, mask)
@@ -122,16 +122,22 @@ class AdapterModel(nn.Module):
         tokens_BL = tokens_BN[:, :length]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, torch.arange(length, device=device)[None])
         with self.peft.disable_adapter():
-            masked_BL, mask = torch.zeros_like(tokens_BL, dtype=torch.bool), self._mask(length, views=False)
+            masked_BL, mask = torch.zeros_like(tokens_BL, dtype=torch.bool), self._mask(length)
             return self._run(tokens_BL, masked_BL, cos, sin, mask)
 
-    def _mask(self, length: int, *, views: bool) -> Any:
-        """What the columns of a pass see, [clean | A | B] or a teacher's; made once for each length."""
+    def _mask(self, length: int, masked_BN: Tensor | None = None) -> Any:
+        """What the columns of a pass see: of [clean | A | B] with these masks, or without any of a teacher's.
+
+        Made once for each length; for each batch where the masks decide.
+        """
+        device, views = self.mask_D.device, masked_BN is not None
+        if self.causal and views:
+            sees = block_views_mask(length, self.block or 1, device, masked_BN)
+            return _sparse(sees) if self.flex else sees
         if (length, views) not in self._masks:
-            device = self.mask_D.device
             ones_LL = torch.ones(length, length, dtype=torch.bool, device=device)
             sees = block_views_mask(length, self.block or 1, device) if views else ones_LL.tril()[None, None]
-            self._masks[length, views] = _sparse(sees[0, 0]) if self.flex else sees
+            self._masks[length, views] = _sparse(sees) if self.flex else sees
         return self._masks[length, views]
 
     def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
@@ -203,9 +209,11 @@ class AdapterModel(nn.Module):
         write_whole({folder / FACTS: json.dumps(facts, indent=2) + "\n"})
 
 
-def _sparse(sees_LL: Tensor) -> Any:
-    """A mask as FlexAttention takes it."""
+def _sparse(sees_B1NN: Tensor) -> Any:
+    """A mask as FlexAttention takes it, of each row or of all."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    count = len(sees_LL)
-    return create_block_mask(lambda b, h, q, k: sees_LL[q, k], None, None, count, count, device=str(sees_LL.device))
+    rows, _, count, _ = sees_B1NN.shape
+    return create_block_mask(
+        lambda b, h, q, k: sees_B1NN[b % rows, 0, q, k], rows, None, count, count, device=str(sees_B1NN.device)
+    )

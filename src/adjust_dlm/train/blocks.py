@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.blocks import before_and_own
+from adjust_dlm.bases.blocks import before_and_own, seen_of_own
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
@@ -115,7 +115,10 @@ def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
     clean = Memory()
     h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
     tokens_VL = x.tokens_BL.view(count * n, width)
-    h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, views_mask(seen.texts.real_BL, size, count))
+    mask = views_mask(seen.texts.real_BL, size, count)
+    if base.spec.causal:  # surplus positions are masks, too
+        mask[..., width:] = seen_of_own(mask[:, 0, :, width:], tokens_VL == base.spec.mask_id)[:, None]
+    h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
     h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
     finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
     return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, Finished(finished, h_NLD))

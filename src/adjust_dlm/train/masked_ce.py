@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.blocks import before_and_own
+from adjust_dlm.bases.blocks import before_and_own, seen_of_own
 from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.data.settings import KINDS
 from adjust_dlm.losses import with_gradients
@@ -182,15 +182,18 @@ def next_positions(count: int, length: int, size: int, generator: torch.Generato
     return place_L == cut_BL, place_L >= cut_BL
 
 
-def block_views_mask(length: int, size: int, device: torch.device | None = None) -> Tensor:
-    """What columns of [clean | A | B] see: bool [1, 1, 3 L, 3 L].
+def block_views_mask(
+    length: int, size: int, device: torch.device | None = None, masked_BN: Tensor | None = None
+) -> Tensor:
+    """What columns of [clean | A | B] see: bool [1, 1, 3 L, 3 L]; of a causal base, whose masks are given, one a row.
 
     The clean half sees its own block and those before, a view its own block in the view and the clean ones before it.
     """
     before_LL, own_LL = before_and_own(length, size, device)
     never_LL = torch.zeros_like(own_LL)
     rows = [[before_LL | own_LL, never_LL, never_LL], [before_LL, own_LL, never_LL], [before_LL, never_LL, own_LL]]
-    return torch.cat([torch.cat(row, 1) for row in rows])[None, None]
+    sees_NN = torch.cat([torch.cat(row, 1) for row in rows])  # clean columns before stand left of any that sees them
+    return (sees_NN[None] if masked_BN is None else seen_of_own(sees_NN, masked_BN))[:, None]
 
 
 Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
