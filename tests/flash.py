@@ -38,10 +38,7 @@ def flash(
 
 
 def by_runs(patch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """Has passes attend by runs, by the above; the list gets the keys and the numbers of keys of every call.
-
-    Prompts in blocks of one token, too, as long ones do.
-    """
+    """Has passes attend by runs, by the above; the list gets the keys and the numbers of keys of every call."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def spy(q: Tensor, k: Tensor, v: Tensor, *given: Any, **more: Any) -> list[Tensor]:
@@ -49,6 +46,5 @@ def by_runs(patch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
         return flash(q, k, v, *given, **more)
 
     patch.setattr(attention, "_flash", lambda h, shape: True)
-    patch.setattr(attention, "_LONG", 0)
     patch.setattr(torch.ops.aten, "_flash_attention_forward", spy)
     return seen

@@ -96,7 +96,7 @@ def by_blocks(adapter: AdapterModel, tokens_L: Tensor, hidden_L: Tensor) -> Tens
     block_L = torch.arange(length) // SIZE
     mask = (block_L[None] <= block_L[:, None])[None, None]
     if adapter.causal:
-        mask = mask & (torch.ones_like(mask[0, 0]).tril() | hidden_L[:, None])
+        mask = torch.ones_like(mask).tril()
     e_LD = torch.where(hidden_L[:, None], adapter.mask_D, body.embed_tokens(tokens_L))
     rotary = body.rotary_emb(e_LD, torch.arange(length)[None])
     h_BLD = e_LD[None]
@@ -361,11 +361,8 @@ def test_the_mask_of_the_views() -> None:
     assert clean.tolist() == [[1, 1, 0, 0] + [0] * 8] * 2 + [[1] * 4 + [0] * 8] * 2
     assert a.tolist() == [[0] * 4 + [1, 1, 0, 0] + [0] * 4] * 2 + [[1, 1, 0, 0, 0, 0, 1, 1] + [0] * 4] * 2
     assert b.tolist() == [[0] * 8 + [1, 1, 0, 0]] * 2 + [[1, 1, 0, 0] + [0] * 4 + [0, 0, 1, 1]] * 2
-    masked = torch.zeros(1, 12, dtype=torch.bool)
-    masked[0, [4, 7, 11]] = True  # the first column of A, and the last of both views
-    causal = block_views_mask(4, 2, masked_BN=masked)[0, 0].int()
-    lost = (mask - causal).nonzero().tolist()
-    assert lost == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]  # columns that hold tokens, and what stands behind
+    lost = (mask - block_views_mask(4, 2, causal=True)[0, 0].int()).nonzero().tolist()
+    assert lost == [[n, n + 1] for n in (0, 2, 4, 6, 8, 10)]
 
 
 def config(tmp_path: Path, name: str = "out", **changes: Any) -> AdaptConfig:
@@ -403,7 +400,7 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(
         init(self, settings, adapter, *rest)
 
     monkeypatch.setattr(AdaptTrainer, "__init__", keeping)
-    run = config(tmp_path, causal=causal)
+    run = config(tmp_path, causal=causal, order="left_to_right" if causal else "entropy")
     result = adapt(run)
     lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert set(result["ce"]["files"]) == {"0.15", "0.5", "0.85", "1.0", "first", "next"}
@@ -425,7 +422,7 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(
 
 
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more: dict[str, Any] = {"steps": 8, "suffix": 0.5, "distill": True}
+    more: dict[str, Any] = {"steps": 8, "suffix": 0.5, "distill": True, "order": "left_to_right"}
     adapt(config(tmp_path, "whole", **more))
     step = AdaptTrainer._train_step
 
@@ -454,8 +451,10 @@ def test_bad_settings(tmp_path: Path) -> None:
         AdaptConfig(output=tmp_path, block_size=16)
     with pytest.raises(InputError, match="block_size is 0"):
         AdaptConfig(output=tmp_path, block_size=0)
-    with pytest.raises(InputError, match="causal is true; it is about columns of a block: give block_size"):
+    with pytest.raises(InputError, match="causal is true; such blocks are written from left to right: give block_size"):
         AdaptConfig(output=tmp_path, causal=True)
+    with pytest.raises(InputError, match="give block_size, and order left_to_right"):
+        AdaptConfig(output=tmp_path, causal=True, block_size=16, length=128)
     with pytest.raises(InputError, match="distill is true; it is about blocks that hide a suffix: give suffix"):
         AdaptConfig(output=tmp_path, block_size=16, length=128, distill=True)
 

@@ -575,12 +575,7 @@ def test_a_base_with_blocks_passes_its_check() -> None:
     rows = [[BOS, 5, MASK, 7], [BOS, 6, MASK, 8, 9, MASK, 3]]
     for family in FAMILIES:
         check_base(tiny_base(family, block=4), rows)
-    with pytest.raises(InputError, match="two masks side by side"):
-        check_base(tiny_base("dream", block=4, causal=True), rows)
-    for family in ("dream", "llada"):
-        check_base(
-            tiny_base(family, block=4, causal=True), [[BOS, MASK, MASK, 7], [BOS, MASK, MASK, 6, 8, MASK, MASK, 3]]
-        )
+        check_base(tiny_base(family, block=4, causal=True), rows)
     with pytest.raises(InputError, match="behind it in the same block of 2"):
         check_base(tiny_base("llada", block=2), [[BOS, MASK, 5, 6], [BOS, MASK, 5, 6, 7]])
 

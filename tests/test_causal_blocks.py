@@ -1,4 +1,4 @@
-"""Causal blocks: only masks see what stands right of them; one token a pass is the autoregressive model's own law."""
+"""Causal blocks: a column sees what stands left of it; one token a pass is the autoregressive model's own law."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, decode
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast import work
-from adjust_dlm.types import DecodeConfig, InputError, State
+from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.types import DecodeConfig, InputError
 from flash import by_runs
 from helpers import BOS, FAMILIES, MASK, left_pad, tiny_base, tiny_sampler
 from test_block_bases import NO_END, cached_and_whole, played, prompts
@@ -24,40 +25,20 @@ from test_fast import Replayed, both
 from tiny_ar import tiny_model, tiny_tokenizer
 
 SIZE = 4
-ROWS = [[BOS, 5, 6, MASK, 7, MASK, 9, MASK, 8], [BOS, 9], [BOS, MASK, 4, 5, MASK, 6, 7, 8, 9, 10, MASK, 3]]
-
-
-def sees(state: State, size: int) -> Tensor:
-    """By hand: [B, L, L], whether column i sees column j."""
-    rows, length = state.real_BL.shape
-    out = torch.zeros(rows, length, length, dtype=torch.bool)
-    for b in range(rows):
-        left = int(state.real_BL[b].long().argmax())
-        for i in range(left, length):
-            edge = left + ((i - left) // size + 1) * size if state.masked_BL[b, i] else i + 1
-            out[b, i, left:edge] = True
-        out[b, :left, left] = True  # pads would be NaN
-    return out
+ROWS = [[BOS, 5, 6, 7, 8, 9, *[MASK] * 6], [BOS, 9], [BOS, 3, 4, 5, MASK]]
+RULES = {"threshold": {"tau": 0.4}, "factor": {"f": 3.0}, "entropy_bound": {"gamma": 2.0}}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "sdar"])
-def test_states_are_those_under_a_mask_by_hand(family: str) -> None:
-    """Left pads, masks in any places; the last block's masks beyond the canvas are there."""
+def test_states_are_those_of_a_causal_pass(family: str) -> None:
+    """Left pads, masks; the last block's masks beyond the canvas change nothing."""
     base = tiny_base(family, block=SIZE, causal=True)
-    state = left_pad([[*row, *[MASK] * (-len(row) % SIZE)] for row in ROWS])
-    plain = base.model(state.tokens_BL, sees(state, SIZE)[:, None], state.positions_BL)
-    for row, wanted_LD, real_L in zip(ROWS, plain, state.real_BL, strict=True):
-        torch.testing.assert_close(base.hidden(left_pad([row]))[0], wanted_LD[real_L][: len(row)])
     h_BLD, real_BL = base.hidden(left_pad(ROWS)), left_pad(ROWS).real_BL
     for row, h_LD, real_L in zip(ROWS, h_BLD, real_BL, strict=True):
-        torch.testing.assert_close(h_LD[real_L], base.hidden(left_pad([row]))[0])
-
-
-def test_tokens_see_nothing_right_of_them_and_masks_do() -> None:
-    base = tiny_base("dream", block=SIZE, causal=True)
-    row, other = [BOS, 5, MASK, 6], [BOS, 5, MASK, 7]
-    moved_L = (base.hidden(left_pad([row])) - base.hidden(left_pad([other])))[0].abs().amax(-1) > 1e-4
-    assert moved_L.tolist() == [False, False, True, True]
+        length = len(row)
+        sees_LL = torch.tensor([[j <= i for j in range(length)] for i in range(length)])
+        plain = base.model(torch.tensor([row]), sees_LL[None, None], torch.arange(length)[None])
+        torch.testing.assert_close(h_LD[real_L], plain[0])
 
 
 def pair(family: str, size: int) -> tuple[TransformerBase, TransformerBase]:
@@ -97,36 +78,75 @@ def test_cached_states_are_those_of_the_whole_canvas(family: str) -> None:
         torch.testing.assert_close(h_RD, whole_RD, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("decoder", [name for name in DECODERS if name != "origin"])
+@pytest.mark.parametrize("decoder", [name for name in DECODERS if name not in ("origin", "guided", "soft_order")])
 def test_every_decoder_writes_the_same_with_the_cache_and_by_runs(decoder: str) -> None:
-    """By the base's own order, in which masks stand between tokens."""
+    """Every decoder goes from left to right, whatever it scores by, and leaves no gap."""
     base = tiny_base("dream", block=SIZE, causal=True, end_ids=(1, 5))
-    order = {"guided": "confidence"}.get(decoder)
-    config = DecodeConfig(max_new_tokens=2 * SIZE + 3, tokens_per_step=3, seed=4, order=order)
+    config = DecodeConfig(max_new_tokens=2 * SIZE + 3, tokens_per_step=3, seed=4)
     kept, plain = (played(base, config, decoder, prompts(SIZE), cached=cached) for cached in (True, False))
     with pytest.MonkeyPatch.context() as patch:
         seen = by_runs(patch)
         runs = played(base, config, decoder, prompts(SIZE), cached=True)
     assert seen
+    for order_L, real_L in zip(kept.order_BL, kept.real_BL, strict=True):
+        order = order_L[real_L & (order_L >= 0)]
+        assert torch.equal(order, order.sort().values)
     for other in (plain, runs):
         assert torch.equal(kept.tokens_BL, other.tokens_BL) and torch.equal(kept.order_BL, other.order_BL)
 
 
-@pytest.mark.parametrize("order", ["left_to_right", "entropy"])
+@pytest.mark.parametrize("decoder", RULES)
+def test_a_rule_commits_the_longest_run_of_masks_that_it_allows(decoder: str) -> None:
+    """By hand, in the first pass; behind some runs stand masks that score better than the worst of the run."""
+    base = tiny_base("dream", block=16, causal=True, end_ids=NO_END)
+    config, texts = DecodeConfig(max_new_tokens=15, temperature=0.0), [[BOS, 3 + n] for n in range(12)]
+    canvas = Canvas(base, texts, config)
+    row_R, position_R = canvas.open_BL.nonzero(as_tuple=True)
+    p_BNV = base.logits(base.at(base.hidden(canvas), canvas, row_R, position_R)).softmax(-1).view(12, 14, -1)
+    best_BN, entropy_BN = p_BNV.amax(-1), -(p_BNV * p_BNV.clamp_min(1e-30).log()).sum(-1)
+
+    def allowed(b: int, n: int) -> bool:
+        if decoder == "entropy_bound":
+            return float(entropy_BN[b, :n].sum() - entropy_BN[b, :n].amax()) <= RULES[decoder]["gamma"]
+        worst = float(best_BN[b, :n].amin())
+        return worst >= RULES[decoder]["tau"] if decoder == "threshold" else (n + 1) * (1 - worst) < RULES[decoder]["f"]
+
+    counts = [next((n - 1 for n in range(2, 15) if not allowed(b, n)), 14) for b in range(12)]
+    assert len(set(counts)) > 1
+    assert any(count < 14 and best_BN[b, count:].amax() > best_BN[b, :count].amin() for b, count in enumerate(counts))
+    assert counts == first_runs(base, texts, config, decoder)
+
+
+def first_runs(base: TransformerBase, texts: list[list[int]], config: DecodeConfig, decoder: str) -> list[int]:
+    """How many tokens the first pass of each row commits."""
+    seen: list[Tensor] = []
+    decode(
+        base, texts, config, decoder=decoder, eager=True, watch=lambda c: seen.append(c.masked_BL.sum(-1)),
+        **RULES[decoder],
+    )  # fmt: skip
+    return (15 - seen[0]).tolist()
+
+
 @pytest.mark.parametrize(
     ("decoder", "options"), [("joint", {}), ("parallel", {}), ("adjust", {}), ("adjust", {"sparse": True})]
 )
-def test_the_fast_form_writes_the_same(
-    decoder: str, options: dict[str, Any], order: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In turn with passes of their own for rows that enter a block, and without."""
+def test_the_fast_form_writes_the_same(decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turn with passes of their own for rows that enter a block, and without; by runs as well."""
     monkeypatch.setattr(fast, "Graphs", Replayed)
-    for few in (0, 8):
-        monkeypatch.setattr(work, "COMPACT", few)
-        monkeypatch.setattr(work, "FEW", 1)
-        base = tiny_base("dream", block=SIZE, causal=True, end_ids=(1, 5), num_hidden_layers=3)
-        config = DecodeConfig(max_new_tokens=11, tokens_per_step=3, seed=2, order=order)
-        both(base, prompts(SIZE), config, decoder, sampler=tiny_sampler(base, layers=2), slots=3, **options)
+    monkeypatch.setattr(work, "FEW", 1)
+    base = tiny_base("dream", block=SIZE, causal=True, end_ids=(1, 5), num_hidden_layers=3)
+    config = DecodeConfig(max_new_tokens=11, tokens_per_step=3, seed=2)
+    how: dict[str, Any] = {"sampler": tiny_sampler(base, layers=2), "slots": 3, **options}
+    for compact in (0, 1024):
+        monkeypatch.setattr(work, "COMPACT", compact)
+        plain = both(base, prompts(SIZE), config, decoder, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = by_runs(patch)
+        got = decode(base, prompts(SIZE), config, decoder=decoder, eager=False, **how)
+        how.pop("slots")
+        one, alone = (decode(base, prompts(SIZE)[:1], config, decoder=decoder, eager=e, **how) for e in (False, True))
+    assert seen and torch.equal(plain.tokens_BL, got.tokens_BL) and torch.equal(plain.order_BL, got.order_BL)
+    assert torch.equal(one.tokens_BL, alone.tokens_BL)
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -144,7 +164,7 @@ def test_verified_writes_what_joint_writes(depth: int, eager: bool, monkeypatch:
 def test_g_sees_its_block_both_ways() -> None:
     base = tiny_base("dream", block=SIZE, causal=True)
     g = tiny_sampler(base)
-    x, y = left_pad([[BOS, 5, MASK, 6]]), left_pad([[BOS, 5, MASK, 7]])
+    x, y = left_pad([[BOS, 5, 6, MASK]]), left_pad([[BOS, 5, 7, MASK]])
     h_BLD = base.hidden(x)
     assert bool(((g(h_BLD, x) - g(h_BLD, y))[0].abs().amax(-1) > 1e-5).all())
 
@@ -153,8 +173,14 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="causal is true; it is about columns of a block: give block"):
         tiny_base("dream", causal=True)
     base = tiny_base("dream", block=SIZE, causal=True)
-    spec = replace(base.spec, causal=False)
     with pytest.raises(InputError, match="causal is False; the body has True"):
-        TransformerBase(base.model, base.head_matrix, spec, next_frame=True)
-    plain = tiny_base("dream", block=SIZE)
-    assert base.fingerprint != plain.fingerprint
+        TransformerBase(base.model, base.head_matrix, replace(base.spec, causal=False), next_frame=True)
+    with pytest.raises(InputError, match="needs block, and order left_to_right, not entropy"):
+        replace(base.spec, order="entropy")
+    with pytest.raises(InputError, match="order is entropy; base 'dream' has causal blocks, which are written from"):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=9, order="entropy"), decoder="joint")
+    with pytest.raises(InputError, match="guided knows confidence and random"):
+        decode(base, [[BOS]], DecodeConfig(max_new_tokens=9), decoder="guided")
+    with pytest.raises(InputError, match="prompt 0 has a mask at 1 and a token at 2"):
+        decode(base, [[BOS, MASK, 5]], DecodeConfig(max_new_tokens=9), decoder="joint")
+    assert base.fingerprint != tiny_base("dream", block=SIZE).fingerprint

@@ -149,7 +149,6 @@ def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int,
     valid_BN[3] = False
     column_BN, valid_BN = (place_BN % 300).cuda(), valid_BN.cuda()
     draw = torch.Generator("cuda").manual_seed(0)
-    state.masked_BL = (torch.rand(4, 300, generator=draw, device="cuda") < 0.5) & state.real_BL
     q = torch.randn(4, count, 14, head_dim, generator=draw, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     kept = torch.randn(4, 300, 4 * head_dim, generator=draw, device="cuda", dtype=torch.bfloat16)
     kept[~state.real_BL] = 1e3
@@ -160,7 +159,7 @@ def test_flash_attention_by_runs_is_that_under_a_mask(count: int, head_dim: int,
         runs = visible(state, q, shape, column_BN, valid_BN)
         assert isinstance(runs, Runs)
         got = attend(q, k, v, runs)
-        wanted = attend(q.float(), k.float(), v.float(), block_mask(state, 32, column_BN, causal=causal))
+        wanted = attend(q.float(), k.float(), v.float(), block_mask(state, shape.sees, column_BN))
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got[valid_BN].float(), wanted[valid_BN], rtol=0.02, atol=0.005)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from adjust_dlm.bases import attention, layers
+from adjust_dlm.bases import layers
 from adjust_dlm.bases.attention import Runs, attend, visible
 from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.memory import apart, side_by_side
@@ -71,10 +71,9 @@ def test_all_columns_see_what_the_mask_shows(size: int, causal: bool, rows: list
 
 
 def check(state: State, size: int, column_BN: Tensor | None, valid_BN: Tensor, *, causal: bool) -> None:
-    """Grouped heads; keys and values as they are kept; nothing that is not wanted is NaN; masks anywhere."""
+    """Grouped heads; keys and values as they are kept; nothing that is not wanted is NaN."""
     shape: Any = tiny_base("dream", block=size, causal=causal).layer_config
     draw = torch.Generator().manual_seed(0)
-    state.masked_BL = (torch.rand(state.real_BL.shape, generator=draw) < 0.5) & state.real_BL
     q = torch.randn(*valid_BN.shape, 4, 8, generator=draw).transpose(1, 2)
     k, v = torch.randn(2, len(valid_BN), 2, state.real_BL.shape[1], 8, generator=draw)
     kept_k, kept_v = apart(side_by_side(k, v), 8)
@@ -83,9 +82,10 @@ def check(state: State, size: int, column_BN: Tensor | None, valid_BN: Tensor, *
         by_runs(patch)
         chosen = None if column_BN is None else valid_BN
         runs = visible(state, q, shape, column_BN, chosen)
-        assert isinstance(runs, Runs) and len(runs.seen_G) == len(valid_BN) * -(-valid_BN.shape[1] // size)
+        groups = 1 if shape.sees == 1 else -(-valid_BN.shape[1] // size)
+        assert isinstance(runs, Runs) and len(runs.seen_G) == len(valid_BN) * groups
         got = attend(q, kept_k, kept_v, runs)
-    wanted = attend(q, k, v, block_mask(state, size, column_BN, causal=causal))
+    wanted = attend(q, k, v, block_mask(state, shape.sees, column_BN))
     torch.testing.assert_close(got[valid_BN], wanted[valid_BN], rtol=1e-5, atol=1e-5)
     assert got.isfinite().all()
 
@@ -161,16 +161,16 @@ def test_other_columns_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(sees, Tensor) and torch.equal(sees, block_mask(state, 2, column_BN)[..., :3])
 
 
-def test_prompts_in_blocks_of_one_token_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query would be a group of its own; rounds are, of one column, and prompts too long for a mask."""
-    base, state = tiny_base("dream", block=1), left_pad([[BOS, 5, 6, 7], [BOS, 7, 8, 9]])
+def test_columns_that_see_what_stands_left_are_one_group_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of one token, and in causal ones; a single column shares its tile with the heads of its keys."""
+    state = left_pad([[BOS, 5, 6, 7], [BOS, 7, 8, 9]])
     by_runs(monkeypatch)
-    for longest, counts in ((4096, {1: Runs, 2: Runs, 3: Tensor, 4: Tensor}), (3, {3: Tensor, 4: Runs})):
-        monkeypatch.setattr(attention, "_LONG", longest)
-        for count, kind in counts.items():
+    for base in (tiny_base("dream", block=1), tiny_base("dream", block=4, causal=True)):
+        for count in (1, 2, 4):
             column_BN = torch.arange(4 - count, 4).expand(2, -1)
-            every_BN = torch.ones_like(column_BN, dtype=torch.bool)
-            assert isinstance(visible(state, torch.zeros(1), base.layer_config, column_BN, every_BN), kind)
+            runs = visible(state, torch.zeros(1), base.layer_config, column_BN, torch.ones_like(column_BN).bool())
+            assert isinstance(runs, Runs) and runs.seen_G.tolist() == [4, 4]
+            assert (runs.causal, runs.packed) == ((False, 2) if count == 1 else (True, 1))
 
 
 def test_runs_are_found_without_a_question_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_runs_are_found_without_a_question_to_the_device(monkeypatch: pytest.Mon
     with NoQuestions():
         runs = visible(state, torch.zeros(1), base.layer_config, column_BN, column_BN > 1)
     assert isinstance(runs, Runs) and runs.packed == 2  # four heads share two of keys
-    assert [part.tolist() for part in runs[1:4]] == [[0, 4, 6, 8, 12], [1, 1, 4, 4, 0], [2, 3, 2, 4]]
+    assert [part.tolist() for part in runs[2:]] == [[0, 4, 6, 8, 12], [1, 1, 4, 4, 0], [2, 3, 2, 4]]
 
 
 @pytest.mark.parametrize("family", ["dream", "sdar"])

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adjust_dlm.bases.blocks import at_columns, block_mask
+from adjust_dlm.bases.blocks import block_mask
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.kernels import HAS_TRITON
 from adjust_dlm.types import State
 
 _GROUPS = 65_535  # that the kernel can be launched for
 _TILE = 128  # queries that flash attention looks at together
-_LONG = 4096  # columns from which on a mask takes too much memory
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -94,24 +93,21 @@ class Runs(NamedTuple):
     """What queries see where flash attention can do it: neighbours among them are a group, which sees one run of keys.
 
     With a mask, scores go through a slow kernel, keys are copied for every head that shares them, and time follows the
-    length of the canvas instead of that of its rows. On a causal base that is how masks attend; the others are one
-    group a row, of which the last query sees the whole run, the one before it a key less, and so on.
+    length of the canvas instead of that of its rows.
 
     Attributes:
+        causal: the last query of a group sees its whole run, the one before it a key less, and so on.
         packed: P heads that share keys count as queries of one head, so that few columns fill a tile; 1: none do.
         query_E: int32 [G + 1], where groups begin among the B N P queries, and the end of these. Groups may be empty.
         key_E: int32 [G + 1], where their runs begin among the B L keys; the last entry means nothing.
         seen_G: int32 [G], how many keys a run has, at least one. Runs may overlap.
-        masked_BN: which queries are masks, on a causal base.
-        last_B: int32 [B], as `seen_G`, of the causal groups.
     """
 
+    causal: bool
     packed: int
     query_E: Tensor
     key_E: Tensor
     seen_G: Tensor
-    masked_BN: Tensor | None = None
-    last_B: Tensor | None = None
 
 
 Seen = Tensor | Runs | None  # by queries: a mask, runs, or everything
@@ -129,25 +125,29 @@ def visible(
         shape: of the layers.
         column_BN: the columns.
         valid_BN: which are wanted; the others see something that means nothing. On a block base there are no runs
-            without it: those of a row follow each other.
+            without it: those of a row follow each other, and are its last ones.
         seen: on a block base no wanted column sees this one or later ones.
         masks: no runs.
     """
-    size, real_BL = shape.block, state.real_BL
+    size, real_BL = shape.sees, state.real_BL
     if size is None and not state.padded:
         return None
     (rows, length), device = real_BL.shape, real_BL.device
     count = length if column_BN is None else column_BN.shape[1]
     ordered = size is None or column_BN is None or valid_BN is not None
-    few = size is None or rows * -(-count // size) <= _GROUPS
-    alone = size == 1 and 2 < count <= _LONG  # prompts: every query would have a tile to itself
-    if masks or alone or not (ordered and few and _flash(h, shape)):
-        if size is None:
-            return real_BL[:, None, None]
-        return block_mask(state, size, column_BN, causal=shape.causal)[..., :seen]
+    causal = size == 1 and count > 1
+    few = size is None or causal or rows * -(-count // size) <= _GROUPS
+    if masks or not (ordered and few and _flash(h, shape)):
+        return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
     row_B1 = torch.arange(rows, device=device)[:, None]
-    edge_BG, seen_BG = torch.zeros_like(row_B1), real_BL.sum(-1, keepdim=True)
-    if size is not None:
+    edge_BG, seen_BG, first_B1 = (
+        torch.zeros_like(row_B1),
+        real_BL.sum(-1, keepdim=True),
+        real_BL.long().argmax(-1, True),
+    )
+    if causal:  # one group a row
+        seen_BG = (length if column_BN is None else column_BN[:, -1:] + 1) - first_B1
+    elif size is not None:
         block_BN = state.positions_BL // size
         if column_BN is not None and valid_BN is not None:
             block_BN = torch.where(valid_BN, block_BN.gather(1, column_BN), -1).cummax(-1).values
@@ -155,18 +155,16 @@ def visible(
         edge_BG = (block_BN[:, None] < own_BG[..., None]).sum(-1)
         edge_BG[:, 0] = 0
         seen_BG = seen_BG.minimum((own_BG + 1) * size)
-    first_B1 = real_BL.long().argmax(-1, keepdim=True)
     key_BG = (row_B1 * length + first_B1).expand_as(seen_BG)
     query_E = F.pad((row_B1 * count + edge_BG).flatten(), (0, 1), value=rows * count)
-    packed = shape.num_attention_heads // shape.num_key_value_heads if count < _TILE else 1
-    runs = Runs(
-        packed, (packed * query_E).int(), F.pad(key_BG.flatten(), (0, 1)).int(), seen_BG.clamp_min(1).flatten().int()
+    packed = shape.num_attention_heads // shape.num_key_value_heads if count < _TILE and not causal else 1
+    return Runs(
+        causal,
+        packed,
+        (packed * query_E).int(),
+        F.pad(key_BG.flatten(), (0, 1)).int(),
+        seen_BG.clamp_min(1).flatten().int(),
     )
-    if not shape.causal:
-        return runs
-    last_B1 = torch.full_like(first_B1, length - 1) if column_BN is None else column_BN[:, -1:]
-    last_B = (last_B1 - first_B1 + 1).clamp_min(1).flatten().int()
-    return runs._replace(masked_BN=at_columns(state.masked_BL, column_BN), last_B=last_B)
 
 
 def _flash(h: Tensor, shape: Shape) -> bool:
@@ -181,18 +179,13 @@ def _attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: Runs) -> Tensor:
     if torch.is_autocast_enabled(q.device.type):  # which does not know the kernel; norms give fp32 there
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     few = heads // runs.packed
-    packed = q.unflatten(1, (few, -1)).permute(0, 3, 2, 1, 4).reshape(-1, few, width)  # [B N P, heads / P, d]
+    q = q.unflatten(1, (few, -1)).permute(0, 3, 2, 1, 4).reshape(-1, few, width)  # [B N P, heads / P, d]
     k_all, v_all = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))  # [B L, heads of keys, d]
     most = max(count * runs.packed, 2)  # told that groups have one query, it would lay them out anew
-    flash, how = torch.ops.aten._flash_attention_forward, (k.shape[2], 0.0)
-    out = flash(packed, k_all, v_all, runs.query_E, runs.key_E, most, *how, False, False, seqused_k=runs.seen_G)[0]
-    out = out.view(rows, count, runs.packed, few, width).transpose(2, 3).reshape(rows, count, -1)
-    if runs.masked_BN is None:
-        return out
-    flat, query_E = q.transpose(1, 2).reshape(-1, heads, width), torch.arange(rows + 1, device=q.device).int() * count
-    key_E = runs.key_E[:: len(runs.seen_G) // rows].contiguous()
-    one = flash(flat, k_all, v_all, query_E, key_E, max(count, 2), *how, True, False, seqused_k=runs.last_B)[0]
-    return torch.where(runs.masked_BN[..., None], out, one.view(rows, count, -1))
+    out = torch.ops.aten._flash_attention_forward(
+        q, k_all, v_all, runs.query_E, runs.key_E, most, k.shape[2], 0.0, runs.causal, False, seqused_k=runs.seen_G
+    )[0]
+    return out.view(rows, count, runs.packed, few, width).transpose(2, 3).reshape(rows, count, -1)
 
 
 def causal_mask(tokens_BL: Tensor, mask_B11L: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ class BaseSpec(Checked):
         order: the family's rule for the next position.
         order_on: whether that rule sees the tempered and filtered distribution.
         block: S, if it writes in blocks of S positions, left to right (see `bases.blocks`); None: a canvas sees itself.
-        causal: in its blocks only masks see what stands right of them.
+        causal: its blocks see nothing to the right, so they are written from left to right.
     """
 
     name: str
@@ -56,6 +56,8 @@ class BaseSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        wrong = f"base {self.name!r} has causal blocks, so it needs block, and order left_to_right, not {self.order}"
+        require(not self.causal or (self.block is not None and self.order == "left_to_right"), wrong)
         object.__setattr__(self, "context", self.context // (self.block or 1) * (self.block or 1))
         ids = {"mask_id": self.mask_id, "pad_id": self.pad_id, "bos_id": self.bos_id or 0}
         ids |= {f"end_ids[{n}]": token for n, token in enumerate(self.end_ids)} | {"last token": self.token_limit - 1}

@@ -1,7 +1,7 @@
 """Block diffusion: a column sees its own block of S columns in both directions and all blocks before it.
 
-Of a causal base only masks do; a token that is there sees what stands left of it, as in the autoregressive model that
-the base was made from. Blocks are counted from a row's first real token, so left pads change nothing.
+Of causal blocks it sees what stands left of it, as in the autoregressive model that the base was made from. Blocks are
+counted from a row's first real token, so left pads change nothing.
 """
 
 from __future__ import annotations
@@ -12,33 +12,20 @@ from torch import Tensor
 from adjust_dlm.types import State
 
 
-def block_mask(
-    state: State, size: int, column_BN: Tensor | None = None, *, causal: bool = False, masked_BN: Tensor | None = None
-) -> Tensor:
-    """What columns see: [B, 1, N, L], for `column_BN` or for all; `masked_BN` are masks, if not those there."""
-    place_BL = state.positions_BL
-    own_BN = at_columns(place_BL, column_BN)
-    last_BN = (own_BN // size + 1) * size - 1
-    if causal:
-        masked_BN = at_columns(state.masked_BL, column_BN) if masked_BN is None else masked_BN
-        last_BN = torch.where(masked_BN, last_BN, own_BN)
-    return ((place_BL[:, None] <= last_BN[..., None]) & state.real_BL[:, None])[:, None]
+def block_mask(state: State, size: int, column_BN: Tensor | None = None) -> Tensor:
+    """What columns see: [B, 1, N, L], for `column_BN` or for all; `size` is that of `Shape.sees`."""
+    block_BL = state.positions_BL // size
+    own_BN = block_BL if column_BN is None else block_BL.gather(1, column_BN)
+    return ((block_BL[:, None] <= own_BN[..., None]) & state.real_BL[:, None])[:, None]
 
 
-def at_columns(part_BL: Tensor, column_BN: Tensor | None) -> Tensor:
-    """What stands at some columns, or at all."""
-    return part_BL if column_BN is None else part_BL.gather(1, column_BN)
-
-
-def before_and_own(length: int, size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Of texts without left pads, whether column j is of a block before that of column i, and of the same: [L, L]."""
+def before_and_own(
+    length: int, size: int, device: torch.device | None = None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Of texts without left pads: whether column i sees column j in a block before its own, and in its own: [L, L]."""
     block_L = torch.arange(length, device=device) // size
-    return block_L[None] < block_L[:, None], block_L[None] == block_L[:, None]
-
-
-def seen_of_own(own_LL: Tensor, masked_BL: Tensor) -> Tensor:
-    """What columns of a causal base see of their own block: [B, L, L]."""
-    return own_LL & (torch.ones_like(own_LL).tril() | masked_BL[..., None])
+    own_LL = block_L[None] == block_L[:, None]
+    return block_L[None] < block_L[:, None], own_LL.tril() if causal else own_LL
 
 
 def open_block(state: State, size: int) -> Tensor:

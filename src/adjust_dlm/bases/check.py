@@ -184,19 +184,17 @@ def _check_logits(base: Base, row: list[int]) -> None:
 
 
 def _check_both_ways(base: Base, row: list[int], before_LV: Tensor) -> None:
-    """The first mask's row moves with the last given token (of its block), and the last mask's with the first."""
+    """The first mask's row moves with the last given token (of its block, if not causal), the last's with the first."""
     given, masked = _places(base, row)
     size = base.spec.block or len(row)
-    if base.spec.causal:  # no token's column sees later ones, so that none of them may score the mask
-        masked = [place for place in masked if row[place - base.lag] == base.spec.mask_id]
-        require(bool(masked), f"a prompt needs two masks side by side; it is {row}")
     later = [place for place in given if place // size == masked[0] // size]
     lag = base.lag and masked[0] % size == 0  # scored by the block before
     require(
-        bool(later) and later[-1] > masked[0] and not lag,
+        base.spec.causal or (bool(later) and later[-1] > masked[0] and not lag),
         f"a prompt needs a mask with a given token behind it in the same block of {size}; it is {row}",
     )
-    for change, look, word in ((later[-1], masked[0], "later"), (given[0], masked[-1], "earlier")):
+    moves = [(given[0], masked[-1], "earlier")]
+    for change, look, word in moves if base.spec.causal else [(later[-1], masked[0], "later"), *moves]:
         tokens = [i for i in _allowed(base) if i != row[change]][:8]  # one of these must make a difference
         others = [[*row[:change], token, *row[change + 1 :]] for token in tokens]
         moved = max(_gap(before_LV[look], _log_p(base, _state(base, [other]))[0, look]) for other in others)

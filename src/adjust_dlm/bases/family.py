@@ -93,7 +93,7 @@ class Family:
         ids = {"mask_id": self.mask_id, "end_ids": self.end_ids, "bos_id": bos, "token_limit": vocab} | ids
         spec = BaseSpec(
             name=self.name, pad_id=ids["end_ids"][0], vocab_size=vocab, context=config.max_position_embeddings,
-            order=self.order, order_on=self.order_on, block=block, causal=causal, **ids,
+            order="left_to_right" if causal else self.order, order_on=self.order_on, block=block, causal=causal, **ids,
         )  # fmt: skip
         return self.base(model, head_weight, spec, next_frame=self.next_frame, tokenizer=tokenizer)
 

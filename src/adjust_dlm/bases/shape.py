@@ -80,7 +80,7 @@ class Shape(Checked):
         qk_norm: every head of q and k has an RMSNorm before it is turned.
         rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
         block: S of a block-diffusion body (see `bases.blocks`); None: every column sees all.
-        causal: in a block only masks see what stands right of them.
+        causal: a column sees nothing right of it, not even of its block.
         initializer_range: standard deviation of fresh weights.
     """
 
@@ -113,6 +113,11 @@ class Shape(Checked):
         heads, kv = self.num_attention_heads, self.num_key_value_heads
         require(heads % kv == 0, f"num_key_value_heads is {kv}; it must divide the {heads} heads")
         require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary pairs need an even one")
+
+    @property
+    def sees(self) -> int | None:
+        """How many columns see each other both ways: a block, one, or all (None)."""
+        return 1 if self.causal else self.block
 
     @classmethod
     def of(cls, config: Any, block: int | None = None, *, causal: bool = False) -> Shape:

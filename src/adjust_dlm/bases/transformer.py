@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from adjust_dlm.bases.attention import causal_mask, visible
 from adjust_dlm.bases.base import Base, BaseSpec, freeze
-from adjust_dlm.bases.blocks import block_mask, seen_of_own, to_edge
+from adjust_dlm.bases.blocks import block_mask, to_edge
 from adjust_dlm.bases.layers import shift_right
 from adjust_dlm.bases.memory import KeepKeys, Memory, apart, side_by_side
 from adjust_dlm.types import State, require
@@ -115,17 +115,14 @@ class TransformerBase(Base):
         size, count, seen, views = self.spec.block or 1, column_BN.shape[1], memory.seen, token_BJS.shape[1]
         every_BN = torch.cat([column_BN, place_BS.repeat(1, views)], 1)
         tokens_BN = torch.cat([state.tokens_BL.gather(1, column_BN), token_BJS.flatten(1)], 1)
-        causal, masked_BN = self.spec.causal, tokens_BN == self.spec.mask_id
-        own_BNL = block_mask(state, size, every_BN, causal=causal, masked_BN=masked_BN)[:, 0, :, :seen]
+        own_BNL = block_mask(state, self.layer_config.sees, every_BN)[:, 0, :, :seen]
         own_BNL[:, count:] &= (torch.arange(own_BNL.shape[2], device=every_BN.device) < place_BS[:, :1])[:, None]
         view_N = torch.arange(views * size, device=every_BN.device) // size
         # Numbers, in rows that are a multiple of 16 long: attention would make them of a mask once in every layer.
         length = own_BNL.shape[2] + len(view_N)
-        seen_BNM = (view_N[:, None] == view_N[None]).expand(len(every_BN), -1, -1)
-        if causal:
-            seen_BNM = seen_of_own(seen_BNM[0], masked_BN[:, count:])
-        seen_BNM = F.pad(seen_BNM, (0, -length % 16, count, 0))
-        bias_BNM = torch.cat([own_BNL, seen_BNM], 2).to(self.dtype).log()[..., :length]
+        own_NN = view_N[:, None] == view_N[None]
+        seen_NM = F.pad(own_NN.tril() if self.spec.causal else own_NN, (0, -length % 16, count, 0))
+        bias_BNM = torch.cat([own_BNL, seen_NM.expand(len(every_BN), -1, -1)], 2).to(self.dtype).log()[..., :length]
 
         def remember(n: int) -> KeepKeys:
             def joined(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

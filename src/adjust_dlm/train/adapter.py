@@ -96,7 +96,7 @@ class AdapterModel(nn.Module):
         """Post-final-norm states [B, L, D]; row i stands at position i (it scores token i + 1)."""
         views = 1 if self.block is None else 3
         length, device = tokens_BL.shape[1] // views, tokens_BL.device
-        mask = None if self.block is None else self._mask(length, masked_BL)
+        mask = None if self.block is None else self._mask(length, views=True)
         positions = torch.arange(length, device=device).repeat(views)[None]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
         return self._run(tokens_BL, masked_BL, cos, sin, mask)
@@ -122,22 +122,17 @@ class AdapterModel(nn.Module):
         tokens_BL = tokens_BN[:, :length]
         cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, torch.arange(length, device=device)[None])
         with self.peft.disable_adapter():
-            masked_BL, mask = torch.zeros_like(tokens_BL, dtype=torch.bool), self._mask(length)
+            masked_BL, mask = torch.zeros_like(tokens_BL, dtype=torch.bool), self._mask(length, views=False)
             return self._run(tokens_BL, masked_BL, cos, sin, mask)
 
-    def _mask(self, length: int, masked_BN: Tensor | None = None) -> Any:
-        """What the columns of a pass see: of [clean | A | B] with these masks, or without any of a teacher's.
-
-        Made once for each length; for each batch where the masks decide.
-        """
-        device, views = self.mask_D.device, masked_BN is not None
-        if self.causal and views:
-            sees = block_views_mask(length, self.block or 1, device, masked_BN)
-            return _sparse(sees) if self.flex else sees
+    def _mask(self, length: int, *, views: bool) -> Any:
+        """What the columns of a pass see, [clean | A | B] or a teacher's; made once for each length."""
         if (length, views) not in self._masks:
+            device = self.mask_D.device
             ones_LL = torch.ones(length, length, dtype=torch.bool, device=device)
-            sees = block_views_mask(length, self.block or 1, device) if views else ones_LL.tril()[None, None]
-            self._masks[length, views] = _sparse(sees) if self.flex else sees
+            own = block_views_mask(length, self.block or 1, device, causal=self.causal)
+            sees = own if views else ones_LL.tril()[None, None]
+            self._masks[length, views] = _sparse(sees[0, 0]) if self.flex else sees
         return self._masks[length, views]
 
     def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
@@ -209,11 +204,9 @@ class AdapterModel(nn.Module):
         write_whole({folder / FACTS: json.dumps(facts, indent=2) + "\n"})
 
 
-def _sparse(sees_B1NN: Tensor) -> Any:
-    """A mask as FlexAttention takes it, of each row or of all."""
+def _sparse(sees_LL: Tensor) -> Any:
+    """A mask as FlexAttention takes it."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    rows, _, count, _ = sees_B1NN.shape
-    return create_block_mask(
-        lambda b, h, q, k: sees_B1NN[b % rows, 0, q, k], rows, None, count, count, device=str(sees_B1NN.device)
-    )
+    count = len(sees_LL)
+    return create_block_mask(lambda b, h, q, k: sees_LL[q, k], None, None, count, count, device=str(sees_LL.device))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.blocks import before_and_own, seen_of_own
+from adjust_dlm.bases.blocks import before_and_own
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
@@ -115,9 +115,7 @@ def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
     clean = Memory()
     h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
     tokens_VL = x.tokens_BL.view(count * n, width)
-    mask = views_mask(seen.texts.real_BL, size, count)
-    if base.spec.causal:  # surplus positions are masks, too
-        mask[..., width:] = seen_of_own(mask[:, 0, :, width:], tokens_VL == base.spec.mask_id)[:, None]
+    mask = views_mask(seen.texts.real_BL, size, count, causal=base.spec.causal)
     h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
     h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
     finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
@@ -152,8 +150,8 @@ class Finished:
         return g
 
 
-def views_mask(real_NL: Tensor, size: int, count: int) -> Tensor:
+def views_mask(real_NL: Tensor, size: int, count: int, *, causal: bool = False) -> Tensor:
     """[C N, 1, L, 2 L]: a view's column sees the clean blocks before its own, and its own block in the view."""
-    before_LL, own_LL = before_and_own(real_NL.shape[1], size, real_NL.device)
+    before_LL, own_LL = before_and_own(real_NL.shape[1], size, real_NL.device, causal=causal)
     mask_NLM = torch.cat([before_LL, own_LL], 1) & torch.cat([real_NL, real_NL], 1)[:, None]
     return mask_NLM.repeat(count, 1, 1)[:, None]

@@ -210,7 +210,7 @@ class AdaptConfig(CorpusConfig):
         clip: largest norm of the gradient.
         block_size: S of a block base, with an exact cache (see docs/blocks.md); none sees a whole canvas. Divides
             `length`.
-        causal: of a block only masks see all; a token sees what stands left of it, as in the autoregressive model.
+        causal: blocks whose columns see what stands left of them, as in the autoregressive model; order left_to_right.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
         distill: what such a suffix hides learns the autoregressive model's own distribution; its first positions weigh
@@ -263,8 +263,8 @@ class AdaptConfig(CorpusConfig):
             f"suffix is {self.suffix}; it is a share of blocks, 0..1, and needs block_size",
         )
         require(
-            not self.causal or self.block_size is not None,
-            "causal is true; it is about columns of a block: give block_size",
+            not self.causal or (self.block_size is not None and self.order == "left_to_right"),
+            "causal is true; such blocks are written from left to right: give block_size, and order left_to_right",
         )
         require(
             not self.distill or self.suffix > 0, "distill is true; it is about blocks that hide a suffix: give suffix"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from adjust_dlm.bases.blocks import before_and_own, seen_of_own
+from adjust_dlm.bases.blocks import before_and_own
 from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.data.settings import KINDS
 from adjust_dlm.losses import with_gradients
@@ -182,18 +182,16 @@ def next_positions(count: int, length: int, size: int, generator: torch.Generato
     return place_L == cut_BL, place_L >= cut_BL
 
 
-def block_views_mask(
-    length: int, size: int, device: torch.device | None = None, masked_BN: Tensor | None = None
-) -> Tensor:
-    """What columns of [clean | A | B] see: bool [1, 1, 3 L, 3 L]; of a causal base, whose masks are given, one a row.
+def block_views_mask(length: int, size: int, device: torch.device | None = None, *, causal: bool = False) -> Tensor:
+    """What columns of [clean | A | B] see: bool [1, 1, 3 L, 3 L].
 
-    The clean half sees its own block and those before, a view its own block in the view and the clean ones before it.
+    The clean half sees its own block and those before, a view its own block in the view and the clean ones before it;
+    of causal blocks what is left of the column.
     """
-    before_LL, own_LL = before_and_own(length, size, device)
+    before_LL, own_LL = before_and_own(length, size, device, causal=causal)
     never_LL = torch.zeros_like(own_LL)
     rows = [[before_LL | own_LL, never_LL, never_LL], [before_LL, own_LL, never_LL], [before_LL, never_LL, own_LL]]
-    sees_NN = torch.cat([torch.cat(row, 1) for row in rows])  # clean columns before stand left of any that sees them
-    return (sees_NN[None] if masked_BN is None else seen_of_own(sees_NN, masked_BN))[:, None]
+    return torch.cat([torch.cat(row, 1) for row in rows])[None, None]
 
 
 Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -81,6 +81,10 @@ class Canvas(State):
             size is None or config.schedule == "exact",
             f"schedule is {config.schedule!r}; base {spec.name!r} has blocks, and no published counts: leave it out",
         )
+        require(
+            not spec.causal or self.rule == "left_to_right",
+            f"order is {self.rule}; base {spec.name!r} has causal blocks, which are written from left to right",
+        )
         require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
         rows = list(range(count)) if rows is None else rows
         seeds = [config.seed] * count if seeds is None else seeds
@@ -151,9 +155,12 @@ class Canvas(State):
     def lead(self, score_BL: Tensor) -> Tensor:
         """Puts the first position of a block before all others where it is scored by the block before: in place.
 
-        That state does not see the block, so that a token drawn there later would not follow what stands in it. A
-        row's first position is scored by its own state.
+        That state does not see the block: a token drawn there later would not follow what stands in it. A row's first
+        position is scored by its own state. In causal blocks no position goes before those left of it.
         """
+        if self.base.spec.causal:
+            shut_BL = score_BL == -torch.inf
+            score_BL.copy_(score_BL.masked_fill(shut_BL, torch.inf).cummin(-1).values).masked_fill_(shut_BL, -torch.inf)
         if self.base.lag:
             score_BL.masked_fill_(self.lead_BL & (score_BL > -torch.inf), torch.inf)
         return score_BL
@@ -362,8 +369,8 @@ def _left_padded(spec: BaseSpec, prompts: list[list[int]], new: list[int]) -> tu
 
 
 def _refuse_gaps(spec: BaseSpec, b: int, prompt: list[int]) -> None:
-    """Raises InputError for a mask with a given token in a later block of a block base."""
-    size = spec.block or len(prompt) + 1
+    """Raises InputError for a mask with a given token in a later block of a block base, or of causal ones behind it."""
+    size = 1 if spec.causal else spec.block or len(prompt) + 1
     gap = next((n for n, token in enumerate(prompt) if token == spec.mask_id), len(prompt))
     given = max((n for n, token in enumerate(prompt) if token != spec.mask_id), default=-1)
     require(
