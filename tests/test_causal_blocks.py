@@ -177,7 +177,9 @@ def test_what_does_not_fit_is_refused() -> None:
         TransformerBase(base.model, base.head_matrix, replace(base.spec, causal=False), next_frame=True)
     with pytest.raises(InputError, match="needs block, and order left_to_right, not entropy"):
         replace(base.spec, order="entropy")
-    with pytest.raises(InputError, match="order is entropy; base 'dream' has causal blocks, which are written from"):
+    with pytest.raises(
+        InputError, match="order is entropy; base 'dream' has causal blocks, written from left to right"
+    ):
         decode(base, [[BOS]], DecodeConfig(max_new_tokens=9, order="entropy"), decoder="joint")
     with pytest.raises(InputError, match="guided knows confidence and random"):
         decode(base, [[BOS]], DecodeConfig(max_new_tokens=9), decoder="guided")

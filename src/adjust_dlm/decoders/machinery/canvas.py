@@ -81,10 +81,8 @@ class Canvas(State):
             size is None or config.schedule == "exact",
             f"schedule is {config.schedule!r}; base {spec.name!r} has blocks, and no published counts: leave it out",
         )
-        require(
-            not spec.causal or self.rule == "left_to_right",
-            f"order is {self.rule}; base {spec.name!r} has causal blocks, which are written from left to right",
-        )
+        ahead = spec.causal and self.rule != "left_to_right"
+        require(not ahead, f"order is {self.rule}; base {spec.name!r} has causal blocks, written from left to right")
         require(new is None or config.schedule == "exact", "a reference schedule takes one max_new_tokens for all rows")
         rows = list(range(count)) if rows is None else rows
         seeds = [config.seed] * count if seeds is None else seeds
