@@ -140,11 +140,8 @@ def visible(
     if masks or not (ordered and few and _flash(h, shape)):
         return real_BL[:, None, None] if size is None else block_mask(state, size, column_BN)[..., :seen]
     row_B1 = torch.arange(rows, device=device)[:, None]
-    edge_BG, seen_BG, first_B1 = (
-        torch.zeros_like(row_B1),
-        real_BL.sum(-1, keepdim=True),
-        real_BL.long().argmax(-1, True),
-    )
+    edge_BG, seen_BG = torch.zeros_like(row_B1), real_BL.sum(-1, keepdim=True)
+    first_B1 = real_BL.long().argmax(-1, keepdim=True)
     if causal:  # one group a row
         seen_BG = (length if column_BN is None else column_BN[:, -1:] + 1) - first_B1
     elif size is not None:
@@ -158,13 +155,8 @@ def visible(
     key_BG = (row_B1 * length + first_B1).expand_as(seen_BG)
     query_E = F.pad((row_B1 * count + edge_BG).flatten(), (0, 1), value=rows * count)
     packed = shape.num_attention_heads // shape.num_key_value_heads if count < _TILE and not causal else 1
-    return Runs(
-        causal,
-        packed,
-        (packed * query_E).int(),
-        F.pad(key_BG.flatten(), (0, 1)).int(),
-        seen_BG.clamp_min(1).flatten().int(),
-    )
+    parts = packed * query_E, F.pad(key_BG.flatten(), (0, 1)), seen_BG.clamp_min(1).flatten()
+    return Runs(causal, packed, *(part.int() for part in parts))
 
 
 def _flash(h: Tensor, shape: Shape) -> bool:

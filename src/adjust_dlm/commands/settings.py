@@ -68,10 +68,8 @@ def parse(settings: type[C], argv: list[str], *, prog: str, description: str) ->
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            no_comments = (
-                tyro.conf.HelptextFromCommentsOff,
-            )  # made classes have none, and looking takes half the time
-            run = vars(tyro.cli(run_class, args=argv, prog=prog, description=description, config=no_comments))
+            bare_help = (tyro.conf.HelptextFromCommentsOff,)  # made classes have none, and to look takes long
+            run = vars(tyro.cli(run_class, args=argv, prog=prog, description=description, config=bare_help))
     except SystemExit as stop:
         if stop.code:
             sys.stderr.write(f"adjust: error: {one_line(said.getvalue())} (see {prog} --help)\n")
