@@ -125,7 +125,8 @@ def visible(
         shape: of the layers.
         column_BN: the columns.
         valid_BN: which are wanted; the others see something that means nothing. On a block base there are no runs
-            without it: those of a row follow each other, and are its last ones.
+            without it: those of a row ascend, and stand in at most ceil(N / S) blocks that follow each other. Where
+            `sees` is 1, all columns of a row follow each other.
         seen: on a block base no wanted column sees this one or later ones.
         masks: no runs.
     """
