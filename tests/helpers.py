@@ -61,12 +61,18 @@ def tiny_base(
     config = tiny_config(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = new_model(replace(Shape.of(config), block=block, causal=causal))
+        model = new_model(replace(Shape.of(config), block=block))
         head_weight = torch.randn(config.vocab_size, config.hidden_size) / 2
-    return KNOWN[family].make(
+    base = KNOWN[family].make(
         config, mask_id=MASK, end_ids=end_ids, bos_id=BOS, token_limit=LIMIT, model=model.to(device),
-        head_weight=head_weight.to(device), block=block, causal=causal,
+        head_weight=head_weight.to(device), block=block,
     )  # fmt: skip
+    if not causal:
+        return base
+    body = new_model(replace(base.layer_config, causal=True)).to(device)
+    body.load_state_dict(base.model.state_dict())
+    spec = replace(base.spec, causal=True, order="left_to_right")
+    return type(base)(body, base.head_matrix, spec, next_frame=base.next_frame)
 
 
 def two_sentences() -> tuple[ExactBase, list[str]]:

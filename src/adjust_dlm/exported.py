@@ -97,8 +97,8 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
         InputError: no `Qwen2ForCausalLM`, `Qwen3ForCausalLM` or `LlamaForCausalLM`, one neither float32 nor bfloat16 or
             on several devices, or other weights than those of `facts` (`base_facts.json`).
     """
-    spec = facts["spec"]
-    shape = Shape.of(model.config, spec.get("block"), causal=spec.get("causal", False))
+    spec = BaseSpec(**{**facts["spec"], "end_ids": tuple(facts["spec"]["end_ids"])})
+    shape = Shape.of(model.config, spec.block, causal=spec.causal)
     wanted, found = facts["shape"], _shape_facts(shape)
     odd = [key for key in wanted.keys() | found.keys() if (wanted.get(key) or None) != (found.get(key) or None)]
     said = "; ".join(f"{key} is {found.get(key)!r}, wanted {wanted.get(key)!r}" for key in sorted(odd))
@@ -111,7 +111,6 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
         body = Body(shape)
     with refusing(f"the model's tensors are not those of a plain {shape.model_type}", RuntimeError):
         body.load_state_dict(model.base_model.state_dict(), assign=True)  # the tensor names are the same
-    spec = BaseSpec(**{**facts["spec"], "end_ids": tuple(facts["spec"]["end_ids"])})
     digest = weights_fingerprint(body, head.weight, spec.mask_id)
     require(
         digest == facts["weights"],

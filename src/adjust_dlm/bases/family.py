@@ -75,16 +75,15 @@ class Family:
 
     def make(
         self, config: Any, *, model: Any = None, head_weight: Tensor | None = None, tokenizer: Any = None,
-        block: int | None = None, causal: bool = False, **ids: Any,
+        block: int | None = None, **ids: Any,
     ) -> Any:  # fmt: skip
         """A base from a config of transformers; body and head [V, D] have random weights unless they are given.
 
         `block` is S of a base that writes in blocks (see `bases.blocks`), where it is not the family's own; a given
-        body must have it too, and `causal`. `mask_id`, `end_ids`, `bos_id` and `token_limit` may differ from the
-        published model's.
+        body must have it too. `mask_id`, `end_ids`, `bos_id` and `token_limit` may differ from the published model's.
         """
         block = self.block[1] if block is None and self.block is not None else block
-        shape = replace(self.plain_shape(config.to_dict()), block=block, causal=causal)
+        shape = replace(self.plain_shape(config.to_dict()), block=block)
         model = model if model is not None else new_model(shape)
         if head_weight is None:
             head_weight = torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
@@ -93,7 +92,7 @@ class Family:
         ids = {"mask_id": self.mask_id, "end_ids": self.end_ids, "bos_id": bos, "token_limit": vocab} | ids
         spec = BaseSpec(
             name=self.name, pad_id=ids["end_ids"][0], vocab_size=vocab, context=config.max_position_embeddings,
-            order="left_to_right" if causal else self.order, order_on=self.order_on, block=block, causal=causal, **ids,
+            order=self.order, order_on=self.order_on, block=block, **ids,
         )  # fmt: skip
         return self.base(model, head_weight, spec, next_frame=self.next_frame, tokenizer=tokenizer)
 

@@ -32,9 +32,8 @@ def klass(base: Base, canvas: Canvas, options: KlassOptions) -> None:
         seen_BL = canvas.seen_BL
         score_BL, token_BL = propose(base, canvas, seen_BL, now, score, copies=_COPIES)
         score_BL = score_BL.masked_fill(~canvas.open_BL, -torch.inf)
-        ready_BL = (score_BL >= options.tau) & (calm_BL >= options.history) | score_BL.isposinf()
-        if base.spec.causal:  # calm is no score, so `Canvas.lead` keeps none from going ahead
-            ready_BL &= (canvas.open_BL & ~ready_BL).cumsum(-1) == 0
+        calm_score_BL = score_BL.where(calm_BL >= options.history, score_BL.clamp_max(-1))  # below any tau
+        ready_BL = canvas.lead(calm_score_BL) >= options.tau
         held_BL = ready_BL.any(-1, keepdim=True) & ~ready_BL
         canvas.start_round(ready_BL.sum(-1).clamp_min(1))
         commit_best(canvas, score_BL.masked_fill(held_BL, -torch.inf), token_BL)
