@@ -26,13 +26,12 @@ from adjust_dlm.data.corpus import Corpus
 from adjust_dlm.train import adapt as adapt_module
 from adjust_dlm.train.adapt import AdaptConfig, AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
+from adjust_dlm.train.canvas_batches import CanvasBatches, largest_remainder
 from adjust_dlm.train.checkpoint import claim
 from adjust_dlm.train.masked_ce import (
     MIN_T,
-    CanvasBatches,
     chunked_ce,
     draw_masks,
-    largest_remainder,
     masked_batch,
     stratified_times,
 )

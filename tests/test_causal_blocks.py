@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.autoregressive import autoregressive_base
-from adjust_dlm.bases.layers import Body
+from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, decode
@@ -42,14 +42,11 @@ def test_states_are_those_of_a_causal_pass(family: str) -> None:
 
 
 def pair(family: str, size: int) -> tuple[TransformerBase, TransformerBase]:
-    """An autoregressive model in blocks of one token, and the same weights in causal blocks."""
+    """An autoregressive model in blocks of one token, and the same weights in causal blocks, with adapters of masks."""
     model = tiny_model(family)
     one = autoregressive_base(model, tiny_tokenizer())
-    shape = Shape.of(model.config, size, causal=True)
-    with torch.device("meta"):
-        body = Body(shape)
-    body.load_state_dict(model.model.state_dict(), assign=True)
-    body.rotary.to(model.device)
+    body = new_model(replace(Shape.of(model.config, size, causal=True), lora_rank=2))
+    body.load_state_dict(model.model.state_dict(), strict=False)
     spec = replace(one.spec, block=size, causal=True)
     return one, TransformerBase(body, model.lm_head.weight, spec, next_frame=True)
 

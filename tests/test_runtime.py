@@ -100,9 +100,9 @@ def counted(run: Callable[[], Any]) -> int:
     return counter_of(run).get_total_flops()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_arithmetic_of_passes_is_what_torch_counts(family: str) -> None:
-    base = tiny_base(family)
+@pytest.mark.parametrize(("family", "causal"), [*((family, False) for family in FAMILIES), ("dream", True)])
+def test_arithmetic_of_passes_is_what_torch_counts(family: str, causal: bool) -> None:
+    base = tiny_base(family, block=7 if causal else None, causal=causal)
     tokens_BL = torch.full((3, 7), 5)
     state = State(tokens_BL, torch.ones_like(tokens_BL).bool(), tokens_BL == 0, padded=False)
     h_BLD = base.hidden(state)

@@ -71,6 +71,8 @@ def base_facts(base: Base) -> dict[str, Any]:
     if family is None or not isinstance(base, TransformerBase):
         known = ", ".join(kind.__name__ for kind in _FAMILIES.values())
         raise InputError(f"base {base.spec.name!r} is of class {type(base).__name__}; only {known} can be exported")
+    alone = base.model.config.lora_rank is not None
+    require(not alone, f"base {base.spec.name!r} has adapters of masks alone, which no model of transformers can have")
     return {
         "family": family,
         "spec": {**plain(base.spec), "name": public_name(base.spec.name)},

@@ -191,7 +191,8 @@ class Sampler(nn.Module):
 
 def layer_shape(config: SamplerConfig, base: Shape) -> Shape:
     """One layer of g, from the shape of one layer of the base."""
-    return replace(base, intermediate_size=max(1, round(config.mlp * base.intermediate_size)), causal=False)
+    width = max(1, round(config.mlp * base.intermediate_size))
+    return replace(base, intermediate_size=width, causal=False, lora_rank=None)
 
 
 def default_sampler(base_name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 Folder: `base.json` (facts), `adapter_config.json` and `adapter_model.safetensors` (peft's own format),
 `mask_embedding.safetensors`. The merged weights are cached once as bf16: a second start reads and checks one file.
+Those of a causal base are the model's own, with adapters beside them that masks alone have (`bases.mask_lora`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from adjust_dlm.bases.autoregressive import ar_folder, load_ar
 from adjust_dlm.bases.base import Base, BaseSpec, register_base
 from adjust_dlm.bases.layers import Body, read_model
+from adjust_dlm.bases.mask_lora import side_by_side
 from adjust_dlm.bases.placement import quantize_body
 from adjust_dlm.bases.smol_files import cache_dir, flaw, make_once, seal
 from adjust_dlm.bases.tensor_files import read_header
@@ -65,8 +67,10 @@ def load_adapted(
     facts = _facts(path)
     digest = file_digest(*(path / name for name in FILES))
     merged = cache_dir() / "merged" / digest
-    make_once(merged, lambda: flaw(merged, {}), lambda made: _write_merged(_merge(path, facts), made), "300 MB")
-    model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"), causal=facts.get("causal", False))
+    make_once(merged, lambda: flaw(merged, {}), lambda made: _write_merged(*_merge(path, facts), made), "300 MB")
+    causal = facts.get("causal", False)
+    rank = read_json(path / LORA).get("r") if causal else None
+    model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"), causal=causal, lora_rank=rank)
     tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
     base = wrap_adapted(model, facts, tokenizer=tokenizer, fingerprint=digest, name=name or str(path))
     quantize_body(base, quantize)
@@ -108,8 +112,8 @@ def _facts(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _merge(path: Path, facts: dict[str, Any]) -> Any:
-    """The body: AR weights + adapter, in fp32 on the CPU."""
+def _merge(path: Path, facts: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """transformers' body with its adapter merged; or as it was, and adapters of masks alone. fp32, on the CPU."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -125,19 +129,20 @@ def _merge(path: Path, facts: dict[str, Any]) -> Any:
     # peft leaves a fresh adapter where a tensor is missing and only warns.
     odd = sorted(found ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
     require(not odd, f"the adapter in {path} does not fit: missing or unknown tensors {', '.join(odd[:3])}")
-    body = adapted.merge_and_unload().model
+    alone = side_by_side(adapted.get_base_model().model) if facts.get("causal") else {}
+    body = (adapted.unload() if alone else adapted.merge_and_unload()).model
     width = body.embed_tokens.embedding_dim
     require(row.shape == (width,), f"{path / MASK_EMBEDDING} has shape {tuple(row.shape)}, wanted {(width,)}")
     with torch.no_grad():
         body.embed_tokens.weight[facts["mask_id"]] = row.float()
-    return body
+    return body, alone
 
 
-def _write_merged(body: Any, folder: Path) -> None:
+def _write_merged(body: Any, alone: dict[str, Tensor], folder: Path) -> None:
     """Rounds to bf16."""
     from safetensors.torch import save
 
-    weights = {name: w.to(torch.bfloat16).contiguous() for name, w in body.state_dict().items()}
+    weights = {name: w.to(torch.bfloat16).contiguous() for name, w in {**body.state_dict(), **alone}.items()}
     config = body.config.to_diff_dict() | {"architectures": [type(body).__name__], "dtype": "bfloat16"}
     # save, not save_file: a full disk is then an OSError like any other.
     tensors = save(weights, {"format": "pt"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adjust_dlm.bases.attention import Rotary, Seen, attend, fuses, turn, turned, visible
+from adjust_dlm.bases.mask_lora import MaskLora
 from adjust_dlm.bases.memory import KeepKeys
 from adjust_dlm.bases.packed import forget, frozen_linear
 from adjust_dlm.bases.shape import Shape
@@ -47,13 +49,16 @@ class Linear(nn.Linear):
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """W (silu(gate) * up) + b: [..., D] each to [..., N]."""
-        if fuses(gate):
-            from adjust_dlm.kernels.layer import silu_mul
+        return self(_silu_times(gate, up))
 
-            inner = silu_mul(gate, up)
-        else:
-            inner = F.silu(gate) * up
-        return self(inner)
+
+def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if fuses(gate):
+        from adjust_dlm.kernels.layer import silu_mul
+
+        return silu_mul(gate, up)
+    return F.silu(gate) * up
 
 
 class Embedding(nn.Embedding):
@@ -93,6 +98,8 @@ class _Joins(nn.Module):
     """Projections of the same states that can be laid side by side in memory, so that one product makes them all."""
 
     _names: tuple[str, ...]
+    lora_in: MaskLora | None
+    lora_out: MaskLora | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,13 +129,24 @@ class _Joins(nn.Module):
         self._joined = None  # parameters move one by one
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def _project(self, h_BLD: Tensor) -> list[Tensor]:
+    def _project(self, h_BLD: Tensor, masked_BL1: Tensor | None) -> list[Tensor]:
         parts = [getattr(self, name) for name in self._names]
         trained = torch.is_grad_enabled() and parts[0].weight.requires_grad  # gradients belong to the parts
-        if self._joined is None or trained or not self._stands():
+        if self._joined is not None and not trained and self._stands():
+            whole = parts[0].product(h_BLD, **self._joined)
+        elif self.lora_in is None:
             return [part(h_BLD) for part in parts]
-        whole = parts[0].product(h_BLD, **self._joined)
+        else:
+            whole = torch.cat([part(h_BLD) for part in parts], -1)
+        if self.lora_in is not None:
+            whole = self.lora_in(whole, h_BLD, masked_BL1)
         return list(whole.split([part.out_features for part in parts], -1))
+
+    def _adapt(self, width: int, inner: int, rank: int | None) -> None:
+        """Adapters of the projections and of the product behind them."""
+        names, outputs = self._names, sum(getattr(self, name).out_features for name in self._names)
+        self.lora_in = None if rank is None else MaskLora(width, outputs, len(names) * rank)
+        self.lora_out = None if rank is None else MaskLora(inner, width, rank)
 
 
 class Attention(_Joins):
@@ -147,16 +165,18 @@ class Attention(_Joins):
         self.o_proj = Linear(queries, width, bias=shape.output_bias)
         if shape.qk_norm:
             self.q_norm, self.k_norm = Norm(d, shape.rms_norm_eps), Norm(d, shape.rms_norm_eps)
+        self._adapt(width, queries, shape.lora_rank)
 
     def forward(
-        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
-    ) -> Tensor:
-        """Same shape; `keep` adds the keys and values of before.
+        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None,
+        masked_BL1: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Same shape; `keep` adds the keys and values of before, `masked_BL1` is for `MaskLora`.
 
         A mask broadcasts to [B, heads, L, L] and is False on keys that a query may not see; nothing sees those behind
         its last column.
         """
-        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD))
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD, masked_BL1))
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, L, d]
@@ -165,7 +185,9 @@ class Attention(_Joins):
             k, v = keep(k, v)
             if isinstance(mask_BHLL, Tensor):
                 k, v = (part[:, :, : mask_BHLL.shape[-1]] for part in (k, v))
-        return self.o_proj(attend(q, k, v, mask_BHLL))
+        mixed_BLD = attend(q, k, v, mask_BHLL)
+        out_BLD = self.o_proj(mixed_BLD)
+        return out_BLD if self.lora_out is None else self.lora_out(out_BLD, mixed_BLD, masked_BL1)
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values alone: [B, heads, L, d] each."""
@@ -185,10 +207,15 @@ class Mlp(_Joins):
         self.gate_proj = Linear(width, inner, bias=bias)
         self.up_proj = Linear(width, inner, bias=bias)
         self.down_proj = Linear(inner, width, bias=bias)
+        self._adapt(width, inner, shape.lora_rank)
 
-    def forward(self, h_BLD: Tensor) -> Tensor:
+    def forward(self, h_BLD: Tensor, masked_BL1: Tensor | None = None) -> Tensor:
         """Same shape."""
-        return self.down_proj.gated(*self._project(h_BLD))
+        gate, up = self._project(h_BLD, masked_BL1)
+        if self.lora_out is None:
+            return self.down_proj.gated(gate, up)
+        inner = _silu_times(gate, up)
+        return self.lora_out(self.down_proj(inner), inner, masked_BL1)
 
 
 class Layer(nn.Module):
@@ -201,12 +228,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
-        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None
-    ) -> Tensor:
+        self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None,
+        masked_BL1: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Same shape."""
-        mixed_BLD = self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep)
+        mixed_BLD = self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep, masked_BL1)
         h_BLD, normed_BLD = self.post_attention_layernorm.after(h_BLD, mixed_BLD)
-        return h_BLD + self.mlp(normed_BLD)
+        return h_BLD + self.mlp(normed_BLD, masked_BL1)
 
 
 class _WithRotary(nn.Module):
@@ -253,6 +281,7 @@ class Body(_WithRotary):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
+        self.mask_id = -1  # of the base; for `MaskLora`
 
     def forward(
         self, tokens_BN: Tensor, sees: Seen, positions_BN: Tensor, *,
@@ -272,9 +301,12 @@ class Body(_WithRotary):
         rotary = self.rotary(positions_BN, h_BND.dtype)
         kept: list[Tensor] = []
         call = _compiled_layer() if compiled else _call_layer
+        masked_BN1 = None
+        if self.config.lora_rank is not None:
+            masked_BN1 = (tokens_BN == self.mask_id)[..., None].to(h_BND.dtype)
         for n, layer in enumerate(self.layers):
-            if remember is not None:
-                h_BND = layer(h_BND, sees, rotary, remember(n))
+            if remember is not None or masked_BN1 is not None:
+                h_BND = layer(h_BND, sees, rotary, None if remember is None else remember(n), masked_BN1)
             else:
                 h_BND = call(layer, h_BND, sees, rotary)
             if n + 1 in keep:
@@ -283,12 +315,15 @@ class Body(_WithRotary):
 
 
 def _draw_weights(module: nn.Module, std: float) -> None:
-    """The families' initialisation: normal matrices, zero biases."""
+    """The families' initialisation: normal matrices, adapters among them, and zero biases."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=std)
         if isinstance(part, nn.Linear) and part.bias is not None:
             nn.init.zeros_(part.bias)
+        if isinstance(part, MaskLora):
+            nn.init.normal_(part.down, std=std)
+            nn.init.normal_(part.up, std=std)
 
 
 def new_model(config: Any) -> Body:
@@ -300,8 +335,9 @@ def new_model(config: Any) -> Body:
 
 
 def read_model(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, block: int | None = None, causal: bool = False
-) -> Body:
+    folder: Path, *, dtype: torch.dtype, device: torch.device, block: int | None = None, causal: bool = False,
+    lora_rank: int | None = None,
+) -> Body:  # fmt: skip
     """The body in a folder with `config.json` and one `model.safetensors`: strict; see `Shape.of`.
 
     Raises:
@@ -312,7 +348,8 @@ def read_model(
 
     with refusing(f"cannot load the model in {folder}", OSError, ValueError, SafetensorError, RuntimeError):
         with torch.device("meta"):
-            body = Body(Shape.of(json.loads((folder / "config.json").read_text()), block, causal=causal))
+            config = json.loads((folder / "config.json").read_text())
+            body = Body(replace(Shape.of(config, block, causal=causal), lora_rank=lora_rank))
         weights = load_file(folder / "model.safetensors", device=str(device))
         odd = [f"{name} is {w.dtype}" for name, w in weights.items() if not w.is_floating_point() or w.itemsize < 2]
         require(not odd, f"{', '.join(odd[:3])}; weights must be floats of 16 bits or more")

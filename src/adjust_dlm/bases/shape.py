@@ -81,6 +81,7 @@ class Shape(Checked):
         rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
         block: S of a block-diffusion body (see `bases.blocks`); None: every column sees all.
         causal: a column sees nothing right of it, not even of its block.
+        lora_rank: of adapters that columns with MASK alone have (`bases.layers.MaskLora`); None: there are none.
         initializer_range: standard deviation of fresh weights.
     """
 
@@ -103,11 +104,14 @@ class Shape(Checked):
     rotate_fp32: bool = False
     block: Count | None = None
     causal: bool = False
+    lora_rank: Count | None = None
 
     def __post_init__(self) -> None:
         """Checks every value by name: configs come from strangers."""
         super().__post_init__()
         require(not self.causal or self.block is not None, "causal is true; it is about columns of a block: give block")
+        alone = self.causal or self.lora_rank is None
+        require(alone, f"lora_rank is {self.lora_rank}; adapters of masks alone are for causal blocks")
         for name in sorted(self.rope.keys() - {"rope_type", "truncate"}):
             require_value(name, self.rope[name], Positive)
         heads, kv = self.num_attention_heads, self.num_key_value_heads

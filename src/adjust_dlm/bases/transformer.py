@@ -46,6 +46,7 @@ class TransformerBase(Base):
         self.head_matrix = head_weight.detach()
         self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
         self.layer_config = self.model.config
+        self.model.mask_id = spec.mask_id
         for name in ("block", "causal"):
             said, built = getattr(spec, name), getattr(self.layer_config, name)
             require(said == built, f"{name} is {said}; the body has {built}")

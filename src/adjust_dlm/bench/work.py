@@ -14,6 +14,7 @@ from torch import nn
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.fp8 import Fp8Linear
+from adjust_dlm.bases.mask_lora import MaskLora
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
 from adjust_dlm.sampler import Sampler, layer_shape
@@ -54,7 +55,9 @@ def layer_flops(shape: Shape, length: int, pairs: int | None = None) -> float:
 def base_flops(base: Base, length: int, pairs: int | None = None) -> float:
     """Of f on one canvas."""
     shape = Shape.of(base.layer_config)
-    return shape.num_hidden_layers * layer_flops(shape, length, pairs)
+    body: nn.Module = base.model  # type: ignore[attr-defined]
+    alone = sum(w.numel() for part in body.modules() if isinstance(part, MaskLora) for w in part.parameters())
+    return shape.num_hidden_layers * layer_flops(shape, length, pairs) + 2.0 * length * alone
 
 
 def sampler_flops(base: Base, sampler: Sampler, length: int, pairs: int | None = None) -> float:
@@ -65,9 +68,11 @@ def sampler_flops(base: Base, sampler: Sampler, length: int, pairs: int | None =
 
 
 def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
-    """Of its linear layers; one byte a weight where they are quantized."""
+    """Of its linear layers, one byte a weight where they are quantized, and of adapters of masks."""
     linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    return sum(float(x.in_features * x.out_features * (1 if kind else x.weight.element_size())) for x in linear)
+    alone = [w.nbytes for part in module.modules() if isinstance(part, MaskLora) for w in part.parameters()]
+    plain = sum(float(x.in_features * x.out_features * (1 if kind else x.weight.element_size())) for x in linear)
+    return plain + sum(alone)
 
 
 def base_work(base: Base, rows: int, length: int, pairs: int | None = None) -> Work:

@@ -23,20 +23,25 @@ from adjust_dlm.data.settings import KINDS
 from adjust_dlm.progress import Bar
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel, require_tied
+from adjust_dlm.train.canvas_batches import CanvasBatches
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import AdaptConfig
 from adjust_dlm.train.masked_ce import (
-    CanvasBatches,
+    MaskedBatch,
+    behind_cuts,
     block_batch,
+    cuts,
     draw_masks,
+    group_batch,
     masked_batch,
     next_positions,
     open_positions,
-)  # fmt: skip
+)
 from adjust_dlm.train.optim import learning_rate
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
 BLOCK_TIMES = {"1.0": 1.0, "first": 0.0, "next": -1.0}  # of block bases as well, see `AdaptTrainer.evaluate`
+BEHIND = (0, 1, 2, 4, 8)  # a cut, of causal bases
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
 CE = dict[str, dict[str, float]]
 logger = logging.getLogger(__name__)
@@ -87,7 +92,8 @@ def _adapted(
             adapter.compile_passes()
     batches = CanvasBatches(
         load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
-        world=world, block=config.block_size, end_ids=vocabulary.end_ids, suffix=config.suffix, distill=config.distill,
+        world=world, block=config.block_size, causal=config.causal, end_ids=vocabulary.end_ids, suffix=config.suffix,
+        distill=config.distill,
     )  # fmt: skip
     heldout = load_corpus(folder, "heldout")
     trainer = AdaptTrainer(config, adapter, batches, {"ce": heldout, "ce_train": batches.corpus.like(heldout)})
@@ -213,11 +219,14 @@ class AdaptTrainer:
         Of a block base `first` are the first positions of blocks, which are scored before the block is looked at, and
         `next` are the positions that an order from left to right takes, with all of the block behind them hidden,
         up to a text's end. All others count the filler behind an end, up to its block's edge, which is all but sure.
+        Of causal blocks `next` is the autoregressive model's own, and `next+n` is the n-th position behind it.
         None, and it stays due, if a signal comes first. Gradients stay enabled, so that the compiled training graph
         serves here too.
         """
         parts = {(name, kind): self.looked_at[name].of_kind(kind) for name in self.looked_at for kind in KINDS}
         times = {str(t): t for t in EVAL_TIMES} | ({} if self.config.block_size is None else BLOCK_TIMES)
+        if self.config.causal:
+            times = {"next" if n == 0 else f"next+{n}": float(n) for n in BEHIND if n <= (self.config.block_size or 0)}
         asked = [(*part, t) for part, found in parts.items() if len(found.tokens_NL) for t in times]
         total_E2 = torch.zeros(len(asked) + 1, 2, dtype=torch.float64, device=self.device)
         with suppress(InterruptedError):
@@ -242,7 +251,7 @@ class AdaptTrainer:
         generator = torch.Generator().manual_seed((self.config.seed * 1000 + kind * 100 + round(t * 100)) % 2**63)
         (rows, length), size = part.tokens_NL.shape, self.config.block_size
         if t >= 0:
-            masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), length, generator)
+            masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), min(t, 1.0)), length, generator)
             counted_NL = masked_NL
         else:
             counted_NL, masked_NL = next_positions(rows, length, size or length, generator)
@@ -257,6 +266,8 @@ class AdaptTrainer:
             tokens_BL, masked_BL = part.tokens_NL[index], masked_NL[index]
             if size is None:
                 batch = masked_batch(tokens_BL, masked_BL, weights_B)
+            elif self.config.causal:
+                batch = self._behind(part, index, weights_B, int(t), size)
             else:
                 given_B, ends = part.prompt_len_N[index], self.batches.end_ids
                 open_BL = open_positions(tokens_BL, given_B, ends, size)
@@ -269,6 +280,16 @@ class AdaptTrainer:
             loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
         return total
+
+    def _behind(self, part: Corpus, index: Tensor, weights_B: Tensor, n: int, size: int) -> MaskedBatch:
+        """The n-th position behind cuts, in parts of each text as many as its canvas has blocks."""
+        tokens_BL = part.tokens_NL[index]
+        text_BL = open_positions(tokens_BL, part.prompt_len_N[index], self.batches.end_ids, 1)
+        groups = tokens_BL.shape[1] // size
+        middle_BG = torch.full((len(index), groups), 0.5)
+        cut_BG = cuts(text_BL, torch.full((len(index),), groups), middle_BG)
+        counted_BGN = behind_cuts(text_BL, cut_BG, size) & (torch.arange(size + 1) == n)
+        return group_batch(tokens_BL, cut_BG, counted_BGN * weights_B[:, None, None], taught=False)
 
     def _save(self) -> None:
         if self.rank == 0:

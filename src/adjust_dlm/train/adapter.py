@@ -1,4 +1,7 @@
-"""A causal model turned into a masked diffusion base: LoRA on all linears, a MASK embedding, both-way attention."""
+"""A causal model turned into a masked diffusion base: LoRA on all linears, a MASK embedding, both-way attention.
+
+Of causal blocks, columns with MASK alone have the LoRA and attention stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ class AdapterModel(nn.Module):
         self, model: Any, vocabulary: Vocabulary, *, rank: int, alpha: int, seed: int, source: str,
         block: int | None = None, causal: bool = False,
     ) -> None:  # fmt: skip
-        """Wraps a Llama, Qwen2 or Qwen3ForCausalLM in place; with `block` it reads [clean | A | B], see `AdaptConfig`.
+        """Wraps a Llama, Qwen2 or Qwen3ForCausalLM in place.
+
+        With `block` it reads [clean | A | B] (see `masked_ce.block_batch`), with `causal`, too, [clean | groups]
+        (`masked_ce.group_batch`).
 
         Raises:
             InputError: the head is not tied to the embeddings (an adapted base reads its head from them), or the body
@@ -60,28 +66,19 @@ class AdapterModel(nn.Module):
             self.peft = get_peft_model(model, lora).eval()
         self.peft.peft_config["default"].base_model_name_or_path = source
         self.body: Any = model.model
-        self._see_both_ways()
+        self._set_direction()
         self._fresh_adapters(seed)
         head_VD: Tensor = self.body.embed_tokens.weight
         self.mask_D = nn.Parameter(head_VD.float().mean(0))
         bias_V = torch.zeros(vocabulary.size, device=head_VD.device)
         bias_V[vocabulary.forbidden] = -torch.inf
         self.register_buffer("bias_V", bias_V, persistent=False)
-        self.flex = False
-        self._masks: dict[tuple[int, bool], Any] = {}
+        self._masks: dict[int, Tensor] = {}
         self._chunk: Chunk = ce_chunk
         self._taught_chunk: Chunk = taught_chunk
 
     def compile_passes(self) -> None:
-        """Compiles a layer (one graph serves all of them, for each length of pass) and a chunk of the loss.
-
-        On a card views attend by FlexAttention, which leaves out tiles that a mask hides: two thirds of long passes.
-        """
-        self._masks.clear()
-        width: int = self.body.layers[0].self_attn.head_dim
-        self.flex = self.block is not None and self.mask_D.is_cuda and width >= 16 and width & (width - 1) == 0
-        if self.flex:
-            self.body.config._attn_implementation = "flex_attention"
+        """Compiles a layer (one graph serves all of them, for each length of pass) and a chunk of the loss."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)  # see `CanvasBatches`
         for layer in self.body.layers:
             layer.compile(dynamic=False)
@@ -96,57 +93,78 @@ class AdapterModel(nn.Module):
         """Post-final-norm states [B, L, D]; row i stands at position i (it scores token i + 1)."""
         views = 1 if self.block is None else 3
         length, device = tokens_BL.shape[1] // views, tokens_BL.device
-        mask = None if self.block is None else self._mask(length, views=True)
         positions = torch.arange(length, device=device).repeat(views)[None]
-        cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, positions)
-        return self._run(tokens_BL, masked_BL, cos, sin, mask)
+        return self._run(tokens_BL, masked_BL, positions, None if self.block is None else self._mask(length))
+
+    def states_of_groups(self, tokens_BL: Tensor, cut_BG: Tensor) -> Tensor:
+        """[B, L + G S, D]: the model's own states on the clean canvases, and those of G groups of S masks.
+
+        Group g stands at positions cut_BG[:, g] to cut_BG[:, g] + S - 1. It sees the clean columns left of these.
+        """
+        length, size, device = tokens_BL.shape[1], self.block or 1, tokens_BL.device
+        keys: list[Any] = [_Keys() for _ in self.body.layers]
+        clean_BLD = self.teacher_states(tokens_BL, keys)
+        group_M = torch.arange(cut_BG.shape[1], device=device).repeat_interleave(size)
+        own_MM = (group_M[:, None] == group_M).tril()
+        before_BML = torch.arange(length, device=device) < cut_BG[:, group_M, None]
+        sees_BMN = torch.cat([before_BML, own_MM.expand(len(tokens_BL), -1, -1)], 2)
+        place_BM = (cut_BG[..., None] + torch.arange(size, device=device)).flatten(1)
+        masked_BM = torch.ones_like(place_BM, dtype=torch.bool)
+        return torch.cat(
+            [clean_BLD, self._run(torch.zeros_like(place_BM), masked_BM, place_BM, sees_BMN[:, None], keys)], 1
+        )
 
     def loss(self, batch: MaskedBatch) -> Tensor:
         """The weighted loss of a batch on the model's device."""
         taught = len(batch.taught_rows_Q) > 0
-        teacher_BLD = self.teacher_states(batch.tokens_BL) if taught else None
-        states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
-        h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
+        if batch.cut_BG is not None:
+            states_BLD = self.states_of_groups(batch.tokens_BL, batch.cut_BG)
+            teacher_BLD = states_BLD[:, : batch.tokens_BL.shape[1]].detach()
+        else:
+            states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
+            clean_BL = batch.tokens_BL[:, : batch.tokens_BL.shape[1] // 3]
+            teacher_BLD = self.teacher_states(clean_BL) if taught else states_BLD
         head = self.body.embed_tokens.weight, self.bias_V
-        loss = chunked_ce(h_RD, *head, batch.targets_R, batch.weights_R, chunk=self._chunk)
-        if teacher_BLD is None:
+        loss = torch.zeros((), device=self.mask_D.device)
+        if len(batch.rows_R):
+            h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
+            loss = chunked_ce(h_RD, *head, batch.targets_R, batch.weights_R, chunk=self._chunk)
+        if not taught:
             return loss
         h_QD = states_BLD.flatten(0, 1).index_select(0, batch.taught_rows_Q)
         teacher_QD = teacher_BLD.flatten(0, 1).index_select(0, batch.teachers_Q)
         return loss + chunked_ce(h_QD, *head, teacher_QD, batch.taught_weights_Q, chunk=self._taught_chunk)
 
     @torch.no_grad()
-    def teacher_states(self, tokens_BN: Tensor) -> Tensor:
-        """States [B, L, D] of the autoregressive model itself on the clean canvases, the first of the views."""
-        length, device = tokens_BN.shape[1] // 3, tokens_BN.device
-        tokens_BL = tokens_BN[:, :length]
-        cos, sin = self.body.rotary_emb(self.body.embed_tokens.weight, torch.arange(length, device=device)[None])
+    def teacher_states(self, tokens_BL: Tensor, keys: list[Any] | None = None) -> Tensor:
+        """States [B, L, D] of the autoregressive model itself; each layer leaves its keys and values in `keys`."""
+        length, device = tokens_BL.shape[1], tokens_BL.device
+        sees_LL = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+        places = torch.arange(length, device=device)[None]
         with self.peft.disable_adapter():
-            masked_BL, mask = torch.zeros_like(tokens_BL, dtype=torch.bool), self._mask(length, views=False)
-            return self._run(tokens_BL, masked_BL, cos, sin, mask)
+            return self._run(tokens_BL, torch.zeros_like(tokens_BL, dtype=torch.bool), places, sees_LL, keys)
 
-    def _mask(self, length: int, *, views: bool) -> Any:
-        """What the columns of a pass see, [clean | A | B] or a teacher's; made once for each length."""
-        if (length, views) not in self._masks:
-            device = self.mask_D.device
-            ones_LL = torch.ones(length, length, dtype=torch.bool, device=device)
-            own = block_views_mask(length, self.block or 1, device, causal=self.causal)
-            sees = own if views else ones_LL.tril()[None, None]
-            self._masks[length, views] = _sparse(sees[0, 0]) if self.flex else sees
-        return self._masks[length, views]
+    def _mask(self, length: int) -> Tensor:
+        """What the columns of [clean | A | B] see; made once for each length."""
+        if length not in self._masks:
+            self._masks[length] = block_views_mask(length, self.block or 1, self.mask_D.device)
+        return self._masks[length]
 
-    def _run(self, tokens_BL: Tensor, masked_BL: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
+    def _run(
+        self, tokens_BL: Tensor, masked_BL: Tensor, place_BL: Tensor, mask: Tensor | None, keys: list[Any] | None = None
+    ) -> Tensor:
         """The layers one by one; without blocks there is no mask, and attention takes its fastest path."""
         weight_VD = self.body.embed_tokens.weight
         half = weight_VD.dtype != torch.float32
         with torch.autocast(weight_VD.device.type, dtype=weight_VD.dtype) if half else nullcontext():
             e_BLD = self.body.embed_tokens(tokens_BL)
             h_BLD = torch.where(masked_BL[..., None], self.mask_D.to(e_BLD.dtype), e_BLD)
-            for layer in self.body.layers:
-                h_BLD = layer(h_BLD, mask, None, None, False, (cos, sin))
+            rotary = self.body.rotary_emb(weight_VD, place_BL)
+            for n, layer in enumerate(self.body.layers):
+                h_BLD = layer(h_BLD, mask, None, None if keys is None else keys[n], False, rotary)
             return self.body.norm(h_BLD)
 
-    def _see_both_ways(self) -> None:
+    def _set_direction(self) -> None:
         """transformers' layers take their direction from the config and, without a mask, from a flag of their own."""
         self.body.config = copy.deepcopy(self.body.config)
         self.body.config.is_causal = self.body.config.use_cache = False
@@ -204,9 +222,14 @@ class AdapterModel(nn.Module):
         write_whole({folder / FACTS: json.dumps(facts, indent=2) + "\n"})
 
 
-def _sparse(sees_LL: Tensor) -> Any:
-    """A mask as FlexAttention takes it."""
-    from torch.nn.attention.flex_attention import create_block_mask
+class _Keys:
+    """What a layer takes for its cache: keys and values of the clean columns, put before those of later passes."""
 
-    count = len(sees_LL)
-    return create_block_mask(lambda b, h, q, k: sees_LL[q, k], None, None, count, count, device=str(sees_LL.device))
+    known: tuple[Tensor, Tensor] | None = None
+
+    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values that the layer's queries see."""
+        if self.known is None:
+            self.known = k, v
+            return k, v
+        return torch.cat([self.known[0], k], 2), torch.cat([self.known[1], v], 2)

@@ -210,7 +210,8 @@ class AdaptConfig(CorpusConfig):
         clip: largest norm of the gradient.
         block_size: S of a block base, with an exact cache (see docs/blocks.md); none sees a whole canvas. Divides
             `length`.
-        causal: blocks whose columns see what stands left of them, as in the autoregressive model; order left_to_right.
+        causal: columns see what stands left of them and MASK alone is adapted, so that text is read as by the
+            autoregressive model, whose distributions the masks learn; order left_to_right.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
         distill: what such a suffix hides learns the autoregressive model's own distribution; its first positions weigh
@@ -266,6 +267,8 @@ class AdaptConfig(CorpusConfig):
             not self.causal or (self.block_size is not None and self.order == "left_to_right"),
             "causal is true; such blocks are written from left to right: give block_size, and order left_to_right",
         )
+        others = self.suffix > 0 or self.distill
+        require(not (self.causal and others), "causal is true; suffix and distill are about blocks that are not")
         require(
             not self.distill or self.suffix > 0, "distill is true; it is about blocks that hide a suffix: give suffix"
         )

@@ -1,4 +1,4 @@
-"""The loss of masked diffusion: which canvases and positions a step sees, what each weighs, a CE without [R, V].
+"""The loss of masked diffusion: which positions a pass sees, what each weighs, a cross-entropy without [R, V].
 
 L = 1/B sum_b 1/(t_b n_b) sum_{i masked in b} -log p(x_i | x_b masked), where n_b counts the positions of canvas b that
 can be masked (all but its prompt), each of which is masked with probability t_b. With t uniform on (0, 1) this is the
@@ -10,18 +10,14 @@ V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from adjust_dlm.bases.blocks import before_and_own
-from adjust_dlm.data.corpus import Corpus
-from adjust_dlm.data.settings import KINDS
 from adjust_dlm.losses import with_gradients
-from adjust_dlm.types import require
 
 MIN_T = 1e-3
 CHUNK = 2048  # rows of logits held at a time
@@ -40,6 +36,7 @@ class MaskedBatch:
         taught_rows_Q: as `rows_R`, of masked positions whose target is a distribution; none unless asked for.
         teachers_Q: int64 flat index, in the clean canvases [B, L], of the autoregressive state that gives it.
         taught_weights_Q: fp32, as `weights_R`.
+        cut_BG: int64 first positions of groups of masks, see `group_batch`; all rows count in [clean | groups] then.
     """
 
     tokens_BL: Tensor
@@ -50,12 +47,14 @@ class MaskedBatch:
     taught_rows_Q: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     teachers_Q: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     taught_weights_Q: Tensor = field(default_factory=lambda: torch.zeros(0))
+    cut_BG: Tensor | None = None
 
     def to(self, device: torch.device) -> MaskedBatch:
         """A copy on a device."""
         on_gpu = device.type == "cuda"
-        fields = (part.pin_memory() if on_gpu and len(part) else part for part in vars(self).values())
-        return MaskedBatch(*(part.to(device, non_blocking=on_gpu) for part in fields))
+        known = {name: part for name, part in vars(self).items() if part is not None}
+        pinned = {name: part.pin_memory() if on_gpu and len(part) else part for name, part in known.items()}
+        return MaskedBatch(**{name: part.to(device, non_blocking=on_gpu) for name, part in pinned.items()})
 
 
 def stratified_times(size: int, generator: torch.Generator) -> Tensor:
@@ -140,6 +139,58 @@ def block_batch(
     return MaskedBatch(tokens, masked, *own, *_filled(chunk, flat_Q - 1, teacher_Q, weights_R[is_taught_R]))
 
 
+def group_batch(
+    tokens_BL: Tensor, cut_BG: Tensor, weights_BGN: Tensor, *, taught: bool, chunk: int = CHUNK
+) -> MaskedBatch:
+    """Rows of [clean | groups]: each group hides S positions from its cut on and sees the clean text before it.
+
+    Mask n of a group (from 1) scores the position n behind its cut; the cut itself is scored by the clean column
+    before it, which is the autoregressive model's own.
+
+    Args:
+        tokens_BL: clean tokens.
+        cut_BG: first hidden positions, at least 1.
+        weights_BGN: of the position n behind each cut, n = 0 to S; 0 where it lies behind the canvas.
+        taught: targets are the autoregressive model's own distributions, not the tokens.
+        chunk: see `masked_batch`.
+    """
+    (count, length), (groups, size) = tokens_BL.shape, (weights_BGN.shape[1], weights_BGN.shape[2] - 1)
+    flat_R = weights_BGN.flatten().nonzero()[:, 0]
+    n_R, b_R = flat_R % (size + 1), flat_R // (groups * (size + 1))
+    g_R, weights_R = flat_R // (size + 1) % groups, weights_BGN.float().flatten()[flat_R]
+    at_R = cut_BG[b_R, g_R] + n_R  # the position that is scored
+    own_R = torch.where(n_R == 0, at_R - 1, length + g_R * size + n_R - 1)
+    rows_R, clean_R = b_R * (length + groups * size) + own_R, b_R * length + at_R
+    tokens_BL, none = tokens_BL.long(), torch.zeros(count, 0, dtype=torch.bool)
+    if taught:
+        empty = torch.zeros(0, dtype=torch.long)
+        rows_Q, teachers_Q, weights_Q = _filled(chunk, rows_R, clean_R - 1, weights_R)
+        return MaskedBatch(tokens_BL, none, empty, empty, torch.zeros(0), rows_Q, teachers_Q, weights_Q, cut_BG)
+    rows_R, targets_R, weights_R = _filled(chunk, rows_R, tokens_BL.flatten()[clean_R], weights_R)
+    return MaskedBatch(tokens_BL, none, rows_R, targets_R, weights_R, cut_BG=cut_BG)
+
+
+def cuts(text_BL: Tensor, groups_B: Tensor, u_BG: Tensor) -> Tensor:
+    """First hidden positions [B, G]: a random one in each of a row's equal parts of its text but for the last token.
+
+    Args:
+        text_BL: what may be hidden: bool, one run in each row; see `open_positions`.
+        groups_B: how many parts, at most G; the groups behind these repeat the last part.
+        u_BG: uniform numbers in [0, 1).
+    """
+    first_B1, last_B1 = text_BL.long().argmax(-1, keepdim=True), text_BL.sum(-1, keepdim=True) - 1
+    part_BG = torch.arange(u_BG.shape[1]).minimum(groups_B[:, None] - 1)
+    within_BG = ((part_BG + u_BG) / groups_B[:, None] * last_B1.clamp_min(0)).long()
+    return (first_B1 + within_BG).clamp_min(1)
+
+
+def behind_cuts(text_BL: Tensor, cut_BG: Tensor, size: int) -> Tensor:
+    """Whether the position n behind a cut is text, n = 0 to S: bool [B, G, S + 1]."""
+    at_BGN = cut_BG[..., None] + torch.arange(size + 1)
+    inside_BGN = text_BL.gather(1, at_BGN.flatten(1).clamp_max(text_BL.shape[1] - 1)).view_as(at_BGN)
+    return inside_BGN & (at_BGN < text_BL.shape[1])
+
+
 def hidden_in_views(
     count: int, length: int, size: int, suffix: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
@@ -182,13 +233,12 @@ def next_positions(count: int, length: int, size: int, generator: torch.Generato
     return place_L == cut_BL, place_L >= cut_BL
 
 
-def block_views_mask(length: int, size: int, device: torch.device | None = None, *, causal: bool = False) -> Tensor:
+def block_views_mask(length: int, size: int, device: torch.device | None = None) -> Tensor:
     """What columns of [clean | A | B] see: bool [1, 1, 3 L, 3 L].
 
-    The clean half sees its own block and those before, a view its own block in the view and the clean ones before it;
-    of causal blocks what is left of the column.
+    The clean half sees its own block and those before, a view its own block in the view and the clean ones before it.
     """
-    before_LL, own_LL = before_and_own(length, size, device, causal=causal)
+    before_LL, own_LL = before_and_own(length, size, device)
     never_LL = torch.zeros_like(own_LL)
     rows = [[before_LL | own_LL, never_LL, never_LL], [before_LL, own_LL, never_LL], [before_LL, never_LL, own_LL]]
     return torch.cat([torch.cat(row, 1) for row in rows])[None, None]
@@ -246,113 +296,3 @@ def chunked_ce(
     ce_R, grad_RD = (torch.cat(part) for part in zip(*done, strict=True))
     # where: a filler row may score -inf, and 0 * inf would be nan.
     return with_gradients(torch.where(weights_R > 0, ce_R * weights_R, 0).sum(), [grad_RD], [h_RD])
-
-
-class CanvasBatches:
-    """Global batches in fixed proportions of the kinds; each kind walks through its own permutations.
-
-    A batch is a pure function of (corpus, seed, step), so resuming needs no state.
-
-    All ranks draw the whole batch, masks and times with it, and keep each world-th row: together they train on exactly
-    what a single process would.
-    """
-
-    def __init__(
-        self, corpus: Corpus, shares: Mapping[str, float], *, batch_size: int, seed: int, rank: int = 0, world: int = 1,
-        block: int | None = None, end_ids: Sequence[int] = (), suffix: float = 0.0, distill: bool = False,
-    ) -> None:  # fmt: skip
-        """Splits the batch over the kinds.
-
-        Args:
-            corpus: all canvases of the training split.
-            shares: weight of each kind; those without canvases are left out and the rest scaled up.
-            batch_size: B, canvases of a global batch, a multiple of `world`.
-            seed: names the order, the times and the masks.
-            rank: this process.
-            world: number of processes.
-            block: S of a block base, whose canvases are looked at as [clean | A | B].
-            end_ids: that end its texts.
-            suffix: see `hidden_in_views`.
-            distill: blocks that hide a suffix have taught targets.
-        """
-        self.block, self.end_ids, self.suffix, self.distill = block, end_ids, suffix, distill
-        self.corpus, self.seed, self.rank, self.world = corpus, seed, rank, world
-        self.members = {k: (corpus.kind_N == n).nonzero()[:, 0] for n, k in enumerate(KINDS)}
-        present = {k: shares[k] for k in KINDS if len(self.members[k]) and shares[k] > 0}
-        require(bool(present), f"every kind of canvas in the corpus has share 0: {dict(shares)}")
-        self.counts = largest_remainder(present, batch_size)
-        self._orders: dict[str, tuple[int, Tensor]] = {}
-
-    def step(self, step: int, micro: int) -> list[MaskedBatch]:
-        """This rank's part of batch `step`, in passes of `micro` canvases; losses add up over passes and ranks."""
-        generator = torch.Generator().manual_seed(_mixed(self.seed, 0, step))
-        members = [self._take(kind, step * count, count) for kind, count in self.counts.items() if count]
-        index_B = torch.cat(members)
-        index_B = index_B[torch.randperm(len(index_B), generator=generator)]
-        prompt_B, tokens_BL = self.corpus.prompt_len_N[index_B], self.corpus.tokens_NL[index_B]
-        length = tokens_BL.shape[1]
-        if self.block is not None:
-            return self._views(tokens_BL, prompt_B, micro, generator, self.block)
-        t_B = stratified_times(len(index_B), generator)
-        masked_BL = draw_masks(prompt_B, t_B, length, generator)
-        mine = slice(self.rank, None, self.world)
-        weights_B = 1 / (t_B * (length - prompt_B.double()).clamp_min(1) * len(index_B))
-        parts = (x[mine].split(micro) for x in (tokens_BL, masked_BL, weights_B))
-        return [masked_batch(*part) for part in zip(*parts, strict=True)]
-
-    def _views(
-        self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
-    ) -> list[MaskedBatch]:
-        """Every score weighs the same, but in hidden suffixes with a teacher; those are some more than open positions.
-
-        Short canvases share passes, which end where the longest does, in quarters of the length (few shapes).
-        """
-        count, length = tokens_BL.shape
-        hidden_B2L, ends_BL = hidden_in_views(count, length, size, self.suffix, generator)
-        open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
-        weights_B3L = torch.full((count, 3, length), 1 / max(1, int(open_BL.sum())))
-        taught_B2L = None
-        if self.distill:  # a teacher knows nothing of tokens to the right, or of what fills a block behind an end
-            text_BL = open_positions(tokens_BL, prompt_B, self.end_ids, 1)
-            taught_B2L = torch.stack([text_BL, text_BL & ends_BL], 1)
-            share_B2L = suffix_weights(hidden_B2L & open_BL[:, None], size)
-            weights_B3L[:, 1:] *= torch.where(ends_BL[:, None], share_B2L, 1.0)
-        quarter = -(-length // size // 4) * size
-        used_B = (open_BL * torch.arange(1, length + 1)).amax(-1)
-        passes = []
-        for index in torch.arange(self.rank, count, self.world)[used_B[self.rank :: self.world].argsort()].split(micro):
-            end = min(length, max(1, -(-int(used_B[index].max()) // quarter)) * quarter)
-            a, b, c, d = (part[index, ..., :end] for part in (tokens_BL, open_BL, hidden_B2L, weights_B3L))
-            taught = None if taught_B2L is None else taught_B2L[index, ..., :end]
-            passes.append(block_batch(a, b, c, d, size, taught_B2L=taught))
-        return passes
-
-    def _take(self, kind: str, start: int, count: int) -> Tensor:
-        """Canvases start..start+count of a kind's endless stream of permutations."""
-        size = len(self.members[kind])
-        first, last = start // size, (start + count - 1) // size
-        orders = [self._order(kind, epoch) for epoch in range(first, last + 1)]
-        return torch.cat(orders)[start - first * size :][:count]
-
-    def _order(self, kind: str, epoch: int) -> Tensor:
-        known = self._orders.get(kind)
-        if known is None or known[0] != epoch:
-            generator = torch.Generator().manual_seed(_mixed(self.seed, 1 + KINDS.index(kind), epoch))
-            members = self.members[kind]
-            self._orders[kind] = (epoch, members[torch.randperm(len(members), generator=generator)])
-        return self._orders[kind][1]
-
-
-def largest_remainder(shares: Mapping[str, float], total: int) -> dict[str, int]:
-    """Whole numbers in proportion to the shares that add up to `total`."""
-    exact = {key: total * share / sum(shares.values()) for key, share in shares.items()}
-    counts = {key: int(value) for key, value in exact.items()}
-    by_remainder = sorted(exact, key=lambda key: counts[key] - exact[key])
-    for key in by_remainder[: total - sum(counts.values())]:
-        counts[key] += 1
-    return counts
-
-
-def _mixed(seed: int, stream: int, number: int) -> int:
-    """A generator seed for each (seed, stream, number)."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {stream} {number}".encode(), digest_size=7).digest(), "big")
