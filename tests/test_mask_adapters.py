@@ -163,7 +163,7 @@ def test_masks_learn_the_law_of_the_model_behind_the_text(family: str) -> None:
         naive = naive - weights_BGN[b, g, n] * (law_V * row_V)[law_V > 0].sum()
         count += 1
     batch = group_batch(tokens_BL, CUTS, weights_BGN, taught=True, chunk=7)
-    assert count > 20 and int((batch.taught_weights_Q > 0).sum()) == count and len(batch.rows_R) == 0
+    assert count > 20 and int((batch.weights_R > 0).sum()) == count
     loss = adapter.loss(batch)
     torch.testing.assert_close(loss, naive, rtol=1e-5, atol=1e-5)
     parameters = list(adapter.trainables().values())
@@ -194,21 +194,20 @@ def test_a_batch_is_one_mean_in_which_early_masks_count_most() -> None:
     corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(8, dtype=torch.int8))
     how: dict[str, Any] = {"batch_size": 8, "seed": 4, "block": SIZE, "causal": True, "end_ids": (IM_END, BOS)}
     whole = CanvasBatches(corpus, ONE, **how).step(3, 8)[0]
-    counted = whole.taught_weights_Q > 0
-    assert whole.taught_weights_Q.sum().item() == pytest.approx(1) and len(whole.rows_R) == 0
-    assert whole.cut_BG is not None
+    assert whole.weights_R.sum().item() == pytest.approx(1)
+    assert whole.cut_BG is not None and whole.teachers_R is not None
     wide = LENGTH + whole.cut_BG.shape[1] * SIZE
     prompts = {tuple(t.tolist()): int(p) for t, p in zip(tokens_BL, prompt_B, strict=True)}
     given = torch.tensor([prompts[tuple(t.tolist())] for t in whole.tokens_BL])
     text_BL = open_positions(whole.tokens_BL, given, (IM_END, BOS), 1)
     first: dict[tuple[int, int], float] = {}
-    parts = zip(whole.taught_rows_Q.tolist(), whole.teachers_Q.tolist(), whole.taught_weights_Q.tolist(), strict=True)
+    parts = zip(whole.rows_R.tolist(), whole.teachers_R.tolist(), whole.weights_R.tolist(), strict=True)
     for row, teacher, weight in [part for part in parts if part[2] > 0]:
         b, (g, n) = row // wide, divmod(row % wide - LENGTH, SIZE)
         assert g >= 0 and teacher == b * LENGTH + int(whole.cut_BG[b, g]) + n  # which scores the position behind it
         assert text_BL[b, teacher % LENGTH + 1]
         assert weight == pytest.approx(first.setdefault((b, g), weight) / (n + 1), rel=1e-5)
-    assert len(first) > 12 and int(counted.sum()) > 30
+    assert len(first) > 12 and int((whole.weights_R > 0).sum()) > 30
     of_text = {b: weight for (b, _), weight in first.items()}
     ends = -(-(text_BL * torch.arange(1, LENGTH + 1)).amax(-1) // SIZE) * SIZE
     scale = {b: weight / float(text_BL[b].sum() * SIZE / ends[b]) for b, weight in of_text.items()}

@@ -93,7 +93,6 @@ def _adapted(
     batches = CanvasBatches(
         load_corpus(folder, "train"), config.shares, batch_size=config.batch_size, seed=config.seed, rank=rank,
         world=world, block=config.block_size, causal=config.causal, end_ids=vocabulary.end_ids, suffix=config.suffix,
-        distill=config.distill,
     )  # fmt: skip
     heldout = load_corpus(folder, "heldout")
     trainer = AdaptTrainer(config, adapter, batches, {"ce": heldout, "ce_train": batches.corpus.like(heldout)})

@@ -115,25 +115,18 @@ class AdapterModel(nn.Module):
         )
 
     def loss(self, batch: MaskedBatch) -> Tensor:
-        """The weighted loss of a batch on the model's device."""
-        taught = len(batch.taught_rows_Q) > 0
-        if batch.cut_BG is not None:
-            states_BLD = self.states_of_groups(batch.tokens_BL, batch.cut_BG)
-            teacher_BLD = states_BLD[:, : batch.tokens_BL.shape[1]].detach()
-        else:
+        """The weighted loss of a batch on the model's device; groups learn the model's own states' distributions."""
+        if batch.cut_BG is None:
             states_BLD = self.states(batch.tokens_BL, batch.masked_BL)
-            clean_BL = batch.tokens_BL[:, : batch.tokens_BL.shape[1] // 3]
-            teacher_BLD = self.teacher_states(clean_BL) if taught else states_BLD
+        else:
+            states_BLD = self.states_of_groups(batch.tokens_BL, batch.cut_BG)
+        h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
         head = self.body.embed_tokens.weight, self.bias_V
-        loss = torch.zeros((), device=self.mask_D.device)
-        if len(batch.rows_R):
-            h_RD = states_BLD.flatten(0, 1).index_select(0, batch.rows_R)
-            loss = chunked_ce(h_RD, *head, batch.targets_R, batch.weights_R, chunk=self._chunk)
-        if not taught:
-            return loss
-        h_QD = states_BLD.flatten(0, 1).index_select(0, batch.taught_rows_Q)
-        teacher_QD = teacher_BLD.flatten(0, 1).index_select(0, batch.teachers_Q)
-        return loss + chunked_ce(h_QD, *head, teacher_QD, batch.taught_weights_Q, chunk=self._taught_chunk)
+        if batch.teachers_R is None:
+            return chunked_ce(h_RD, *head, batch.targets_R, batch.weights_R, chunk=self._chunk)
+        clean_BLD = states_BLD[:, : batch.tokens_BL.shape[1]].detach()
+        teacher_RD = clean_BLD.flatten(0, 1).index_select(0, batch.teachers_R)
+        return chunked_ce(h_RD, *head, teacher_RD, batch.weights_R, chunk=self._taught_chunk)
 
     @torch.no_grad()
     def teacher_states(self, tokens_BL: Tensor, keys: list[Any] | None = None) -> Tensor:

@@ -21,7 +21,6 @@ from adjust_dlm.train.masked_ce import (
     masked_batch,
     open_positions,
     stratified_times,
-    suffix_weights,
 )
 from adjust_dlm.types import require
 
@@ -38,7 +37,6 @@ class CanvasBatches:
     def __init__(
         self, corpus: Corpus, shares: Mapping[str, float], *, batch_size: int, seed: int, rank: int = 0, world: int = 1,
         block: int | None = None, causal: bool = False, end_ids: Sequence[int] = (), suffix: float = 0.0,
-        distill: bool = False,
     ) -> None:  # fmt: skip
         """Splits the batch over the kinds.
 
@@ -53,9 +51,8 @@ class CanvasBatches:
             causal: they are looked at as [clean | groups], see `group_batch`.
             end_ids: that end its texts.
             suffix: see `hidden_in_views`.
-            distill: blocks that hide a suffix have taught targets.
         """
-        self.block, self.causal, self.end_ids, self.suffix, self.distill = block, causal, end_ids, suffix, distill
+        self.block, self.causal, self.end_ids, self.suffix = block, causal, end_ids, suffix
         self.corpus, self.seed, self.rank, self.world = corpus, seed, rank, world
         self.members = {k: (corpus.kind_N == n).nonzero()[:, 0] for n, k in enumerate(KINDS)}
         present = {k: shares[k] for k in KINDS if len(self.members[k]) and shares[k] > 0}
@@ -83,22 +80,15 @@ class CanvasBatches:
     def _views(
         self, tokens_BL: Tensor, prompt_B: Tensor, micro: int, generator: torch.Generator, size: int
     ) -> list[MaskedBatch]:
-        """Every score weighs the same, but in hidden suffixes with a teacher; there are more than open positions."""
+        """Every score weighs the same; with hidden suffixes there are some more than open positions."""
         count, length = tokens_BL.shape
-        hidden_B2L, ends_BL = hidden_in_views(count, length, size, self.suffix, generator)
+        hidden_B2L = hidden_in_views(count, length, size, self.suffix, generator)
         open_BL = open_positions(tokens_BL, prompt_B, self.end_ids, size)
         weights_B3L = torch.full((count, 3, length), 1 / max(1, int(open_BL.sum())))
-        taught_B2L = None
-        if self.distill:  # a teacher knows nothing of tokens to the right, or of what fills a block behind an end
-            text_BL = open_positions(tokens_BL, prompt_B, self.end_ids, 1)
-            taught_B2L = torch.stack([text_BL, text_BL & ends_BL], 1)
-            share_B2L = suffix_weights(hidden_B2L & open_BL[:, None], size)
-            weights_B3L[:, 1:] *= torch.where(ends_BL[:, None], share_B2L, 1.0)
         passes = []
         for index, end in self._passes(ends_of(open_BL, size), micro):
             a, b, c, d = (part[index, ..., :end] for part in (tokens_BL, open_BL, hidden_B2L, weights_B3L))
-            taught = None if taught_B2L is None else taught_B2L[index, ..., :end]
-            passes.append(block_batch(a, b, c, d, size, taught_B2L=taught))
+            passes.append(block_batch(a, b, c, d, size))
         return passes
 
     def _groups(

@@ -214,8 +214,6 @@ class AdaptConfig(CorpusConfig):
             autoregressive model, whose distributions the masks learn; order left_to_right.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
-        distill: what such a suffix hides learns the autoregressive model's own distribution; its first positions weigh
-            most.
         lora_rank: rank of the adapters.
         lora_alpha: their scale times the rank.
         init: folder of a base that `adapt` made from the same model at the same rank: training starts from its adapter.
@@ -246,7 +244,6 @@ class AdaptConfig(CorpusConfig):
     causal: bool = False
     order: OrderRule = "entropy"
     suffix: float = 0.0
-    distill: bool = False
     lora_rank: Count = 64
     lora_alpha: Count = 64
     init: Path | None = None
@@ -267,10 +264,9 @@ class AdaptConfig(CorpusConfig):
             not self.causal or (self.block_size is not None and self.order == "left_to_right"),
             "causal is true; such blocks are written from left to right: give block_size, and order left_to_right",
         )
-        others = self.suffix > 0 or self.distill
-        require(not (self.causal and others), "causal is true; suffix and distill are about blocks that are not")
         require(
-            not self.distill or self.suffix > 0, "distill is true; it is about blocks that hide a suffix: give suffix"
+            not (self.causal and self.suffix),
+            f"suffix is {self.suffix}; causal blocks hide what stands behind a position, always: leave it out",
         )
         size = self.block_size or 1
         near = self.length // size * size or size

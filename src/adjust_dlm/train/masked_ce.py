@@ -11,7 +11,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,10 +33,9 @@ class MaskedBatch:
         rows_R: int64 flat index of the state that scores each masked position (Dream's frame: the one before it).
         targets_R: int64 clean token of each masked position.
         weights_R: fp32 weight of its cross-entropy in the loss; 0 on rows that fill the last chunk.
-        taught_rows_Q: as `rows_R`, of masked positions whose target is a distribution; none unless asked for.
-        teachers_Q: int64 flat index, in the clean canvases [B, L], of the autoregressive state that gives it.
-        taught_weights_Q: fp32, as `weights_R`.
-        cut_BG: int64 first positions of groups of masks, see `group_batch`; all rows count in [clean | groups] then.
+        cut_BG: int64 first positions of groups of masks, see `group_batch`; rows count in [clean | groups] then.
+        teachers_R: int64 flat index, in the clean canvases [B, L], of the state whose distribution is the target; None
+            where tokens are.
     """
 
     tokens_BL: Tensor
@@ -44,10 +43,8 @@ class MaskedBatch:
     rows_R: Tensor
     targets_R: Tensor
     weights_R: Tensor
-    taught_rows_Q: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    teachers_Q: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    taught_weights_Q: Tensor = field(default_factory=lambda: torch.zeros(0))
     cut_BG: Tensor | None = None
+    teachers_R: Tensor | None = None
 
     def to(self, device: torch.device) -> MaskedBatch:
         """A copy on a device."""
@@ -104,9 +101,8 @@ def open_positions(tokens_BL: Tensor, prompt_len_B: Tensor, end_ids: Sequence[in
 
 
 def block_batch(
-    tokens_BL: Tensor, open_BL: Tensor, hidden_B2L: Tensor, weights_B3L: Tensor, size: int, *,
-    taught_B2L: Tensor | None = None, chunk: int = CHUNK,
-) -> MaskedBatch:  # fmt: skip
+    tokens_BL: Tensor, open_BL: Tensor, hidden_B2L: Tensor, weights_B3L: Tensor, size: int, *, chunk: int = CHUNK
+) -> MaskedBatch:
     """Rows of [clean | A | B], views with hidden positions of their own.
 
     A view scores what it hides, from the column before (the shifted frame). A block's first position is scored by the
@@ -118,8 +114,6 @@ def block_batch(
         hidden_B2L: what A and B hide, open positions among others.
         weights_B3L: of the cross-entropies in the clean half, in A and in B.
         size: S.
-        taught_B2L: where the target is the distribution of an autoregressive teacher, at a block's first position and
-            in the views. None: all targets are tokens.
         chunk: see `masked_batch`.
     """
     first_BL = (torch.arange(tokens_BL.shape[1]) % size == 0) & open_BL
@@ -129,14 +123,7 @@ def block_batch(
     tokens = tokens_BL.long().repeat(1, 3)
     flat_R = shown.flatten().nonzero()[:, 0]
     weights_R = weights_B3L.float().flatten()[flat_R]
-    if taught_B2L is None:
-        return MaskedBatch(tokens, masked, *_filled(chunk, flat_R - 1, tokens.flatten()[flat_R], weights_R))
-    is_taught_R = taught_B2L[:, [0, 1, 1]].flatten()[flat_R]
-    length, own_R = tokens_BL.shape[1], flat_R[~is_taught_R]
-    own = _filled(chunk, own_R - 1, tokens.flatten()[own_R], weights_R[~is_taught_R])
-    flat_Q = flat_R[is_taught_R]
-    teacher_Q = flat_Q // (3 * length) * length + flat_Q % length - 1
-    return MaskedBatch(tokens, masked, *own, *_filled(chunk, flat_Q - 1, teacher_Q, weights_R[is_taught_R]))
+    return MaskedBatch(tokens, masked, *_filled(chunk, flat_R - 1, tokens.flatten()[flat_R], weights_R))
 
 
 def group_batch(
@@ -162,12 +149,9 @@ def group_batch(
     own_R = torch.where(n_R == 0, at_R - 1, length + g_R * size + n_R - 1)
     rows_R, clean_R = b_R * (length + groups * size) + own_R, b_R * length + at_R
     tokens_BL, none = tokens_BL.long(), torch.zeros(count, 0, dtype=torch.bool)
-    if taught:
-        empty = torch.zeros(0, dtype=torch.long)
-        rows_Q, teachers_Q, weights_Q = _filled(chunk, rows_R, clean_R - 1, weights_R)
-        return MaskedBatch(tokens_BL, none, empty, empty, torch.zeros(0), rows_Q, teachers_Q, weights_Q, cut_BG)
-    rows_R, targets_R, weights_R = _filled(chunk, rows_R, tokens_BL.flatten()[clean_R], weights_R)
-    return MaskedBatch(tokens_BL, none, rows_R, targets_R, weights_R, cut_BG=cut_BG)
+    parts_R = rows_R, tokens_BL.flatten()[clean_R], weights_R, clean_R - 1
+    rows_R, targets_R, weights_R, teachers_R = _filled(chunk, *parts_R)
+    return MaskedBatch(tokens_BL, none, rows_R, targets_R, weights_R, cut_BG, teachers_R if taught else None)
 
 
 def cuts(text_BL: Tensor, groups_B: Tensor, u_BG: Tensor) -> Tensor:
@@ -191,10 +175,8 @@ def behind_cuts(text_BL: Tensor, cut_BG: Tensor, size: int) -> Tensor:
     return inside_BGN & (at_BGN < text_BL.shape[1])
 
 
-def hidden_in_views(
-    count: int, length: int, size: int, suffix: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """What views A and B hide: bool [B, 2, L]; and the positions of blocks where that is a suffix: bool [B, L].
+def hidden_in_views(count: int, length: int, size: int, suffix: float, generator: torch.Generator) -> Tensor:
+    """What views A and B hide: bool [B, 2, L].
 
     In a share `suffix` of the blocks they hide all from a position on, as an order from left to right does: A from one
     drawn evenly, B from half a block further on (modulo S). In the others A hides each position with the block's own
@@ -206,24 +188,11 @@ def hidden_in_views(
     a_BL = u_BL < t_BJ.repeat_interleave(size, 1)
     hidden_B2L = torch.stack([a_BL, ~a_BL], 1)
     if not suffix:
-        return hidden_B2L, torch.zeros_like(a_BL)
+        return hidden_B2L
     cut_B2J = torch.randint(size, (count, 1, blocks), generator=generator) + torch.tensor([[0], [size // 2]])
     ends_BJ = torch.rand(count, blocks, generator=generator) < suffix
     suffix_B2L = torch.arange(length) % size >= (cut_B2J % size).repeat_interleave(size, -1)
-    ends_BL = ends_BJ.repeat_interleave(size, 1)
-    return torch.where(ends_BL[:, None], suffix_B2L, hidden_B2L), ends_BL
-
-
-def suffix_weights(hidden_BVL: Tensor, size: int) -> Tensor:
-    """Weights of hidden positions: the n-th of a block's m counts m / (n H_m), H_m = 1 + 1/2 + .. + 1/m: mean 1.
-
-    A round of K tokens from left to right takes the first K, so with the K of use spread evenly by their logarithm the
-    first counts most. fp32 [B, V, L], 0 at all others.
-    """
-    hidden_BVJS = hidden_BVL.unflatten(-1, (-1, size))
-    share_BVJS = hidden_BVJS / hidden_BVJS.cumsum(-1).clamp_min(1)
-    scale_BVJ = hidden_BVJS.sum(-1) / share_BVJS.sum(-1).clamp_min(1)
-    return (share_BVJS * scale_BVJ[..., None]).flatten(-2)
+    return torch.where(ends_BJ.repeat_interleave(size, 1)[:, None], suffix_B2L, hidden_B2L)
 
 
 def next_positions(count: int, length: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
