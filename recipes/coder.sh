@@ -39,10 +39,11 @@ if stage replies; then
     for pid in "${waits[@]}"; do wait "$pid"; done
 fi
 
-if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "${BLOCK:-32}" ${CAUSAL:+--causal} --length "${LENGTH:-384}" --text "${TEXT:-8192}" --chat "${CHAT:-0}" \
-    --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-text 0.1 --share-chat 0.3 --share-files 0.9 \
-    --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-256}" --micro-batch "${MICRO:-32}" --lora-rank "${RANK:-32}" --lora-alpha "${RANK:-32}" \
-    --lr "${LR:-1e-3}" --warmup "${WARMUP:-100}" --order left_to_right --suffix "${SUFFIX:-0.5}" --distill --sample-batch "${SAMPLE_BATCH:-2048}" --eval-every 0 \
+size=${BLOCK:-16}
+if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "$size" --causal --order left_to_right --length "${LENGTH:-512}" \
+    --text 0 --chat "${CHAT:-0}" --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-chat 0.3 --share-files 0.9 \
+    --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-64}" --micro-batch "${MICRO:-16}" --lora-rank "${RANK:-32}" --lora-alpha "${RANK:-32}" \
+    --lr "${LR:-1.2e-3}" --warmup "${WARMUP:-50}" --sample-batch "${SAMPLE_BATCH:-2048}" --eval-every 0 \
     ${INIT:+--init "$INIT"} ${CORPUS:+--corpus "$CORPUS"}; fi
 
 base=${BASE:-$out/base}
@@ -61,9 +62,9 @@ if stage train; then
     g() { run train --base "$base" --trajectories "$out"/{cool,warm} --heldout-trajectories "$out/heldout" --layers "${LAYERS:-1}" --mlp "${MLP:-0.75}" \
         --features ${FEATURES:-8 16} --rows 2 --next-share 1 --next-decay 0.2 --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 \
         --output "$out/$1" --max-seconds "${@:2}"; }
-    g one "${TRAIN_SECONDS:-300}" --slices 4 --slice-states 35 --lr 2e-3 --warmup 50
-    g deep "${DEEP_SECONDS:-130}" --slices 2 --slice-states 39 --rollout 7 --lr 1e-3 --init "$out/one/sampler"
-    g back "${BACK_SECONDS:-90}" --slices 2 --slice-states 39 --rollout 7 --reverse 0.5 --lr 1e-3 --init "$out/deep/sampler"
+    g one "${TRAIN_SECONDS:-300}" --slices 8 --slice-states $((size + 3)) --lr 2e-3 --warmup 50
+    g deep "${DEEP_SECONDS:-130}" --slices 4 --slice-states $((size + 7)) --rollout 7 --lr 1e-3 --init "$out/one/sampler"
+    g back "${BACK_SECONDS:-90}" --slices 4 --slice-states $((size + 7)) --rollout 7 --reverse 0.5 --lr 1e-3 --init "$out/deep/sampler"
 fi
 
 if stage tables; then
