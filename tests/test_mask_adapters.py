@@ -274,3 +274,21 @@ def test_a_fresh_adapter_changes_nothing() -> None:
             e_LD = torch.cat([adapter.body.embed_tokens(tokens_BL[b, :cut]), adapter.mask_D.expand(SIZE, -1)])
             wanted = tiny_model("qwen2").model(inputs_embeds=e_LD[None]).last_hidden_state[0, cut:]
             torch.testing.assert_close(states[b, LENGTH:][:SIZE], wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_compiled_passes_on_a_card_change_nothing() -> None:
+    """Losses and gradients in fp32, of passes of all lengths, against the layers as they stand."""
+    tokens_BL, prompt_B = canvases(32)
+    corpus = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(32, dtype=torch.int8))
+    how: dict[str, Any] = {"batch_size": 32, "seed": 4, "block": SIZE, "causal": True, "end_ids": (IM_END, BOS)}
+    batches = CanvasBatches(corpus, ONE, **how).step(0, 8)
+    assert len({batch.tokens_BL.shape[1] for batch in batches}) > 1
+    made = []
+    for compiled in (False, True):
+        adapter = live_adapter("qwen2", causal=True).cuda()
+        if compiled:
+            adapter.compile_passes()
+        loss = sum(adapter.loss(batch.to(torch.device("cuda"))) for batch in batches)
+        made.append((loss, torch.autograd.grad(loss, list(adapter.trainables().values()))))
+    torch.testing.assert_close(made[0], made[1], rtol=1e-3, atol=1e-5)

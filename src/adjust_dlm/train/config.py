@@ -210,8 +210,7 @@ class AdaptConfig(CorpusConfig):
         clip: largest norm of the gradient.
         block_size: S of a block base, with an exact cache (see docs/blocks.md); none sees a whole canvas. Divides
             `length`.
-        causal: columns see what stands left of them and MASK alone is adapted, so that text is read as by the
-            autoregressive model, whose distributions the masks learn; order left_to_right.
+        causal: text is read as by the model itself, and MASK alone is adapted; goes with order left_to_right.
         order: the base's own order rule.
         suffix: share of the blocks that hide all from some position on (what `left_to_right` meets), not any positions.
         lora_rank: rank of the adapters.
