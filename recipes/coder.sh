@@ -55,11 +55,12 @@ if stage trajectories; then
     cool=(--chat --temperature 0.1 0.2 --top-p 0.9 --max-new-tokens "${ROW_TOKENS:-256}")  # as the paper's instruct recipe
     rows cool --num "${NUM:-8192}" --prompts "$out/prompts.jsonl" "${cool[@]}"
     rows warm --num "${NUM:-8192}" --prompts "$out/prompts.jsonl" --chat --max-new-tokens "${ROW_TOKENS:-256}" --seed 1
+    python3 "$here/coder_tasks.py" rows "$out"/replies-*.jsonl --base "$base" --output "$out/said" --new-tokens "${ROW_TOKENS:-256}"
     rows heldout --num "${HELDOUT:-128}" --prompts "$out/heldout-prompts.jsonl" "${cool[@]}" --seed 12
 fi
 
 if stage train; then
-    g() { run train --base "$base" --trajectories "$out"/{cool,warm} --heldout-trajectories "$out/heldout" --layers "${LAYERS:-1}" --mlp "${MLP:-0.75}" \
+    g() { run train --base "$base" --trajectories "$out"/{cool,warm,said} --heldout-trajectories "$out/heldout" --layers "${LAYERS:-1}" --mlp "${MLP:-0.75}" \
         --features ${FEATURES:-8 16} --rows 2 --next-share 1 --next-decay 0.2 --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 \
         --output "$out/$1" --max-seconds "${@:2}"; }
     g one "${TRAIN_SECONDS:-300}" --slices 8 --slice-states $((size + 3)) --lr 2e-3 --warmup 50

@@ -2,6 +2,7 @@
 
     python recipes/coder_tasks.py replies AR --data DIR --output FILE.jsonl --samples 4 --invented 16384
     python recipes/coder_tasks.py prompts FILE.jsonl ... --output DIR     their questions, each once, in two files
+    python recipes/coder_tasks.py rows FILE.jsonl ... --base BASE --output DIR     the replies themselves, to train g on
 
 DIR holds gsm8k/{train,test}.jsonl, math/{math500_test,math_train_part}.jsonl, humaneval/HumanEval.jsonl.gz and
 mbpp/mbpp.jsonl. Replies are in the model's own chat template, graded as `adjust eval TASK --chat --shots 0` does. They
@@ -15,6 +16,9 @@ the code of a test problem. `--share i/n`: this process's part of the replies. P
 kept, but for those that end in a question or are a part of the user's turn: they say it again. Some turns are a
 function without its body, in the wording of `adjust eval humaneval --chat`. A turn or reply that holds a test problem,
 or a part of one of `RUN` letters and digits, is dropped.
+
+A base of causal blocks draws a text as the model does, and from left to right. So replies are trajectories of it, and
+`rows` writes them as such (`adjust train --trajectories`), but for those of questions that are held out.
 
 Replies go on where they stopped. FILE.asked, beside them, has a line for each batch that was graded; a question in it
 is not asked again.
@@ -33,13 +37,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adjust_dlm import load_base
+from adjust_dlm.data import store
 from adjust_dlm.data.ar import CHAT_USER, ar_sample, chat_context
+from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.data.questions import asks_held_out
+from adjust_dlm.data.settings import TrajectoriesConfig
+from adjust_dlm.data.trajectories import manifest_of
 from adjust_dlm.eval.downstream import Problem, Task, cut_at_stop
 from adjust_dlm.eval.tasks import code, gsm8k, maths
 from adjust_dlm.eval.tasks.task_files import read_rows
-from adjust_dlm.types import require
+from adjust_dlm.types import GIVEN, MASKED, Trajectory, require
 
 MBPP_TRAIN = range(601, 975)
 CALL = 4  # batches of a call: a row that ends gives its place to the next
@@ -299,12 +309,38 @@ def prompts(files: Sequence[str], output: Path) -> None:
         (output / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in part))
 
 
+def rows(files: Sequence[str], name: str, output: Path, args: argparse.Namespace) -> None:
+    """A trajectory of each reply of at most `new_tokens` tokens; longer ones are cut there."""
+    base = load_base(name, device="cpu")
+    require(base.spec.causal, f"base {name!r} has no causal blocks, so these replies are no draws of it")
+    kept = {json.loads(line)["prompt"] for line in (output.parent / "prompts.jsonl").read_text().splitlines()}
+    lines = [line for file in files for line in Path(file).read_text().splitlines()]
+    chats = [chat for chat in (json.loads(line)["messages"] for line in lines) if chat[0]["content"] in kept]
+    write, ends = base.tokenizer.apply_chat_template, base.spec.end_ids
+    asked = [write(chat[:1], tokenize=True, add_generation_prompt=True) for chat in chats]
+    source = PromptSource("replies", asked)
+    new, one = args.new_tokens, {"temperature": (args.temperature,), "top_p": args.top_p, "shard_rows": len(chats)}
+    config = TrajectoriesConfig(output=str(output), base=name, num=len(chats), batch_size=1, max_new_tokens=new, **one)
+    source.check_fits(base, new)
+    texts = []
+    for row, (chat, prompt) in enumerate(zip(chats, asked, strict=True)):
+        said = write(chat, tokenize=True)[len(prompt) :]
+        said = said[: next(n for n, token in enumerate(said) if token in ends) + 1][:new]
+        order = [GIVEN] * len(prompt) + list(range(len(said))) + [MASKED] * (new - len(said))
+        tokens = prompt + said + [base.spec.mask_id] * (new - len(said))
+        texts.append(Trajectory(torch.tensor(tokens), torch.tensor(order), row, config.seed, args.temperature))
+    output.mkdir(parents=True, exist_ok=True)
+    store.write_manifest(output, manifest_of(config, base, source))
+    store.write_shard(output, (0, len(texts)), texts, [len(prompt) for prompt in asked])
+
+
 def main() -> None:
-    """Replies or prompts."""
+    """Replies, prompts or rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("replies", "prompts"))
+    parser.add_argument("what", choices=("replies", "prompts", "rows"))
     parser.add_argument("names", nargs="+", help="folder or Hub id of the model; files of replies")
     parser.add_argument("--data", type=Path, help="needed by replies")
+    parser.add_argument("--base", help="needed by rows, with the output of prompts beside its own")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="problems of a task, the first ones")
     parser.add_argument("--new-tokens", type=int, default=512)
@@ -318,6 +354,9 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.what == "prompts":
         prompts(args.names, args.output)
+        return
+    if args.what == "rows":
+        rows(args.names, args.base, args.output, args)
         return
     if args.data is None or len(args.names) != 1:
         parser.error("replies take one model, and --data")

@@ -45,10 +45,10 @@ def _light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-def live_adapter(family: str = "llama", *, causal: bool = False) -> AdapterModel:
+def live_adapter(family: str = "llama") -> AdapterModel:
     model = tiny_model(family)
     words = read_vocabulary(tiny_tokenizer(), model.config)
-    adapter = AdapterModel(model, words, rank=4, alpha=8, seed=3, source="tiny", block=SIZE, causal=causal)
+    adapter = AdapterModel(model, words, rank=4, alpha=8, seed=3, source="tiny", block=SIZE)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in adapter.trainables().items():
@@ -271,13 +271,13 @@ def config(tmp_path: Path, name: str = "out", **changes: Any) -> AdaptConfig:
     return AdaptConfig(**{**fields, **changes})
 
 
-def saved(adapter: AdapterModel, run: AdaptConfig) -> Any:
+def saved(adapter: AdapterModel, run: AdaptConfig, *, causal: bool = False) -> Any:
     """The base in a folder that the adapter writes, which from now on has its values as the folder has them."""
     for parameter in adapter.trainables().values():
         parameter.data = parameter.data.bfloat16().float()
     facts = {"ar": str(run.ar), "mask_id": MASK, "end_ids": [IM_END, BOS], "pad_id": IM_END, "bos_id": BOS}
     facts |= {"token_limit": 100, "context": 64, "order": "left_to_right", "order_on": "raw", "block": SIZE}
-    adapter.save(run.output, {**facts, "causal": adapter.causal})
+    adapter.save(run.output, {**facts, "masks_alone": causal})
     return load_base(str(run.output))
 
 
@@ -298,7 +298,7 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(tmp_path: Path, monkey
         assert result["ce"]["files"][rate] < lines[0]["ce"]["files"][rate] - 0.5
     base = load_base(str(run.output))
     assert (base.spec.block, base.spec.causal, base.lag) == (SIZE, False, 1)
-    assert "causal" not in json.loads((run.output / "base.json").read_text())
+    assert "masks_alone" not in json.loads((run.output / "base.json").read_text())
     tokens_BL, _ = canvases(3)
     masked_BL = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.5
     masked_BL[:, :-SIZE] = False  # clean blocks, then one that is half there
@@ -344,7 +344,9 @@ def test_bad_settings(tmp_path: Path) -> None:
         AdaptConfig(output=tmp_path, block_size=0)
     with pytest.raises(InputError, match="causal is true; such blocks are written from left to right: give block_size"):
         AdaptConfig(output=tmp_path, causal=True)
-    with pytest.raises(InputError, match="give block_size, and order left_to_right"):
+    with pytest.raises(InputError, match="give block_size above 1"):
+        AdaptConfig(output=tmp_path, causal=True, block_size=1, length=128, order="left_to_right")
+    with pytest.raises(InputError, match="give block_size above 1, order left_to_right"):
         AdaptConfig(output=tmp_path, causal=True, block_size=16, length=128)
     left: dict[str, Any] = {"block_size": 16, "length": 128, "causal": True, "order": "left_to_right"}
     with pytest.raises(InputError, match=r"suffix is 0\.5; causal blocks hide what stands behind a position"):
@@ -360,7 +362,7 @@ def test_compiled_layers_share_one_graph_and_change_nothing(
     def model_of(compiled: bool) -> AdapterModel:
         model = tiny_model()
         words = read_vocabulary(tiny_tokenizer(), model.config)
-        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=block, causal=causal)
+        adapter = AdapterModel(model, words, rank=4, alpha=4, seed=0, source="x", block=block)
         if compiled:
             plain = torch.nn.Module.compile
             monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, **how, backend="aot_eager"))

@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 
+from adjust_dlm.bases import load_base
+from adjust_dlm.data.ar import CHAT_TEMPLATE
+from adjust_dlm.data.store import TrajectoryStore
 from adjust_dlm.eval.tasks.code import ask_to_complete
-from adjust_dlm.types import InputError
+from adjust_dlm.types import GIVEN, MASKED, InputError
 from helpers import load_recipe
-from tiny_ar import CHAT, MASK, save_tiny
+from test_block_adapt import config, live_adapter, saved
+from tiny_ar import CHAT, IM_END, MASK, save_tiny, tiny_tokenizer
 
 
 def test_parts_are_joined_in_order_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +259,35 @@ def test_prompts_are_questions_once_and_a_tenth_is_held_out(tmp_path: Path) -> N
     )
     assert (len(first), len(held)) == (36, 4) and sorted(first + held) == sorted({f"Q{n}" for n in range(40)})
     assert first != sorted(first)
+
+
+def test_replies_are_trajectories_of_a_causal_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt, reply and its end, from left to right, as adapting has them; held-out questions are left out."""
+    monkeypatch.setenv("ADJUST_CACHE", str(tmp_path / "cache"))
+    recipe, run = load_recipe("coder_tasks"), config(tmp_path)
+    saved(live_adapter(), run, causal=True)
+    facts = json.loads((run.output / "base.json").read_text())
+    (run.output / "base.json").write_text(json.dumps({**facts, "chat_template": CHAT_TEMPLATE}))
+    said = {"Two?": "2", "Why?": "So.", "Six?": "seven" * 9}
+    write(tmp_path / "r.jsonl", [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in said.items()
+    ])  # fmt: skip
+    write(tmp_path / "prompts.jsonl", [{"prompt": "Two?"}, {"prompt": "Six?"}])
+    both_ways = config(tmp_path, "other")
+    saved(live_adapter(), both_ways)
+    for base, error in ((str(run.output), None), (str(both_ways.output), "has no causal blocks")):
+        asked = ["coder_tasks", "rows", str(tmp_path / "r.jsonl"), "--base", base, "--output", str(tmp_path / "said")]
+        monkeypatch.setattr(sys, "argv", [*asked, "--new-tokens", "20"])
+        if error is None:
+            recipe.main()
+            continue
+        with pytest.raises(InputError, match=error):
+            recipe.main()
+    made, tokenizer = TrajectoryStore(tmp_path / "said"), tiny_tokenizer()
+    assert made.manifests[0]["base_fingerprint"] == load_base(str(run.output)).fingerprint
+    for row, (question, answer) in zip(made, list(said.items())[::2], strict=True):
+        prompt = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+        reply = [*tokenizer.encode(answer), IM_END][:20]
+        assert row.tokens_L.tolist() == [*prompt, *reply, *[MASK] * (20 - len(reply))]
+        order = [*[GIVEN] * len(prompt), *range(len(reply)), *[MASKED] * (20 - len(reply))]
+        assert (row.order_L.tolist(), row.temperature) == (order, 0.7)

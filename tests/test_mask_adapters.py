@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from adjust_dlm.bases import load_base
 from adjust_dlm.bases.autoregressive import autoregressive_base, read_vocabulary
 from adjust_dlm.bases.layers import join_projections
 from adjust_dlm.bases.mask_lora import MaskLora
+from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.data.corpus import Corpus
@@ -22,7 +27,7 @@ from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.exported import export
 from adjust_dlm.train.adapt import AdaptTrainer, adapt
 from adjust_dlm.train.adapter import AdapterModel
-from adjust_dlm.train.canvas_batches import CanvasBatches
+from adjust_dlm.train.canvas_batches import CanvasBatches, ends_of
 from adjust_dlm.train.masked_ce import behind_cuts, cuts, group_batch, open_positions
 from adjust_dlm.types import DecodeConfig, InputError
 from helpers import MASK as HIDDEN
@@ -51,9 +56,11 @@ def test_an_adapter_by_hand() -> None:
     generator = torch.Generator().manual_seed(0)
     part.down.data, part.up.data = (torch.randn(shape, generator=generator) for shape in ((2, 5), (3, 2)))
     y, h = torch.randn(1, 2, 3, generator=generator), torch.randn(1, 2, 5, generator=generator)
-    out = part(y, h, torch.tensor([[[0.0], [1.0]]]))
+    out = part(y, h, torch.tensor([[[True], [False]]]))
     assert torch.equal(out[:, 0], y[:, 0])
     torch.testing.assert_close(out[0, 1], y[0, 1] + part.up @ (part.down @ h[0, 1]))
+    h[0, 0] = torch.inf  # what an adapter would make of text, even an overflow, is not looked at
+    assert torch.equal(part(y, h, torch.tensor([[[True], [False]]])), out)
 
 
 @pytest.mark.parametrize("family", ["dream", "sdar"])
@@ -72,8 +79,25 @@ def test_a_text_without_masks_knows_no_adapters_and_joined_projections_change_no
     torch.testing.assert_close(base.hidden(left_pad(rows)), torch.stack([text, masks]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_drafts_have_them_where_a_canvas_has(family: str) -> None:
+    """Every filling of the open block, masks behind it, against a canvas that holds it."""
+    base = tiny_base(family, block=SIZE, causal=True)
+    row = [BOS, 5, 6, 7, 8, HIDDEN, HIDDEN, HIDDEN]
+    fillings = [[8, 9, HIDDEN, HIDDEN], [8, 9, 5, HIDDEN], [8, HIDDEN, HIDDEN, HIDDEN]]
+    memory, places = Memory(1), torch.arange(8)[None]
+    memory.width, memory.seen = 8, 8
+    token_BJS, valid = torch.tensor([fillings]), torch.ones(1, 8, dtype=torch.bool)
+    _, views = base.hidden_drafts(left_pad([row]), memory, places, valid, token_BJS, places[:, SIZE:])
+    for filling, found in zip(fillings, views[0], strict=True):
+        asked = base.hidden(left_pad([row[:SIZE] + filling]))[0, SIZE:]
+        torch.testing.assert_close(found, asked, rtol=0, atol=1e-5)
+
+
 def test_what_has_no_such_adapters() -> None:
     base = tiny_base("dream", block=SIZE, causal=True)
+    with pytest.raises(InputError, match="mask_id is 7; the body's adapters are for 20"):
+        TransformerBase(base.model, base.head_matrix, replace(base.spec, mask_id=7), next_frame=True)
     with pytest.raises(
         InputError, match="'dream' has adapters of masks alone, which no model of transformers can have"
     ):
@@ -92,10 +116,10 @@ def model_states(family: str, tokens_BL: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_columns_are_those_of_the_saved_base(tmp_path: Path, family: str) -> None:
     """Clean ones are the model's own; a group is the text before its cut and S masks, as the folder's base has them."""
-    adapter, (tokens_BL, _) = live_adapter(family, causal=True), canvases()
+    adapter, (tokens_BL, _) = live_adapter(family), canvases()
     run = config(tmp_path)
     tiny_model(family).save_pretrained(run.ar)
-    base = saved(adapter, run)
+    base = saved(adapter, run, causal=True)
     assert (base.spec.block, base.spec.causal, base.layer_config.lora_rank) == (SIZE, True, 4)
     base.model.load_state_dict(  # in fp32 as it was trained, where the folder's are rounded
         {name.replace(".base_layer", ""): w for name, w in adapter.body.state_dict().items() if "lora" not in name}
@@ -125,7 +149,7 @@ def test_a_trained_base_writes_the_models_own_text(
     """Whatever its adapters are: joint decoding, and `verified` by the same random numbers in fewer passes."""
     monkeypatch.setattr(fast, "Graphs", Replayed)
     run = config(tmp_path)
-    base = saved(live_adapter(causal=True), run)
+    base = saved(live_adapter(), run, causal=True)
     model = tiny_model()
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()  # as the folder's weights are
@@ -144,7 +168,7 @@ def test_a_trained_base_writes_the_models_own_text(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_learn_the_law_of_the_model_behind_the_text(family: str) -> None:
     """The weighted cross-entropy against its softmax, position by position, and the gradients of that."""
-    adapter, (tokens_BL, prompt_B) = live_adapter(family, causal=True), canvases()
+    adapter, (tokens_BL, prompt_B) = live_adapter(family), canvases()
     text_BL = open_positions(tokens_BL, prompt_B, (IM_END, BOS), 1)
     seen_BGN = behind_cuts(text_BL, CUTS, SIZE)
     assert seen_BGN.tolist() == [
@@ -213,25 +237,25 @@ def test_a_batch_is_one_mean_in_which_early_masks_count_most() -> None:
     scale = {b: weight / float(text_BL[b].sum() * SIZE / ends[b]) for b, weight in of_text.items()}
     assert max(scale.values()) == pytest.approx(min(scale.values()), rel=1e-5)
     parts = [p for rank in (0, 1) for p in CanvasBatches(corpus, ONE, rank=rank, world=2, **how).step(3, 2)]
-    adapter = live_adapter(causal=True)
+    adapter = live_adapter()
     assert len(parts) == 4
     assert sum(adapter.loss(p).item() for p in parts) == pytest.approx(adapter.loss(whole).item(), rel=1e-5)
 
 
-def test_the_evaluation_is_that_of_the_model_and_of_masks_behind_its_text() -> None:
+def test_the_evaluation_is_that_of_the_model_and_of_masks_behind_its_text(tmp_path: Path) -> None:
     """`next` is -log p of the autoregressive model; `next+n` that of n masks behind a cut, each cut in turn."""
-    adapter, (tokens_BL, prompt_B) = live_adapter(causal=True), canvases(5)  # a pass of four has to be filled
+    adapter, (tokens_BL, prompt_B) = live_adapter(), canvases(5)  # a pass of four has to be filled
     part = Corpus(tokens_BL.int(), prompt_B.short(), torch.zeros(5, dtype=torch.int8))
     batches = CanvasBatches(part, ONE, batch_size=8, seed=1, block=SIZE, causal=True, end_ids=(IM_END, BOS))
     text_BL = open_positions(tokens_BL, prompt_B, (IM_END, BOS), 1)
     cut_BG = cuts(text_BL, torch.full((5,), 3), torch.full((5, 3), 0.5))
     trainer = AdaptTrainer.__new__(AdaptTrainer)
-    trainer.batches = batches
+    trainer.batches, trainer.config = batches, config(tmp_path)
     head = adapter.body.embed_tokens.weight
     states = adapter.states_of_groups(tokens_BL, cut_BG)
     log_p = (states @ head.T + adapter.bias_V).log_softmax(-1)
     for n in (0, 1, 3):
-        batch = trainer._behind(part, torch.arange(5), torch.ones(5), n, SIZE)
+        batch = trainer._behind(part, n)(torch.arange(5), torch.ones(5))
         asked, count = torch.zeros(()), 0
         for b, cuts_G in enumerate(cut_BG.tolist()):
             for g, cut in enumerate(cuts_G):
@@ -247,11 +271,11 @@ def test_a_run_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     result = adapt(run)
     lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     before, after = lines[0]["ce"]["files"], result["ce"]["files"]
-    assert set(after) == {"next", "next+1", "next+2", "next+4"}
+    assert set(after) == {"next", "next+1", "next+2"}  # a round of a block of four hides three behind the next
     assert after["next"] == pytest.approx(before["next"], abs=1e-6)  # nothing that was trained has touched it
     losses = [line["loss"] for line in lines if "loss" in line]  # of a random model's laws: most of it has to stay
     assert len(losses) == 30 and sum(losses[-5:]) < sum(losses[:5]) - 1
-    assert json.loads((run.output / "base.json").read_text())["causal"] is True
+    assert json.loads((run.output / "base.json").read_text())["masks_alone"] is True
     base: TransformerBase = load_base(str(run.output))
     assert (base.spec.block, base.spec.causal, base.spec.order, base.lag) == (SIZE, True, "left_to_right", 1)
     out = decode(base, [[BOS]], DecodeConfig(max_new_tokens=10, tokens_per_step=2), decoder="parallel")
@@ -262,11 +286,55 @@ def test_a_run_learns_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert 0 < (near - exact).norm() / exact.norm() < 0.2
 
 
+def test_folders_that_do_not_fit(tmp_path: Path) -> None:
+    """An adapter of all columns, one without a linear layer, one of no rank; each is told before anything is cached."""
+    run = config(tmp_path)
+    saved(live_adapter(), run, causal=True)
+    facts = json.loads((run.output / "base.json").read_text())
+    with pytest.raises(InputError, match=r"causal is False; the adapter in .* was trained the other way"):
+        adapt(config(tmp_path, "other", init=run.output))
+    for name, wrong in (("r", "four"), ("target_modules", ["q_proj"])):
+        path = run.output / "adapter_config.json"
+        was = path.read_text()
+        path.write_text(json.dumps(json.loads(was) | {name: wrong}))
+        with pytest.raises(InputError, match=r"cannot read the adapter in|does not fit"):
+            load_base(str(run.output))
+        path.write_text(was)
+    (run.output / "base.json").write_text(json.dumps({**facts, "causal": True}))
+    with pytest.raises(InputError, match="causal blocks with an adapter of all columns, which are no more"):
+        load_base(str(run.output))
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more: dict[str, Any] = {"steps": 6, **LEFT}
+    adapt(config(tmp_path, "whole", **more))
+    step = AdaptTrainer._train_step
+
+    def killed_in_step_4(self: AdaptTrainer) -> None:
+        step(self)
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    parts = config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus")
+    with monkeypatch.context() as patch:
+        patch.setattr(AdaptTrainer, "_train_step", killed_in_step_4)
+        assert adapt(parts)["step"] == 4
+    assert adapt(parts)["step"] == 6
+    whole, cut = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_where_rows_end() -> None:
+    """In quarters of five blocks, which are two blocks each: the last one ends with the canvas."""
+    used = torch.arange(20) < torch.tensor([0, 1, 8, 9, 17, 20])[:, None]
+    assert ends_of(used, SIZE).tolist() == [8, 8, 8, 16, 20, 20]
+
+
 def test_a_fresh_adapter_changes_nothing() -> None:
     """B is 0: masks are read as the model would read their embedding."""
     model = tiny_model("qwen2")
     words = read_vocabulary(tiny_tokenizer(), model.config)
-    adapter = AdapterModel(model, words, rank=4, alpha=8, seed=3, source="tiny", block=SIZE, causal=True)
+    adapter = AdapterModel(model, words, rank=4, alpha=8, seed=3, source="tiny", block=SIZE)
     tokens_BL, _ = canvases()
     with torch.no_grad():
         states = adapter.states_of_groups(tokens_BL, CUTS)
@@ -286,7 +354,7 @@ def test_compiled_passes_on_a_card_change_nothing() -> None:
     assert len({batch.tokens_BL.shape[1] for batch in batches}) > 1
     made = []
     for compiled in (False, True):
-        adapter = live_adapter("qwen2", causal=True).cuda()
+        adapter = live_adapter("qwen2").cuda()
         if compiled:
             adapter.compile_passes()
         loss = sum(adapter.loss(batch.to(torch.device("cuda"))) for batch in batches)

@@ -100,7 +100,7 @@ def wrap_model(model: Any, facts: Mapping[str, Any]) -> TransformerBase:
             on several devices, or other weights than those of `facts` (`base_facts.json`).
     """
     spec = BaseSpec(**{**facts["spec"], "end_ids": tuple(facts["spec"]["end_ids"])})
-    shape = Shape.of(model.config, spec.block, causal=spec.causal)
+    shape = Shape.of(model.config, spec.block)
     wanted, found = facts["shape"], _shape_facts(shape)
     odd = [key for key in wanted.keys() | found.keys() if (wanted.get(key) or None) != (found.get(key) or None)]
     said = "; ".join(f"{key} is {found.get(key)!r}, wanted {wanted.get(key)!r}" for key in sorted(odd))

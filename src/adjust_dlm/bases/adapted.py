@@ -68,7 +68,7 @@ def load_adapted(
     digest = file_digest(*(path / name for name in FILES))
     merged = cache_dir() / "merged" / digest
     make_once(merged, lambda: flaw(merged, {}), lambda made: _write_merged(*_merge(path, facts), made), "300 MB")
-    causal = facts.get("causal", False)
+    causal = facts.get("masks_alone", False)
     rank = read_json(path / LORA).get("r") if causal else None
     model = read_model(merged, dtype=dtype, device=device, block=facts.get("block"), causal=causal, lora_rank=rank)
     tokenizer = FileTokenizer(ar_folder(facts["ar"]) / "tokenizer.json", facts.get("chat_template"))
@@ -92,7 +92,7 @@ def load_smol(*, device: torch.device, dtype: torch.dtype, quantize: Quantize | 
 def wrap_adapted(
     model: Body, facts: dict[str, Any], *, tokenizer: Any, fingerprint: str | None, name: str
 ) -> TransformerBase:
-    """The base around a tied-head body whose adapter is merged."""
+    """The base around a tied-head body that has its adapter."""
     vocab, said = model.config.vocab_size, {key: facts[key] for key in _SPEC}
     limit = facts.get("token_limit", vocab)
     said |= {"end_ids": tuple(facts["end_ids"]), "block": facts.get("block"), "causal": model.config.causal}
@@ -109,6 +109,8 @@ def _facts(path: Path) -> dict[str, Any]:
     facts = read_json(path / FACTS)
     lost = sorted({"ar", "end_ids", *_SPEC} - facts.keys())
     require(not lost, f"{path / FACTS} lacks {lost}")
+    old = "causal" in facts
+    require(not old, f"{path} has causal blocks with an adapter of all columns, which are no more: make it again")
     return facts
 
 
@@ -119,17 +121,17 @@ def _merge(path: Path, facts: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     from safetensors.torch import load_file
 
     model, _ = load_ar(facts["ar"])
-    kinds = OSError, ValueError, RuntimeError, SafetensorError, KeyError
+    kinds = OSError, ValueError, RuntimeError, SafetensorError, KeyError, TypeError, AttributeError
     with refusing(f"cannot read the adapter in {path}", *kinds, first=True):
         for file in (ADAPTER, MASK_EMBEDDING):
             read_header(path / file)
         adapted = PeftModel.from_pretrained(model, str(path))
         found = load_file(path / ADAPTER).keys()
         row = load_file(path / MASK_EMBEDDING)["mask_embedding"]
+        alone = side_by_side(adapted.get_base_model().model) if facts.get("masks_alone") else {}
     # peft leaves a fresh adapter where a tensor is missing and only warns.
     odd = sorted(found ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
     require(not odd, f"the adapter in {path} does not fit: missing or unknown tensors {', '.join(odd[:3])}")
-    alone = side_by_side(adapted.get_base_model().model) if facts.get("causal") else {}
     body = (adapted.unload() if alone else adapted.merge_and_unload()).model
     width = body.embed_tokens.embedding_dim
     require(row.shape == (width,), f"{path / MASK_EMBEDDING} has shape {tuple(row.shape)}, wanted {(width,)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,11 @@ from adjust_dlm.types import State
 _GROUPS = 65_535  # that the kernel can be launched for
 _TILE = 128  # queries that flash attention looks at together
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def kernels_for(mask: Tensor | None) -> AbstractContextManager[None]:
+    """Torch's kernels for attention under a mask on a card: cuDNN has no plan for some masks with gradients."""
+    return sdpa_kernel(_MASKED) if mask is not None and mask.is_cuda else nullcontext()
 
 
 def fuses(h: Tensor) -> bool:
@@ -197,7 +202,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask_BHLL: Seen) -> Tensor:
     grouped = share > 1 and (mask_BHLL is None or not q.is_cuda)
     if share > 1 and not grouped:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    # cuDNN's form has no plan for some masks with gradients.
-    with sdpa_kernel(_MASKED) if mask_BHLL is not None and q.is_cuda else nullcontext():
+    with kernels_for(mask_BHLL):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_BHLL, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)

@@ -129,7 +129,7 @@ class _Joins(nn.Module):
         self._joined = None  # parameters move one by one
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def _project(self, h_BLD: Tensor, masked_BL1: Tensor | None) -> list[Tensor]:
+    def _project(self, h_BLD: Tensor, text_BL1: Tensor | None) -> list[Tensor]:
         parts = [getattr(self, name) for name in self._names]
         trained = torch.is_grad_enabled() and parts[0].weight.requires_grad  # gradients belong to the parts
         if self._joined is not None and not trained and self._stands():
@@ -139,7 +139,7 @@ class _Joins(nn.Module):
         else:
             whole = torch.cat([part(h_BLD) for part in parts], -1)
         if self.lora_in is not None:
-            whole = self.lora_in(whole, h_BLD, masked_BL1)
+            whole = self.lora_in(whole, h_BLD, text_BL1)
         return list(whole.split([part.out_features for part in parts], -1))
 
     def _adapt(self, width: int, inner: int, rank: int | None) -> None:
@@ -169,14 +169,14 @@ class Attention(_Joins):
 
     def forward(
         self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None,
-        masked_BL1: Tensor | None = None,
+        text_BL1: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Same shape; `keep` adds the keys and values of before, `masked_BL1` is for `MaskLora`.
+        """Same shape; `keep` adds the keys and values of before, `text_BL1` is for `MaskLora`.
 
         A mask broadcasts to [B, heads, L, L] and is False on keys that a query may not see; nothing sees those behind
         its last column.
         """
-        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD, masked_BL1))
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in self._project(h_BLD, text_BL1))
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, heads, L, d]
@@ -187,7 +187,7 @@ class Attention(_Joins):
                 k, v = (part[:, :, : mask_BHLL.shape[-1]] for part in (k, v))
         mixed_BLD = attend(q, k, v, mask_BHLL)
         out_BLD = self.o_proj(mixed_BLD)
-        return out_BLD if self.lora_out is None else self.lora_out(out_BLD, mixed_BLD, masked_BL1)
+        return out_BLD if self.lora_out is None else self.lora_out(out_BLD, mixed_BLD, text_BL1)
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values alone: [B, heads, L, d] each."""
@@ -209,13 +209,13 @@ class Mlp(_Joins):
         self.down_proj = Linear(inner, width, bias=bias)
         self._adapt(width, inner, shape.lora_rank)
 
-    def forward(self, h_BLD: Tensor, masked_BL1: Tensor | None = None) -> Tensor:
+    def forward(self, h_BLD: Tensor, text_BL1: Tensor | None = None) -> Tensor:
         """Same shape."""
-        gate, up = self._project(h_BLD, masked_BL1)
+        gate, up = self._project(h_BLD, text_BL1)
         if self.lora_out is None:
             return self.down_proj.gated(gate, up)
         inner = _silu_times(gate, up)
-        return self.lora_out(self.down_proj(inner), inner, masked_BL1)
+        return self.lora_out(self.down_proj(inner), inner, text_BL1)
 
 
 class Layer(nn.Module):
@@ -229,12 +229,12 @@ class Layer(nn.Module):
 
     def forward(
         self, h_BLD: Tensor, mask_BHLL: Seen, rotary: tuple[Tensor, Tensor], keep: KeepKeys | None = None,
-        masked_BL1: Tensor | None = None,
+        text_BL1: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Same shape."""
-        mixed_BLD = self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep, masked_BL1)
+        mixed_BLD = self.self_attn(self.input_layernorm(h_BLD), mask_BHLL, rotary, keep, text_BL1)
         h_BLD, normed_BLD = self.post_attention_layernorm.after(h_BLD, mixed_BLD)
-        return h_BLD + self.mlp(normed_BLD, masked_BL1)
+        return h_BLD + self.mlp(normed_BLD, text_BL1)
 
 
 class _WithRotary(nn.Module):
@@ -281,7 +281,7 @@ class Body(_WithRotary):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
-        self.mask_id = -1  # of the base; for `MaskLora`
+        self.mask_id: int | None = None  # of the base; for `MaskLora`
 
     def forward(
         self, tokens_BN: Tensor, sees: Seen, positions_BN: Tensor, *,
@@ -301,12 +301,13 @@ class Body(_WithRotary):
         rotary = self.rotary(positions_BN, h_BND.dtype)
         kept: list[Tensor] = []
         call = _compiled_layer() if compiled else _call_layer
-        masked_BN1 = None
+        text_BN1 = None
         if self.config.lora_rank is not None:
-            masked_BN1 = (tokens_BN == self.mask_id)[..., None].to(h_BND.dtype)
+            assert self.mask_id is not None, "adapters of masks need the id of MASK, which a base gives"
+            text_BN1 = (tokens_BN != self.mask_id)[..., None]
         for n, layer in enumerate(self.layers):
-            if remember is not None or masked_BN1 is not None:
-                h_BND = layer(h_BND, sees, rotary, None if remember is None else remember(n), masked_BN1)
+            if remember is not None or text_BN1 is not None:
+                h_BND = layer(h_BND, sees, rotary, None if remember is None else remember(n), text_BN1)
             else:
                 h_BND = call(layer, h_BND, sees, rotary)
             if n + 1 in keep:

@@ -25,9 +25,9 @@ class MaskLora(nn.Module):
         self.down = nn.Parameter(torch.empty(rank, width))
         self.up = nn.Parameter(torch.empty(outputs, rank))
 
-    def forward(self, y_BLN: Tensor, h_BLD: Tensor, masked_BL1: Tensor) -> Tensor:
-        """[B, L, N]; `masked_BL1` is 1 in columns that hold MASK and 0 elsewhere, in the dtype of h."""
-        inner_BLR = F.linear(h_BLD, self.down) * masked_BL1
+    def forward(self, y_BLN: Tensor, h_BLD: Tensor, text_BL1: Tensor) -> Tensor:
+        """[B, L, N]; `text_BL1` is False in columns that hold MASK."""
+        inner_BLR = F.linear(h_BLD, self.down).masked_fill(text_BL1, 0)
         return torch.addmm(y_BLN.flatten(0, 1), inner_BLR.flatten(0, 1), self.up.t()).view_as(y_BLN)
 
 

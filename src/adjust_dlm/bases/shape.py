@@ -81,7 +81,7 @@ class Shape(Checked):
         rotate_fp32: turn q and k in fp32 whatever their dtype (LLaDA does).
         block: S of a block-diffusion body (see `bases.blocks`); None: every column sees all.
         causal: a column sees nothing right of it, not even of its block.
-        lora_rank: of adapters that columns with MASK alone have (`bases.layers.MaskLora`); None: there are none.
+        lora_rank: of adapters that columns with MASK alone have (`bases.mask_lora`); None: there are none.
         initializer_range: standard deviation of fresh weights.
     """
 

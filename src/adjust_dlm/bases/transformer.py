@@ -46,7 +46,10 @@ class TransformerBase(Base):
         self.head_matrix = head_weight.detach()
         self.spec, self.next_frame, self.tokenizer = spec, next_frame, tokenizer
         self.layer_config = self.model.config
-        self.model.mask_id = spec.mask_id
+        if getattr(self.layer_config, "lora_rank", None) is not None:
+            known = self.model.mask_id
+            require(known in (None, spec.mask_id), f"mask_id is {spec.mask_id}; the body's adapters are for {known}")
+            self.model.mask_id = spec.mask_id
         for name in ("block", "causal"):
             said, built = getattr(spec, name), getattr(self.layer_config, name)
             require(said == built, f"{name} is {said}; the body has {built}")

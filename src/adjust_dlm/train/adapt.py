@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.data.canvases import Source
 from adjust_dlm.data.corpus import Corpus, build_corpus, load_corpus
 from adjust_dlm.data.settings import KINDS
+from adjust_dlm.hub import read_json
 from adjust_dlm.progress import Bar
 from adjust_dlm.train import distributed
 from adjust_dlm.train.adapter import AdapterModel, require_tied
@@ -38,12 +40,14 @@ from adjust_dlm.train.masked_ce import (
     open_positions,
 )
 from adjust_dlm.train.optim import learning_rate
+from adjust_dlm.types import require
 
 EVAL_TIMES = (0.15, 0.5, 0.85)
 BLOCK_TIMES = {"1.0": 1.0, "first": 0.0, "next": -1.0}  # of block bases as well, see `AdaptTrainer.evaluate`
 BEHIND = (0, 1, 2, 4, 8)  # a cut, of causal bases
 DECAY = 0.7  # share of the run, at its end, over which the rate falls
 CE = dict[str, dict[str, float]]
+BatchOf = Callable[[Tensor, Tensor], MaskedBatch]  # rows of a corpus and their weights -> a pass
 logger = logging.getLogger(__name__)
 
 
@@ -53,8 +57,9 @@ def adapt(config: AdaptConfig) -> dict[str, Any]:
     Returns:
         `finished` (False after SIGTERM or SIGINT: run again to go on), `step`, `tokens` seen in training (of whole
         canvases, filler included), `seconds` of training, `tokens_per_second`, `ce`: kind -> t -> held-out masked
-        cross-entropy in nats a token, and `ce_train`: the same of as many canvases of the training split, which a run
-        of less than an epoch has not all seen (where it is lower, more distinct text is worth more).
+        cross-entropy in nats a token (see `AdaptTrainer.evaluate`), and `ce_train`: the same of as many canvases of the
+        training split, which a run of less than an epoch has not all seen (where it is lower, more distinct text is
+        worth more).
 
     Raises:
         InputError: see `read_vocabulary`, `claim`, `build_corpus`, `load_checkpoint`, `AdapterModel`.
@@ -82,9 +87,11 @@ def _adapted(
     distributed.barrier()
     adapter = AdapterModel(
         model, vocabulary, rank=config.lora_rank, alpha=config.lora_alpha, seed=config.seed, source=config.ar,
-        block=config.block_size, causal=config.causal,
+        block=config.block_size,
     )  # fmt: skip
     if config.fresh_from is not None:
+        same = config.causal == read_json(config.fresh_from / FACTS).get("masks_alone", False)
+        require(same, f"causal is {config.causal}; the adapter in {config.fresh_from} was trained the other way")
         adapter.start_from(config.fresh_from)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # of sampling
@@ -106,7 +113,7 @@ def _adapted(
             "context": model.config.max_position_embeddings, "order": config.order, "order_on": "processed",
             **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
             **({} if config.block_size is None else {"block": config.block_size}),
-            **({"causal": True} if config.causal else {}),
+            **({"masks_alone": True} if config.causal else {}),
             "training": {**result, "settings": config.run(), "torch": torch.__version__},
         }  # fmt: skip
         adapter.save(config.output, facts)
@@ -225,7 +232,7 @@ class AdaptTrainer:
         parts = {(name, kind): self.looked_at[name].of_kind(kind) for name in self.looked_at for kind in KINDS}
         times = {str(t): t for t in EVAL_TIMES} | ({} if self.config.block_size is None else BLOCK_TIMES)
         if self.config.causal:
-            times = {"next" if n == 0 else f"next+{n}": float(n) for n in BEHIND if n <= (self.config.block_size or 0)}
+            times = {"next" if n == 0 else f"next+{n}": float(n) for n in BEHIND if n < (self.config.block_size or 0)}
         asked = [(*part, t) for part, found in parts.items() if len(found.tokens_NL) for t in times]
         total_E2 = torch.zeros(len(asked) + 1, 2, dtype=torch.float64, device=self.device)
         with suppress(InterruptedError):
@@ -247,48 +254,56 @@ class AdaptTrainer:
 
     def _masked_ce(self, part: Corpus, t: float, kind: int) -> Tensor:
         """This rank's sum of masked cross-entropies, and how many they are."""
-        generator = torch.Generator().manual_seed((self.config.seed * 1000 + kind * 100 + round(t * 100)) % 2**63)
-        (rows, length), size = part.tokens_NL.shape, self.config.block_size
-        if t >= 0:
-            masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), min(t, 1.0)), length, generator)
-            counted_NL = masked_NL
-        else:
-            counted_NL, masked_NL = next_positions(rows, length, size or length, generator)
-        mine = torch.arange(self.rank, rows, self.world)
+        batch_of = self._behind(part, int(t)) if self.config.causal else self._hiding(part, t, kind)
+        mine = torch.arange(self.rank, len(part.tokens_NL), self.world)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for index in mine.split(self.micro):
             self.stop.check()
             # Always the training shape: missing rows are filled with row 0, at weight 0.
             fill = self.micro - len(index)
             weights_B = torch.cat([torch.ones(len(index)), torch.zeros(fill)])
-            index = torch.cat([index, index.new_zeros(fill)])
-            tokens_BL, masked_BL = part.tokens_NL[index], masked_NL[index]
-            if size is None:
-                batch = masked_batch(tokens_BL, masked_BL, weights_B)
-            elif self.config.causal:
-                batch = self._behind(part, index, weights_B, int(t), size)
-            else:
-                given_B, ends = part.prompt_len_N[index], self.batches.end_ids
-                open_BL = open_positions(tokens_BL, given_B, ends, size)
-                hidden_B2L = torch.stack([masked_BL, ~masked_BL], 1)
-                counted_B3L = counted_NL[index, None] & torch.tensor([t < 0, t != 0, False])[:, None]
-                counted_B3L[:, 0] |= t == 0
-                if t < 0:  # no decoder draws what fills a block behind an end token
-                    counted_B3L &= open_positions(tokens_BL, given_B, ends, 1)[:, None]
-                batch = block_batch(tokens_BL, open_BL, hidden_B2L, weights_B[:, None, None] * counted_B3L, size)
+            batch = batch_of(torch.cat([index, index.new_zeros(fill)]), weights_B)
             loss = self.adapter.loss(batch.to(self.device))
             total += torch.stack([loss.detach().double(), batch.weights_R.double().sum().to(self.device)])
         return total
 
-    def _behind(self, part: Corpus, index: Tensor, weights_B: Tensor, n: int, size: int) -> MaskedBatch:
+    def _hiding(self, part: Corpus, t: float, kind: int) -> BatchOf:
+        """Each position hidden with rate t, or one of `BLOCK_TIMES`."""
+        generator = torch.Generator().manual_seed((self.config.seed * 1000 + kind * 100 + round(t * 100)) % 2**63)
+        (rows, length), size, ends = part.tokens_NL.shape, self.config.block_size, self.batches.end_ids
+        if t >= 0:
+            masked_NL = draw_masks(part.prompt_len_N, torch.full((rows,), t), length, generator)
+            counted_NL = masked_NL
+        else:
+            counted_NL, masked_NL = next_positions(rows, length, size or length, generator)
+
+        def batch_of(index: Tensor, weights_B: Tensor) -> MaskedBatch:
+            tokens_BL, masked_BL, given_B = part.tokens_NL[index], masked_NL[index], part.prompt_len_N[index]
+            if size is None:
+                return masked_batch(tokens_BL, masked_BL, weights_B)
+            open_BL = open_positions(tokens_BL, given_B, ends, size)
+            hidden_B2L = torch.stack([masked_BL, ~masked_BL], 1)
+            counted_B3L = counted_NL[index, None] & torch.tensor([t < 0, t != 0, False])[:, None]
+            counted_B3L[:, 0] |= t == 0
+            if t < 0:  # no decoder draws what fills a block behind an end token
+                counted_B3L &= open_positions(tokens_BL, given_B, ends, 1)[:, None]
+            return block_batch(tokens_BL, open_BL, hidden_B2L, weights_B[:, None, None] * counted_B3L, size)
+
+        return batch_of
+
+    def _behind(self, part: Corpus, n: int) -> BatchOf:
         """The n-th position behind cuts, in parts of each text as many as its canvas has blocks."""
-        tokens_BL = part.tokens_NL[index]
-        text_BL = open_positions(tokens_BL, part.prompt_len_N[index], self.batches.end_ids, 1)
-        groups = tokens_BL.shape[1] // size
-        middle_BG = torch.full((len(index), groups), 0.5)
-        cut_BG = cuts(text_BL, torch.full((len(index),), groups), middle_BG)
-        counted_BGN = behind_cuts(text_BL, cut_BG, size) & (torch.arange(size + 1) == n)
-        return group_batch(tokens_BL, cut_BG, counted_BGN * weights_B[:, None, None], taught=False)
+        size = self.config.block_size or 1
+        groups = part.tokens_NL.shape[1] // size
+
+        def batch_of(index: Tensor, weights_B: Tensor) -> MaskedBatch:
+            tokens_BL = part.tokens_NL[index]
+            text_BL = open_positions(tokens_BL, part.prompt_len_N[index], self.batches.end_ids, 1)
+            cut_BG = cuts(text_BL, torch.full((len(index),), groups), torch.full((len(index), groups), 0.5))
+            counted_BGN = behind_cuts(text_BL, cut_BG, size) & (torch.arange(size + 1) == n)
+            return group_batch(tokens_BL, cut_BG, counted_BGN * weights_B[:, None, None], taught=False)
+
+        return batch_of
 
     def _save(self) -> None:
         if self.rank == 0:

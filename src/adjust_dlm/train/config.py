@@ -260,8 +260,8 @@ class AdaptConfig(CorpusConfig):
             f"suffix is {self.suffix}; it is a share of blocks, 0..1, and needs block_size",
         )
         require(
-            not self.causal or (self.block_size is not None and self.order == "left_to_right"),
-            "causal is true; such blocks are written from left to right: give block_size, and order left_to_right",
+            not self.causal or ((self.block_size or 1) > 1 and self.order == "left_to_right"),
+            "causal is true; such blocks are written from left to right: give block_size above 1, order left_to_right",
         )
         require(
             not (self.causal and self.suffix),

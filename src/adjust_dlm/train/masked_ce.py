@@ -4,7 +4,7 @@ L = 1/B sum_b 1/(t_b n_b) sum_{i masked in b} -log p(x_i | x_b masked), where n_
 can be masked (all but its prompt), each of which is masked with probability t_b. With t uniform on (0, 1) this is the
 usual upper bound on the negative log-likelihood, per token; every canvas counts alike, whatever its prompt's length.
 
-Shape suffixes: B canvases, L positions, R masked positions, Q those with a taught target, C rows of a chunk, D width,
+Shape suffixes: B canvases, L positions, R masked positions, C rows of a chunk, D width,
 V vocabulary.
 """
 
