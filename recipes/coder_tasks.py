@@ -310,12 +310,13 @@ def prompts(files: Sequence[str], output: Path) -> None:
 
 
 def rows(files: Sequence[str], name: str, output: Path, args: argparse.Namespace) -> None:
-    """A trajectory of each reply of at most `new_tokens` tokens; longer ones are cut there."""
+    """A trajectory of each reply, or of `limit` of them, of at most `new_tokens` tokens; longer ones are cut there."""
     base = load_base(name, device="cpu")
     require(base.spec.causal, f"base {name!r} has no causal blocks, so these replies are no draws of it")
     kept = {json.loads(line)["prompt"] for line in (output.parent / "prompts.jsonl").read_text().splitlines()}
     lines = [line for file in files for line in Path(file).read_text().splitlines()]
     chats = [chat for chat in (json.loads(line)["messages"] for line in lines) if chat[0]["content"] in kept]
+    chats = random.Random(0).sample(chats, min(len(chats), args.limit or len(chats)))
     write, ends = base.tokenizer.apply_chat_template, base.spec.end_ids
     asked = [write(chat[:1], tokenize=True, add_generation_prompt=True) for chat in chats]
     source = PromptSource("replies", asked)
@@ -342,7 +343,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="needed by replies")
     parser.add_argument("--base", help="needed by rows, with the output of prompts beside its own")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--limit", type=int, help="problems of a task, the first ones")
+    parser.add_argument("--limit", type=int, help="problems of a task, the first ones; rows, any")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--samples", type=int, default=4, help="of a question; four times as many of MBPP's")

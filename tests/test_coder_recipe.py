@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import random
 import sys
 import zipfile
 from collections import Counter
@@ -285,7 +286,8 @@ def test_replies_are_trajectories_of_a_causal_base(tmp_path: Path, monkeypatch: 
             recipe.main()
     made, tokenizer = TrajectoryStore(tmp_path / "said"), tiny_tokenizer()
     assert made.manifests[0]["base_fingerprint"] == load_base(str(run.output)).fingerprint
-    for row, (question, answer) in zip(made, list(said.items())[::2], strict=True):
+    kept = [said_to for said_to in said.items() if said_to[0] != "Why?"]
+    for row, (question, answer) in zip(made, random.Random(0).sample(kept, 2), strict=True):
         prompt = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
         reply = [*tokenizer.encode(answer), IM_END][:20]
         assert row.tokens_L.tolist() == [*prompt, *reply, *[MASK] * (20 - len(reply))]
