@@ -68,7 +68,7 @@ def test_states_and_steps_of_all_blocks_are_those_of_whole_canvases(family: str,
                 inside = slice(j * SIZE, min((j + 1) * SIZE, len(x.tokens_L)))
                 wide = inside.stop - inside.start
                 got = run.h_BLD[w * run.n + row, :wide]
-                torch.testing.assert_close(got, h_BLD[0, inside], rtol=0, atol=2e-5)
+                torch.testing.assert_close(got, h_BLD[0, inside], rtol=0, atol=5e-5)
                 for k in range(1, rollout + 1):
                     tokens_L, masked_L = x.state(commit + k, 20)
                     masked_L = masked_L.clone()
@@ -77,7 +77,7 @@ def test_states_and_steps_of_all_blocks_are_those_of_whole_canvases(family: str,
                     state = replace(left_pad([tokens_L.tolist()]), masked_BL=masked_L[None])
                     h_BLD = g(h_BLD, state)
                     step = run.student[k - 1][w * run.n + row, :wide]
-                    torch.testing.assert_close(step, h_BLD[0, inside], rtol=0, atol=2e-5)
+                    torch.testing.assert_close(step, h_BLD[0, inside], rtol=0, atol=5e-5)
                     seen += 1
     assert seen > (20 if causal else 30)
 

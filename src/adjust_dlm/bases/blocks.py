@@ -19,13 +19,11 @@ def block_mask(state: State, size: int, column_BN: Tensor | None = None) -> Tens
     return ((block_BL[:, None] <= own_BN[..., None]) & state.real_BL[:, None])[:, None]
 
 
-def before_and_own(
-    length: int, size: int, device: torch.device | None = None, *, causal: bool = False
-) -> tuple[Tensor, Tensor]:
+def before_and_own(length: int, size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Of texts without left pads: whether column i sees column j in a block before its own, and in its own: [L, L]."""
     block_L = torch.arange(length, device=device) // size
     own_LL = block_L[None] == block_L[:, None]
-    return block_L[None] < block_L[:, None], own_LL.tril() if causal else own_LL
+    return block_L[None] < block_L[:, None], own_LL
 
 
 def open_block(state: State, size: int) -> Tensor:

@@ -73,7 +73,6 @@ class AdapterModel(nn.Module):
         bias_V = torch.zeros(vocabulary.size, device=head_VD.device)
         bias_V[vocabulary.forbidden] = -torch.inf
         self.register_buffer("bias_V", bias_V, persistent=False)
-        self._masks: dict[int, Tensor] = {}
         self._chunk: Chunk = ce_chunk
         self._taught_chunk: Chunk = taught_chunk
 
@@ -94,7 +93,8 @@ class AdapterModel(nn.Module):
         views = 1 if self.block is None else 3
         length, device = tokens_BL.shape[1] // views, tokens_BL.device
         positions = torch.arange(length, device=device).repeat(views)[None]
-        return self._run(tokens_BL, masked_BL, positions, None if self.block is None else self._mask(length))
+        sees = None if self.block is None else block_views_mask(length, self.block, device)
+        return self._run(tokens_BL, masked_BL, positions, sees)
 
     def states_of_groups(self, tokens_BL: Tensor, cut_BG: Tensor) -> Tensor:
         """[B, L + G S, D]: the model's own states on the clean canvases, and those of G groups of S masks.
@@ -141,12 +141,6 @@ class AdapterModel(nn.Module):
         finally:
             for part in self._loras:
                 part._disable_adapters = False
-
-    def _mask(self, length: int) -> Tensor:
-        """What the columns of [clean | A | B] see; made once for each length."""
-        if length not in self._masks:
-            self._masks[length] = block_views_mask(length, self.block or 1, self.mask_D.device)
-        return self._masks[length]
 
     def _run(
         self, tokens_BL: Tensor, masked_BL: Tensor, place_BL: Tensor, mask: Tensor | None, keys: list[Any] | None = None

@@ -114,12 +114,44 @@ def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
     every_NL = torch.arange(width, device=base.device).expand(n, -1)
     clean = Memory()
     h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
-    tokens_VL = x.tokens_BL.view(count * n, width)
-    mask = views_mask(seen.texts.real_BL, size, count, causal=base.spec.causal)
-    h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
+    if base.spec.causal:
+        masked_CNL = x.masked_BL.view(count, n, width) & seen.texts.real_BL
+        h_VLD = _states_of_masks(base, masked_CNL, h_NLD, clean).flatten(0, 1)
+    else:
+        tokens_VL, mask = x.tokens_BL.view(count * n, width), views_mask(seen.texts.real_BL, size, count)
+        h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
     h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
     finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
     return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, Finished(finished, h_NLD))
+
+
+def _states_of_masks(base: TransformerBase, masked_CNL: Tensor, h_NLD: Tensor, clean: Memory) -> Tensor:
+    """[C, N, L, D] of views of causal blocks. Text has the finished text's states, so a pass computes masks alone.
+
+    Two views share a row, the first with the last and so on: the fewer masks one of them has, the more the other.
+    """
+    (count, n, width), device = masked_CNL.shape, masked_CNL.device
+    first_P = torch.arange((count + 1) // 2, device=device)
+    pair_P2 = torch.stack([first_P, count - 1 - first_P], 1)
+    both_PN2L = masked_CNL[pair_P2].transpose(1, 2).clone()
+    both_PN2L[pair_P2[:, 0] == pair_P2[:, 1], :, 1] = False  # the one in the middle has a row to itself
+    flat_PNM = both_PN2L.flatten(2).long()
+    wide = int(flat_PNM.sum(-1).max())  # waits for the device
+    valid_PNW, column_PNW = (part[..., :wide] for part in flat_PNM.sort(dim=-1, descending=True, stable=True))
+    at, place_PNW = valid_PNW.bool(), column_PNW % width
+    view_PNW = pair_P2[:, None].expand(-1, n, -1).gather(-1, column_PNW // width)
+    text_PNW = torch.arange(n, device=device)[:, None].expand_as(place_PNW)
+    before_LL, own_LL = before_and_own(width, base.spec.block or 1, device)
+    left_LL = own_LL.tril()
+    shown_PNWL = (left_LL[place_PNW] & ~masked_CNL[view_PNW, text_PNW]) | before_LL[place_PNW]
+    same_PNWW = (view_PNW[..., None] == view_PNW[..., None, :]) & left_LL[place_PNW[..., None], place_PNW[..., None, :]]
+    same_PNWW = (same_PNWW & at[..., None, :]) | torch.eye(wide, dtype=torch.bool, device=device)  # no empty row
+    mask = torch.cat([shown_PNWL, same_PNWW], -1).flatten(0, 1)[:, None]
+    place_RW = place_PNW.flatten(0, 1)
+    h_RWD = base.hidden_beside(torch.full_like(place_RW, base.spec.mask_id), place_RW, clean, mask)
+    out_CNLD = h_NLD.expand(count, -1, -1, -1).clone()
+    out_CNLD[view_PNW[at], text_PNW[at], place_PNW[at]] = h_RWD.view(*place_PNW.shape, -1)[at]
+    return out_CNLD
 
 
 @dataclass
@@ -150,8 +182,8 @@ class Finished:
         return g
 
 
-def views_mask(real_NL: Tensor, size: int, count: int, *, causal: bool = False) -> Tensor:
+def views_mask(real_NL: Tensor, size: int, count: int) -> Tensor:
     """[C N, 1, L, 2 L]: a view's column sees the clean blocks before its own, and its own block in the view."""
-    before_LL, own_LL = before_and_own(real_NL.shape[1], size, real_NL.device, causal=causal)
+    before_LL, own_LL = before_and_own(real_NL.shape[1], size, real_NL.device)
     mask_NLM = torch.cat([before_LL, own_LL], 1) & torch.cat([real_NL, real_NL], 1)[:, None]
     return mask_NLM.repeat(count, 1, 1)[:, None]
