@@ -42,7 +42,7 @@ fi
 size=${BLOCK:-16}
 if stage adapt; then run adapt --ar "$AR" --output "$out/base" --block-size "$size" --causal --order left_to_right --length "${LENGTH:-512}" \
     --text 0 --chat "${CHAT:-0}" --questions 0 --lists 0 --heldout "${HELDOUT:-128}" --text-files "$out"/replies-*.jsonl --share-chat 0.3 --share-files 0.9 \
-    --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-64}" --micro-batch "${MICRO:-16}" --lora-rank "${RANK:-32}" --lora-alpha "${RANK:-32}" \
+    --steps 100000 --max-seconds "${ADAPT_SECONDS:-900}" --batch-size "${BATCH:-64}" --micro-batch "${MICRO:-16}" --lora-rank "${RANK:-24}" --lora-alpha "${RANK:-24}" \
     --lr "${LR:-1.2e-3}" --warmup "${WARMUP:-50}" --sample-batch "${SAMPLE_BATCH:-2048}" --eval-every 0 \
     ${INIT:+--init "$INIT"} ${CORPUS:+--corpus "$CORPUS"}; fi
 
