@@ -17,8 +17,9 @@ kept, but for those that end in a question or are a part of the user's turn: the
 function without its body, in the wording of `adjust eval humaneval --chat`. A turn or reply that holds a test problem,
 or a part of one of `RUN` letters and digits, is dropped.
 
-A base of causal blocks draws a text as the model does, and from left to right. So replies are trajectories of it, and
-`rows` writes them as such (`adjust train --trajectories`), but for those of questions that are held out.
+A base of causal blocks draws a text as the model does, and from left to right. So replies that
+were kept are trajectories of it, and `rows` writes them as such (`adjust train --trajectories`), but for those of
+held-out questions.
 
 Replies go on where they stopped. FILE.asked, beside them, has a line for each batch that was graded; a question in it
 is not asked again.
@@ -40,6 +41,7 @@ from typing import Any
 import torch
 
 from adjust_dlm import load_base
+from adjust_dlm.bases.tokenizers import chat_ids
 from adjust_dlm.data import store
 from adjust_dlm.data.ar import CHAT_USER, ar_sample, chat_context
 from adjust_dlm.data.prompts import PromptSource
@@ -310,28 +312,30 @@ def prompts(files: Sequence[str], output: Path) -> None:
 
 
 def rows(files: Sequence[str], name: str, output: Path, args: argparse.Namespace) -> None:
-    """A trajectory of each reply, or of `limit` of them, of at most `new_tokens` tokens; longer ones are cut there."""
+    """A trajectory of each different reply, or of `limit` of them, cut at `new_tokens` tokens."""
     base = load_base(name, device="cpu")
     require(base.spec.causal, f"base {name!r} has no causal blocks, so these replies are no draws of it")
     kept = {json.loads(line)["prompt"] for line in (output.parent / "prompts.jsonl").read_text().splitlines()}
-    lines = [line for file in files for line in Path(file).read_text().splitlines()]
+    lines = dict.fromkeys(line for file in files for line in Path(file).read_text().splitlines())
     chats = [chat for chat in (json.loads(line)["messages"] for line in lines) if chat[0]["content"] in kept]
     chats = random.Random(0).sample(chats, min(len(chats), args.limit or len(chats)))
-    write, ends = base.tokenizer.apply_chat_template, base.spec.end_ids
-    asked = [write(chat[:1], tokenize=True, add_generation_prompt=True) for chat in chats]
+    asked = [base.encode_messages(chat[:1]) for chat in chats]
     source = PromptSource("replies", asked)
     new, one = args.new_tokens, {"temperature": (args.temperature,), "top_p": args.top_p, "shard_rows": len(chats)}
     config = TrajectoriesConfig(output=str(output), base=name, num=len(chats), batch_size=1, max_new_tokens=new, **one)
     source.check_fits(base, new)
     texts = []
     for row, (chat, prompt) in enumerate(zip(chats, asked, strict=True)):
-        said = write(chat, tokenize=True)[len(prompt) :]
-        said = said[: next(n for n, token in enumerate(said) if token in ends) + 1][:new]
+        said = chat_ids(base.tokenizer, lambda messages: messages[0]["content"], chat[1:])
+        said = [*said, base.spec.end_ids[0]][:new]
         order = [GIVEN] * len(prompt) + list(range(len(said))) + [MASKED] * (new - len(said))
         tokens = prompt + said + [base.spec.mask_id] * (new - len(said))
         texts.append(Trajectory(torch.tensor(tokens), torch.tensor(order), row, config.seed, args.temperature))
     output.mkdir(parents=True, exist_ok=True)
-    store.write_manifest(output, manifest_of(config, base, source))
+    manifest = manifest_of(config, base, source)
+    if (output / store.MANIFEST).is_file():
+        store.check_same_run(output, manifest)
+    store.write_manifest(output, manifest)
     store.write_shard(output, (0, len(texts)), texts, [len(prompt) for prompt in asked])
 
 
@@ -357,6 +361,8 @@ def main() -> None:
         prompts(args.names, args.output)
         return
     if args.what == "rows":
+        if args.base is None:
+            parser.error("rows need --base")
         rows(args.names, args.base, args.output, args)
         return
     if args.data is None or len(args.names) != 1:

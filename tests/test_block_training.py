@@ -21,7 +21,7 @@ from adjust_dlm.train.metrics import held_out
 from adjust_dlm.train.trainer import TrainConfig, train
 from adjust_dlm.train.unroll import observe, unroll, unrolled_kl
 from adjust_dlm.types import DecodeConfig, InputError, State, Trajectory
-from helpers import BOS, FAMILIES, left_pad, tiny_base, tiny_sampler
+from helpers import BOS, FAMILIES, MASK, left_pad, tiny_base, tiny_sampler
 
 SIZE = 4
 CAUSAL = [("dream", True), ("llada", True)]  # in both frames
@@ -255,3 +255,15 @@ def test_heldout_metrics_of_a_g_that_changes_nothing_are_those_of_the_stale_base
     found = held_out(base, g, data, [0, 1, 2], config, torch.no_grad())
     assert found["kl_1"] == pytest.approx(found["stale_1"], rel=1e-6)  # h' = h
     assert found["kl_2"] > found["kl_1"] > 0
+
+
+def test_views_without_a_mask_are_the_finished_text() -> None:
+    """Of causal blocks, whose passes over views compute masks alone."""
+    base = tiny_base("dream", block=SIZE, end_ids=(1,), causal=True)
+    data = [x for x in texts(base) if x.commits == len(x.tokens_L) - int((x.order_L == -1).sum())][:1]
+    slices = pack_blocks(data, lambda n, commits: commits, 3, base)  # every state lies behind its block's last commit
+    assert not (slices.views.states(MASK).masked_BL & (slices.text_SN >= 0).flatten()[:, None]).any()
+    frames = slices.frames(base)
+    whole = base.hidden(slices.texts).unflatten(1, (-1, SIZE)).flatten(0, 1).repeat(3, 1, 1)
+    inside = slices.inside_NL.view(-1, SIZE).repeat(3, 1)
+    torch.testing.assert_close(frames.h[0][inside], whole[inside], rtol=0, atol=2e-5)

@@ -21,7 +21,8 @@ from adjust_dlm.bases.mask_lora import MaskLora
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
-from adjust_dlm.data.corpus import Corpus
+from adjust_dlm.data.ar import CHAT_TEMPLATE
+from adjust_dlm.data.corpus import Corpus, load_corpus
 from adjust_dlm.decoders import decode
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.exported import export
@@ -303,6 +304,24 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     (run.output / "base.json").write_text(json.dumps({**facts, "causal": True}))
     with pytest.raises(InputError, match="causal blocks with an adapter of all columns, which are no more"):
         load_base(str(run.output))
+
+
+def test_a_causal_base_speaks_in_the_models_own_template(tmp_path: Path) -> None:
+    """With its system turn, in the chats that it trains on and in those that it answers."""
+    run = config(tmp_path, text=0, length=64, steps=2, text_files=(tmp_path / "chats.jsonl",), heldout=2, **LEFT)
+    chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ '<|im_start|>system\\nBe.<|im_end|>\\n' }}" + CHAT_TEMPLATE
+    tokenizer.save_pretrained(run.ar)
+    adapt(run)
+    base, one = load_base(str(run.output)), load_base(run.ar)
+    asked = base.encode_messages(chat[:1])
+    start = "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert asked == one.encode_messages(chat[:1]) == tokenizer.encode(start, add_special_tokens=False)
+    corpus = load_corpus(run.output / "corpus", "train")
+    assert corpus.tokens_NL[0].tolist() == [*asked, *tokenizer.encode("So."), *[IM_END] * (64 - len(asked) - 3)]
+    assert int(corpus.prompt_len_N[0]) == len(asked)
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from adjust_dlm.bases import Base
 from adjust_dlm.bases.autoregressive import Vocabulary
-from adjust_dlm.data.ar import CHAT_TURN, CHAT_USER, ar_replies, ar_sample, chat_context, endless
+from adjust_dlm.data.ar import CHAT_TEMPLATE, CHAT_TURN, CHAT_USER, ar_replies, ar_sample, chat_context, endless
 from adjust_dlm.data.lists import list_tasks
 from adjust_dlm.data.questions import asks_held_out, questions
 from adjust_dlm.data.settings import KINDS, SPLITS, CorpusConfig
@@ -36,6 +36,7 @@ class Source:
     base: Base
     tokenizer: Any
     vocabulary: Vocabulary
+    template: str = CHAT_TEMPLATE  # of chats in files
 
     @functools.cached_property
     def endless(self) -> Base:

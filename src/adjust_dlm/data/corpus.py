@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases.tokenizers import Messages, chat_ids
-from adjust_dlm.data.ar import CHAT_TEMPLATE
 from adjust_dlm.data.canvases import Canvas, Source, canvases
 from adjust_dlm.data.settings import KINDS, MANIFEST, SPLITS, CorpusConfig, require_corpus
 from adjust_dlm.data.store import write_columns
@@ -167,7 +166,7 @@ def _cut(text: str, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
 def _chat(messages: Messages, config: CorpusConfig, source: Source) -> Iterator[Canvas]:
     """The canvas of a chat, where it fits: all before the last reply is given; end tokens fill it up."""
     require(source.vocabulary.chat, "the tokenizer lacks <|im_start|> or <|im_end|>, which the chats of the files need")
-    how = {"chat_template": CHAT_TEMPLATE, "tokenize": False, "add_generation_prompt": True}
+    how = {"chat_template": source.template, "tokenize": False, "add_generation_prompt": True}
     tokenizer, end = source.tokenizer, source.vocabulary.end_ids[0]
     prompt = chat_ids(tokenizer, lambda said: str(tokenizer.apply_chat_template(said, **how)), messages[:-1])
     reply = chat_ids(tokenizer, lambda said: said[0]["content"], messages[-1:])

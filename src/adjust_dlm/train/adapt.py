@@ -80,7 +80,8 @@ def _adapted(
 ) -> dict[str, Any]:
     folder = config.corpus or config.output / "corpus"
     distributed.barrier()  # nobody writes before the first rank has the folder
-    source = Source(autoregressive_base(model, tokenizer, mask_id=vocabulary.mask_id), tokenizer, vocabulary)
+    template = (tokenizer.chat_template if config.causal else None) or CHAT_TEMPLATE
+    source = Source(autoregressive_base(model, tokenizer, mask_id=vocabulary.mask_id), tokenizer, vocabulary, template)
     build_corpus(folder, config, source, rank=rank, world=world)
     source.forget()
     del source  # which has its own copy of some weights by now
@@ -111,7 +112,7 @@ def _adapted(
             "ar": config.ar, "mask_id": vocabulary.mask_id, "end_ids": list(vocabulary.end_ids),
             "pad_id": vocabulary.end_ids[0], "bos_id": vocabulary.bos_id, "token_limit": vocabulary.token_limit,
             "context": model.config.max_position_embeddings, "order": config.order, "order_on": "processed",
-            **({"chat_template": CHAT_TEMPLATE} if vocabulary.chat else {}),
+            **({"chat_template": template} if vocabulary.chat else {}),
             **({} if config.block_size is None else {"block": config.block_size}),
             **({"masks_alone": True} if config.causal else {}),
             "training": {**result, "settings": config.run(), "torch": torch.__version__},

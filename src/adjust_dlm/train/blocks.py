@@ -115,7 +115,8 @@ def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
     clean = Memory()
     h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
     if base.spec.causal:
-        masked_CNL = x.masked_BL.view(count, n, width) & seen.texts.real_BL
+        is_there_CNL = (seen.text_SN >= 0).view(count, n, -1).repeat_interleave(size, -1)  # a state, of a block
+        masked_CNL = x.masked_BL.view(count, n, width) & seen.texts.real_BL & is_there_CNL
         h_VLD = _states_of_masks(base, masked_CNL, h_NLD, clean).flatten(0, 1)
     else:
         tokens_VL, mask = x.tokens_BL.view(count * n, width), views_mask(seen.texts.real_BL, size, count)
@@ -130,21 +131,23 @@ def _states_of_masks(base: TransformerBase, masked_CNL: Tensor, h_NLD: Tensor, c
 
     Two views share a row, the first with the last and so on: the fewer masks one of them has, the more the other.
     """
-    (count, n, width), device = masked_CNL.shape, masked_CNL.device
+    (count, n, width), device, size = masked_CNL.shape, masked_CNL.device, base.spec.block or 1
     first_P = torch.arange((count + 1) // 2, device=device)
     pair_P2 = torch.stack([first_P, count - 1 - first_P], 1)
     both_PN2L = masked_CNL[pair_P2].transpose(1, 2).clone()
     both_PN2L[pair_P2[:, 0] == pair_P2[:, 1], :, 1] = False  # the one in the middle has a row to itself
     flat_PNM = both_PN2L.flatten(2).long()
-    wide = int(flat_PNM.sum(-1).max())  # waits for the device
+    wide = min(-(-int(flat_PNM.sum(-1).max()) // 16) * 16, 2 * width)  # waits for the device
+    if not wide:
+        return h_NLD.expand(count, -1, -1, -1)
     valid_PNW, column_PNW = (part[..., :wide] for part in flat_PNM.sort(dim=-1, descending=True, stable=True))
     at, place_PNW = valid_PNW.bool(), column_PNW % width
     view_PNW = pair_P2[:, None].expand(-1, n, -1).gather(-1, column_PNW // width)
     text_PNW = torch.arange(n, device=device)[:, None].expand_as(place_PNW)
-    before_LL, own_LL = before_and_own(width, base.spec.block or 1, device)
-    left_LL = own_LL.tril()
-    shown_PNWL = (left_LL[place_PNW] & ~masked_CNL[view_PNW, text_PNW]) | before_LL[place_PNW]
-    same_PNWW = (view_PNW[..., None] == view_PNW[..., None, :]) & left_LL[place_PNW[..., None], place_PNW[..., None, :]]
+    before_LL, own_LL = before_and_own(width, size, device)
+    shown_PNWL = (own_LL.tril()[place_PNW] & ~masked_CNL[view_PNW, text_PNW]) | before_LL[place_PNW]
+    group_PNW = view_PNW * width + place_PNW // size  # a block of a view
+    same_PNWW = (group_PNW[..., None] == group_PNW[..., None, :]) & (place_PNW[..., None] >= place_PNW[..., None, :])
     same_PNWW = (same_PNWW & at[..., None, :]) | torch.eye(wide, dtype=torch.bool, device=device)  # no empty row
     mask = torch.cat([shown_PNWL, same_PNWW], -1).flatten(0, 1)[:, None]
     place_RW = place_PNW.flatten(0, 1)

@@ -277,6 +277,10 @@ class AdaptConfig(CorpusConfig):
         weighed = any(asked[kind] and share for kind, share in self.shares.items())
         require(weighed, f"every kind of canvas that is asked for has share 0: {asked}")
 
+    def identity(self) -> dict[str, Any]:
+        """The chats of causal bases are in the model's own template."""
+        return super().identity() | ({"own_template": True} if self.causal else {})
+
     def check_files(self) -> None:
         """The folder of the corpus, too, and whether the processes can share a batch."""
         super().check_files()
