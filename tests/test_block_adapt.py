@@ -330,7 +330,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     with pytest.raises(InputError, match="block_size was 4 and is now 2"):
         adapt(config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus", block_size=2))
-    with pytest.raises(InputError, match="causal was False and is now True"):
+    with pytest.raises(InputError, match="holds a corpus with own_template = None, not True"):
         now = {"causal": True, "suffix": 0.0}
         adapt(config(tmp_path, "parts", **more | now, corpus=tmp_path / "whole" / "corpus"))
 
