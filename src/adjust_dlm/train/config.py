@@ -279,7 +279,7 @@ class AdaptConfig(CorpusConfig):
 
     def identity(self) -> dict[str, Any]:
         """The chats of causal bases are in the model's own template."""
-        return super().identity() | ({"own_template": True} if self.causal else {})
+        return super().identity() | {"own_template": self.causal or None}
 
     def check_files(self) -> None:
         """The folder of the corpus, too, and whether the processes can share a batch."""
