@@ -311,8 +311,12 @@ def test_a_run_learns_and_its_folder_is_the_trained_model(tmp_path: Path, monkey
     assert MASK not in out.tokens_BL
 
 
-def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more: dict[str, Any] = {"steps": 8, "suffix": 0.5, "order": "left_to_right"}
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, causal: bool
+) -> None:
+    kind = {"causal": True} if causal else {"suffix": 0.5}
+    more: dict[str, Any] = {"steps": 8, "order": "left_to_right", **kind}
     adapt(config(tmp_path, "whole", **more))
     step = AdaptTrainer._train_step
 
@@ -330,8 +334,9 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(tmp_path: Path, monkeypat
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     with pytest.raises(InputError, match="block_size was 4 and is now 2"):
         adapt(config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus", block_size=2))
-    with pytest.raises(InputError, match="holds a corpus with own_template = None, not True"):
-        now = {"causal": True, "suffix": 0.0}
+    told = ("True", "None") if causal else ("None", "True")
+    with pytest.raises(InputError, match=f"holds a corpus with own_template = {told[0]}, not {told[1]}"):
+        now = {"causal": not causal, "suffix": 0.0}
         adapt(config(tmp_path, "parts", **more | now, corpus=tmp_path / "whole" / "corpus"))
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from adjust_dlm.bases import load_base
@@ -322,25 +319,6 @@ def test_a_causal_base_speaks_in_the_models_own_template(tmp_path: Path) -> None
     corpus = load_corpus(run.output / "corpus", "train")
     assert corpus.tokens_NL[0].tolist() == [*asked, *tokenizer.encode("So."), *[IM_END] * (64 - len(asked) - 3)]
     assert int(corpus.prompt_len_N[0]) == len(asked)
-
-
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more: dict[str, Any] = {"steps": 6, **LEFT}
-    adapt(config(tmp_path, "whole", **more))
-    step = AdaptTrainer._train_step
-
-    def killed_in_step_4(self: AdaptTrainer) -> None:
-        step(self)
-        if self.step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    parts = config(tmp_path, "parts", **more, corpus=tmp_path / "whole" / "corpus")
-    with monkeypatch.context() as patch:
-        patch.setattr(AdaptTrainer, "_train_step", killed_in_step_4)
-        assert adapt(parts)["step"] == 4
-    assert adapt(parts)["step"] == 6
-    whole, cut = (load_file(tmp_path / run / "adapter_model.safetensors") for run in ("whole", "parts"))
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
 def test_where_rows_end() -> None:
