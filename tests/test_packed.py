@@ -56,7 +56,7 @@ def test_a_matrix_changed_in_place_is_laid_out_anew() -> None:
 def test_layers_keep_copies_of_frozen_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never of a weight that is trained, that is large, or that a cast has given other memory."""
     layer, h_RD, kept = Linear(16, 33), torch.randn(5, 16), len(packed._packed)
-    nn.init.normal_(layer.weight)
+    nn.Linear.reset_parameters(layer)
     assert torch.equal(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias)) and len(packed._packed) == kept
     layer.requires_grad_(False)
     torch.testing.assert_close(layer(h_RD), F.linear(h_RD, layer.weight, layer.bias))
