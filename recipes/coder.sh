@@ -52,7 +52,7 @@ if stage joint; then tasks "$out/joint" --base "$base" "${kone[@]}"; fi
 if stage trajectories; then
     rows() { run trajectories --base "$base" --batch-size "${DECODE_BATCH:-512}" --shard-rows "${DECODE_BATCH:-512}" --output "$out/$1" "${@:2}"; }
     python3 "$here/coder_tasks.py" prompts "$out"/replies-*.jsonl --output "$out"
-    python3 "$here/coder_tasks.py" rows "$out"/replies-*.jsonl --base "$base" --output "$out/said" --limit "${NUM:-8192}" --new-tokens "${ROW_TOKENS:-256}" &
+    python3 "$here/coder_tasks.py" rows "$out"/replies-*.jsonl --base "$base" --output "$out/said" --limit "${SAID:-16384}" --new-tokens "${ROW_TOKENS:-256}" &
     said=$!
     cool=(--chat --temperature 0.1 0.2 --top-p 0.9 --max-new-tokens "${ROW_TOKENS:-256}")  # as the paper's instruct recipe
     rows cool --num "${NUM:-8192}" --prompts "$out/prompts.jsonl" "${cool[@]}"
