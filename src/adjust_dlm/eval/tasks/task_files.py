@@ -49,7 +49,10 @@ def read_rows(spec: str, fields: Sequence[str] = (), *, texts: Sequence[str] = (
     Raises:
         InputError: no such file, another kind of file, or a bad row (it is named).
     """
-    rows = [row for path in find_files(spec) for row in _read(path, spec)]
+    given, (name, _, inside) = local_file(spec), spec.partition(":")
+    found = [given] if given else sorted(snapshot(name, [inside], kind="dataset").glob(inside))
+    require(bool(found), f"the Hub's data set {name!r} has no file {inside!r}")
+    rows = [row for path in found for row in _read(path, spec)]
     require(bool(rows), f"{spec} holds no rows")
     for number, row in enumerate(rows, start=1):
         require(isinstance(row, dict), f"{spec}, row {number}: an object is wanted")
@@ -65,20 +68,6 @@ def first_rows(spec: str, count: int, fields: Sequence[str], texts: Sequence[str
     rows = read_rows(spec, fields, texts=texts)[:count] if count else []
     require(len(rows) == count, f"{spec} has {len(rows)} examples, {count} are asked for; give fewer --shots")
     return rows
-
-
-def find_files(spec: str) -> list[Path]:
-    """The local paths of files: the one given, or those of `owner/name:path` in the Hub library's cache.
-
-    Raises:
-        InputError: nothing there.
-    """
-    if path := local_file(spec):
-        return [path]
-    name, _, inside = spec.partition(":")
-    found = sorted(snapshot(name, [inside], kind="dataset").glob(inside))
-    require(bool(found), f"the Hub's data set {name!r} has no file {inside!r}")
-    return found
 
 
 def local_file(spec: str) -> Path | None:
