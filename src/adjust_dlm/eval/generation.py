@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from adjust_dlm.sampler import Sampler, default_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.types import EVALUATION_ROWS, DecodeConfig, DecodeResult, require
 from adjust_dlm.variants import DECODERS, read_variant
-
-Batch = tuple[list[int], DecodeResult]
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,17 @@ def generate_rows(
     known = {line.row for line in found}
     mine = [n for n in range(rank, len(prompts), world) if first_row + n not in known]
     given, numbers = [prompts[n] for n in mine], [first_row + n for n in mine]
-    made = []
+    made: list[Generated] = []
     how = {"batch_size": batch_size, "rows": numbers, "decoder": name, "eager": eager or None, **helpers, **options}
-    for _, result in shown(decode_many(base, given, config, **how), variant, len(given)):
-        fresh = generated(base, result)
-        made += fresh
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with kept.with_suffix(f".{rank}.part").open("a", encoding="utf-8") as file:
-                file.writelines(to_line(about | asdict(line)) for line in fresh)
+    with Bar(variant, enabled=rank == 0) as bar:
+        for _, result in decode_many(base, given, config, **how):
+            fresh = generated(base, result)
+            made += fresh
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                with kept.with_suffix(f".{rank}.part").open("a", encoding="utf-8") as file:
+                    file.writelines(to_line(about | asdict(line)) for line in fresh)
+            bar.show(len(made) / len(given))
     out: list[Generated] = sorted([*found, *distributed.from_all_ranks(made)], key=lambda line: line.row)
     if kept is not None and rank == 0:
         write_whole({kept: "".join(to_line(about | asdict(line)) for line in out)})
@@ -106,16 +106,6 @@ def generated(base: Base, result: DecodeResult) -> list[Generated]:
         Generated(row, cut_at_end(ids, base.spec.end_ids), waited, f, g, ar, result.seconds / len(tokens))
         for ids, (row, waited, f, g, ar) in zip(tokens, torch.stack(counted, 1).tolist(), strict=True)
     ]
-
-
-def shown(batches: Iterable[Batch], title: str, rows: int) -> Iterator[Batch]:
-    """Batches of (numbers of rows, what was made of them) as they come, with a bar of how many rows are done."""
-    done = 0
-    with Bar(title, enabled=place()[0] == 0) as bar:
-        for batch in batches:
-            yield batch
-            done += len(batch[0])
-            bar.show(done / max(1, rows))
 
 
 def _read(kept: Path) -> list[Generated]:
