@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from adjust_dlm.commands.common import DrawFlags, load_for, sample_record, setup_facts
 from adjust_dlm.commands.generate import Watch, helpers_for
 from adjust_dlm.commands.output import Outcome, say
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import require
 from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:
@@ -86,14 +86,9 @@ def _encoded(words: Words, messages: list[Message], config: DecodeConfig) -> lis
     """Ids of the conversation; forgets its oldest question and answer until the reply has room behind them."""
     from adjust_dlm.data.prompts import PromptSource
 
-    while True:
-        ids = words.encode_messages(messages)
-        try:
-            PromptSource("the conversation", [ids]).check_fits(words.base, config.max_new_tokens)
-        except InputError:
-            if len(messages) < 3:
-                raise
-            logger.info("the context is full: the oldest question and its answer are left out")
-            del messages[:2]
-        else:
-            return ids
+    room = words.base.spec.context - config.max_new_tokens
+    while len(ids := words.encode_messages(messages)) > room and len(messages) > 2:
+        logger.info("the context is full: the oldest question and its answer are left out")
+        del messages[:2]
+    PromptSource("the conversation", [ids]).check_fits(words.base, config.max_new_tokens)
+    return ids
