@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import adjust_dlm
 from adjust_dlm.bases import load_base
+from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval.generation import Generated, costs, generated, open_helpers
 from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, InputError, require
@@ -86,7 +87,7 @@ class AdjustLM(LM):  # type: ignore[misc]  # the harness has no types
             InputError: a setting that decoding does not have, or a prompt that does not fit the base.
         """
         prompts = [self.encode(request.args[0]) for request in requests]
-        asked = [self.asked(request, len(ids)) for request, ids in zip(requests, prompts, strict=True)]
+        asked = [self.asked(request, ids) for request, ids in zip(requests, prompts, strict=True)]
         times, rows = Counter[tuple[Any, Any]](), []
         for request in requests:
             document = (request.task_name, request.doc_id)
@@ -107,22 +108,17 @@ class AdjustLM(LM):  # type: ignore[misc]  # the harness has no types
         bar.close()
         return texts
 
-    def asked(self, request: Any, length: int) -> tuple[DecodeConfig, list[str]]:
-        """Settings and stop strings of a request whose prompt has `length` tokens."""
-        said, spec = {"temperature": self.config.temperature, **request.args[1]}, self.base.spec
+    def asked(self, request: Any, ids: list[int]) -> tuple[DecodeConfig, list[str]]:
+        """Settings and stop strings of a request with this prompt."""
+        said = {"temperature": self.config.temperature, **request.args[1]}
         given = normalize_gen_kwargs(said, self.config.max_new_tokens)
         until, new, _ = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
         where = f"document {request.doc_id} of task {request.task_name}"
         for name in given:
             allowed = known(name, ["until", "do_sample", "max_gen_toks", *SETTINGS])
             require(name in SETTINGS, f"{where} asks for generation setting {name!r}; {allowed}")
-        config = self.config.but(**given, max_new_tokens=new)
-        require(
-            length + new <= spec.context,
-            f"{where} has {length} tokens; with {new} new ones that is more than {spec.context}, the context of base "
-            f"{spec.name!r}",
-        )
-        return config, until
+        PromptSource(where, [ids]).check_fits(self.base, new)
+        return self.config.but(**given, max_new_tokens=new), until
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt; one that begins with a special token is a chat, and gets no start token in front."""
