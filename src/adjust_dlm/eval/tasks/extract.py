@@ -7,6 +7,7 @@ with a fenced block, prose around it, sometimes without a fence, and sometimes i
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import re
 import textwrap
@@ -90,13 +91,11 @@ def bare_code(reply: str) -> str:
 
 
 def _parses(code: str) -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd escapes in strings
-        try:
-            ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return False
-    return True
+    refused = contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError)
+    with warnings.catch_warnings(action="ignore"), refused:  # of odd escapes in strings
+        ast.parse(code)
+        return True
+    return False
 
 
 def cut_body(text: str) -> str:
