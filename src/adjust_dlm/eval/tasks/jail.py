@@ -44,8 +44,10 @@ def main() -> NoReturn:
     if job["namespaces"] and _unshared():
         protections += ["processes", "network"]
         keeper = os.fork()
-        if keeper:
-            _wait_for_order(keeper)
+        if keeper:  # ends with the keeper, or ends it when told to
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(keeper, signal.SIGKILL))
+            os.waitpid(keeper, 0)
+            os._exit(0)
         _libc.prctl(_PDEATHSIG, signal.SIGKILL)
         protections += _closed_files(job["folder"], job["file_mb"])
         others = 0
@@ -109,13 +111,6 @@ def _closed_files(folder: str, size_mb: int) -> list[str]:
     read_only = not _libc.syscall(*call, ctypes.byref(attributes), ctypes.c_size_t(32))
     own = not _libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={size_mb}m,mode=700".encode())
     return [*done, "files"] if read_only and own else done
-
-
-def _wait_for_order(keeper: int) -> NoReturn:
-    """Ends with the keeper, or ends it when told to."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(keeper, signal.SIGKILL))
-    os.waitpid(keeper, 0)
-    os._exit(0)
 
 
 def _keep(candidate: int, result_fd: int) -> NoReturn:
