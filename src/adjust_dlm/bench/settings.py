@@ -16,14 +16,6 @@ Form = Literal["eager", "fast", "compiled", "public"]
 COMPONENTS = "components"  # in the place of a decoder
 
 
-def check_wait(decoder: str, tokens: float | None) -> None:
-    """Raises InputError for a decoder that there is not, or that cannot commit so many tokens a round."""
-    name, _, options = read_variant(decoder)
-    if tokens is not None and name == "verified":
-        depth = VerifiedOptions(**options).depth
-        require(1 <= tokens <= depth, f"tokens_per_wait is {tokens:g}; {decoder} commits 1 to {depth} tokens a round")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Checked):
     """Settings of `adjust bench runtime`: every combination of forms, L, B, K and decoders is a cell, in that order.
@@ -83,9 +75,12 @@ class RuntimeConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for decoder in self.decoders:
-            if decoder != COMPONENTS:
-                check_wait(decoder, self.tokens_per_wait)
+        said = self.tokens_per_wait
+        for decoder in (decoder for decoder in self.decoders if decoder != COMPONENTS):
+            name, _, options = read_variant(decoder)
+            if said is not None and name == "verified":
+                most = VerifiedOptions(**options).depth
+                require(1 <= said <= most, f"tokens_per_wait is {said:g}; {decoder} commits 1 to {most} tokens a round")
         for name in ("layers", "block"):
             good = not getattr(self, name) or self.base in SHAPES
             require(good, f"{name} can be set for {', '.join(SHAPES)}, not {self.base!r}")
