@@ -143,9 +143,9 @@ class Writer:
         full = self._decode(words)
         if not (ended or done):
             full = full.rstrip(HALF)
-        stop = _first_stop(full, self._stops)
-        if stop is not None:
-            shown, self.reason = full[:stop], "stop"
+        found = [(at + len(stop), at) for stop in self._stops if (at := full.find(stop)) >= 0]
+        if found:  # where that one begins which is complete first
+            shown, self.reason = full[: min(found)[1]], "stop"
         elif ended or done:
             shown, self.reason = full, "stop" if ended else "length"
         else:
@@ -153,20 +153,14 @@ class Writer:
         if not shown.startswith(self.text):
             logger.warning("the tokenizer rewrote text that was already sent")
         fresh, self.text = shown[len(self.text) :], shown
-        if self.reason is not None:
-            self.tokens = self._needed(words) if stop is not None else len(words)
+        if found:  # as many as it takes to write the text
+            lengths = range(len(words) + 1)
+            self.tokens = bisect.bisect_left(
+                lengths, len(shown), key=lambda n: len(self._decode(words[:n]).rstrip(HALF))
+            )
+        elif self.reason is not None:
+            self.tokens = len(words)
         return fresh
-
-    def _needed(self, ids: list[int]) -> int:
-        """How many ids it takes to write the text."""
-        lengths = range(len(ids) + 1)
-        return bisect.bisect_left(lengths, len(self.text), key=lambda n: len(self._decode(ids[:n]).rstrip(HALF)))
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the stop string begins that is complete first."""
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
