@@ -45,8 +45,7 @@ def run(config: DivergenceConfig, base: Base | None = None, sampler: Any = None)
     helpers = open_helpers(config, base, [variant for _, variant in cells], sampler=sampler)
     for (_, variant), settings in cells.items():  # refuses now what decoding would refuse once its turn came
         name, _, options = read_variant(variant)
-        needed = helpers if DECODERS[name].needs_sampler else {}
-        make_plan(base, settings, decoder=name, **needed, **options)
+        make_plan(base, settings, decoder=name, **helpers, **options)
     source = open_prompts(config.prompts, base, chat=config.chat, rows=config.n, seed=config.seed)
     source.check_fits(base, config.max_new_tokens)
     prompts = [source.ids(row) for row in range(config.n)]
@@ -75,7 +74,6 @@ def measure(
     base, g, prompts and settings is read, not measured again.
     """
     name, _, options = read_variant(variant)
-    needed = helpers if DECODERS[name].needs_sampler else {}
     line: Line = {}
     for source in sources:
         kept = keep / f"{digest(base, helpers, [variant, 'law', temperature, source, prompts, asdict(settings)])}.json"
@@ -88,7 +86,7 @@ def measure(
                 given = list(prompts[first : first + batch_size])
                 rows = [EVALUATION_ROWS + first + n for n in range(len(given))]
                 how: Line = {"decoder": name, "temperature": temperature, "source": source, "rows": rows}
-                parts.append(observe(base, given, settings, sampler=needed.get("sampler"), **how, **options))
+                parts.append(observe(base, given, settings, sampler=helpers.get("sampler"), **how, **options))
                 bar.show((first + len(given)) / len(prompts))
         summary, kl = Observation.cat(parts).summary(), {"own": "kl_qp", "base": "kl_pq"}[source]
         made = {source: summary, kl: summary[kl], f"{kl}_ci95": summary[f"{kl}_ci95"]}
