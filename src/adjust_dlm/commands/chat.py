@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from adjust_dlm.commands.common import DrawFlags, load_for, sample_record, setup_facts
 from adjust_dlm.commands.generate import Watch, helpers_for
 from adjust_dlm.commands.output import Outcome, say
-from adjust_dlm.types import require
+from adjust_dlm.types import DecodeConfig, require
 from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:
     from adjust_dlm.serve.text import Words
-    from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
 Message = dict[str, str]
@@ -42,7 +41,7 @@ class ChatConfig(DrawFlags):
 
 def run(flags: ChatConfig) -> Outcome:
     """Asks and answers until stdin ends; the oldest turns are left out once the context is full."""
-    config = flags.decode_config()
+    config = DecodeConfig.from_settings(flags)
     options = read_options(flags.set)
     build_options(flags.decoder, options)
     from adjust_dlm.decoders import decode  # needs torch, what stands above does not

@@ -74,10 +74,6 @@ class DrawFlags(LoadFlags):
     block_length: Count | None = None
     eager: bool = False
 
-    def decode_config(self) -> DecodeConfig:
-        """The part that decides which tokens come out; raises InputError for values that make no sense."""
-        return DecodeConfig.from_settings(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFlags(DrawFlags, DecodeConfig):

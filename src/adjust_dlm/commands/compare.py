@@ -27,14 +27,13 @@ from adjust_dlm.commands.common import (
 )
 from adjust_dlm.commands.generate import Watch
 from adjust_dlm.commands.output import Outcome, say, show_table, show_value, to_json
-from adjust_dlm.types import require
+from adjust_dlm.types import EVALUATION_ROWS, DecodeConfig, require
 from adjust_dlm.words import counted
 
 if TYPE_CHECKING:
     from adjust_dlm.bases import Base
     from adjust_dlm.decoders import Canvas
     from adjust_dlm.eval.scores import Judge
-    from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
@@ -56,7 +55,7 @@ def run(flags: CompareConfig) -> Outcome:
 
     The rows are those for evaluation, since joint text of a row that g was trained on is the training text.
     """
-    config = flags.decode_config()
+    config = DecodeConfig.from_settings(flags)
     from adjust_dlm.eval.scores import load_judge
     from adjust_dlm.eval.settings import NllConfig
 
@@ -80,7 +79,6 @@ def run(flags: CompareConfig) -> Outcome:
 
 def _decode(flags: CompareConfig, base: Base, sampler: Any, ids: list[int], config: DecodeConfig) -> list[Record]:
     from adjust_dlm.decoders import decode
-    from adjust_dlm.types import EVALUATION_ROWS
 
     prompts, eager = [ids] * flags.num_samples, flags.eager or None
     rows = list(range(EVALUATION_ROWS, EVALUATION_ROWS + flags.num_samples))

@@ -20,6 +20,7 @@ from adjust_dlm.checks import Count, require
 from adjust_dlm.commands.common import DecodeFlags, encode_prompts, from_pipe, load_for, sample_record, setup_facts
 from adjust_dlm.commands.output import Outcome, say, to_json
 from adjust_dlm.progress import Bar
+from adjust_dlm.types import DecodeConfig
 from adjust_dlm.variants import DECODERS, build_options, read_options
 from adjust_dlm.words import counted
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from adjust_dlm.bases import Base
     from adjust_dlm.decoders import Canvas
-    from adjust_dlm.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def run(flags: GenerateConfig) -> Outcome:
 
 def _check(flags: GenerateConfig) -> DecodeConfig:
     """All that can be refused before a model is loaded."""
-    config = flags.decode_config()
+    config = DecodeConfig.from_settings(flags)
     live = flags.watch == "always"
     require(not (live and flags.json), "--watch always and --json exclude each other: both write to stdout")
     require(not live or sys.stdout.isatty(), "--watch always needs a terminal, and stdout is none")

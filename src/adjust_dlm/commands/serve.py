@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from adjust_dlm.checks import Bound, Count, NotNegativeOrInf, PositiveOrInf, require
 from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
 from adjust_dlm.commands.output import Outcome
+from adjust_dlm.types import DecodeConfig
 from adjust_dlm.variants import build_options, read_options
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def check(flags: ServeConfig) -> AppConfig:
 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} is not installed; pip install 'adjust-dlm[serve]'")
-    config = flags.decode_config()
+    config = DecodeConfig.from_settings(flags)
     options = read_options(flags.set)
     build_options(flags.decoder, options)
     from adjust_dlm.serve.asks import AppConfig  # needs torch, what stands above does not
