@@ -32,7 +32,7 @@ from torch import Tensor
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.bench.clock import Clock, gemm_ceiling, limit
 from adjust_dlm.bench.shapes import random_base
-from adjust_dlm.bench.work import base_flops, sampler_flops
+from adjust_dlm.bench.work import base_work, sampler_work
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.losses import KernelName, pick_delta, row_shares
 from adjust_dlm.sampler import Sampler
@@ -210,11 +210,10 @@ def measure(bench: Bench, form: Form, decode_seconds: float | None) -> dict[str,
     assert decode_seconds is not None
     # Of T states of a trajectory T - 1 begin a window.
     data = decode_seconds * options.new_tokens / (options.new_tokens - 1)
-    flops = states * base_flops(base, bench.length) + 3 * options.rollout * sampler_flops(
-        base, bench.sampler, bench.length
-    )
+    look, step = base_work(base, 1, bench.length).flops, sampler_work(base, bench.sampler, 1, bench.length).flops
+    flops = states * look + 3 * options.rollout * step
     flops += 2 * base.width * base.spec.vocab_size * (rows + back)
-    data_flops = base_flops(base, bench.length) + base.width * base.spec.vocab_size * options.new_tokens
+    data_flops = look + base.width * base.spec.vocab_size * options.new_tokens
     training = micro / bench.windows + update / options.batch
     window = training + data
     return {

@@ -52,21 +52,6 @@ def layer_flops(shape: Shape, length: int, pairs: int | None = None) -> float:
     return float(2 * length * matrices + 4 * (length * length if pairs is None else pairs) * queries)
 
 
-def base_flops(base: Base, length: int, pairs: int | None = None) -> float:
-    """Of f on one canvas."""
-    shape = Shape.of(base.layer_config)
-    body: nn.Module = base.model  # type: ignore[attr-defined]
-    alone = sum(w.numel() for part in body.modules() if isinstance(part, MaskLora) for w in part.parameters())
-    return shape.num_hidden_layers * layer_flops(shape, length, pairs) + 2.0 * length * alone
-
-
-def sampler_flops(base: Base, sampler: Sampler, length: int, pairs: int | None = None) -> float:
-    """Of g on one canvas, forward."""
-    shape = layer_shape(sampler.config, Shape.of(base.layer_config))
-    mix = 2 * length * sampler.mix.in_features * sampler.mix.out_features
-    return float(sampler.config.layers * layer_flops(shape, length, pairs) + mix)
-
-
 def weight_bytes(module: nn.Module, kind: str | None = None) -> float:
     """Of its linear layers, one byte a weight where they are quantized, and of adapters of masks."""
     linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
@@ -80,18 +65,21 @@ def base_work(base: Base, rows: int, length: int, pairs: int | None = None) -> W
 
     Kept keys are not among the bytes.
     """
+    shape = Shape.of(base.layer_config)
     states = (2 + len(base.keep)) * rows * length * base.width * base.dtype.itemsize
     body: nn.Module = base.model  # type: ignore[attr-defined]
     small = sum(part.weight.numel() for part in body.modules() if isinstance(part, Fp8Linear))
-    traffic = weight_bytes(body, base.quantized) + states
-    return Work(rows * base_flops(base, length, pairs), traffic, 2.0 * rows * length * small)
+    alone = sum(w.numel() for part in body.modules() if isinstance(part, MaskLora) for w in part.parameters())
+    flops = shape.num_hidden_layers * layer_flops(shape, length, pairs) + 2.0 * length * alone
+    return Work(rows * flops, weight_bytes(body, base.quantized) + states, 2.0 * rows * length * small)
 
 
 def sampler_work(base: Base, sampler: Sampler, rows: int, length: int, pairs: int | None = None) -> Work:
-    """One step of g, with features among what it takes."""
-    states = (1 + sampler.states) * length * base.width
-    traffic = weight_bytes(sampler) + rows * states * base.dtype.itemsize
-    return Work(rows * sampler_flops(base, sampler, length, pairs), traffic)
+    """One step of g, forward, with features among what it takes."""
+    states, shape = (1 + sampler.states) * length * base.width, layer_shape(sampler.config, Shape.of(base.layer_config))
+    mix = 2 * length * sampler.mix.in_features * sampler.mix.out_features
+    flops = float(sampler.config.layers * layer_flops(shape, length, pairs) + mix)
+    return Work(rows * flops, weight_bytes(sampler) + rows * states * base.dtype.itemsize)
 
 
 def head_work(base: Base, rows: int) -> Work:
