@@ -23,7 +23,7 @@ import tyro
 import yaml
 
 from adjust_dlm import words
-from adjust_dlm.checks import InputError, in_words, require
+from adjust_dlm.checks import InputError, in_words, refusing, require
 from adjust_dlm.commands import FLAGS
 from adjust_dlm.hub import once
 
@@ -142,11 +142,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         InputError: no such file, no YAML, no mapping, or a name twice in one.
     """
-    try:
+    with refusing(f"cannot read {path}", OSError, ValueError, yaml.YAMLError):
         text = path.read_text(encoding="utf-8")
         content = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.load(text, _Yaml) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
     mapping = isinstance(content, dict)
     require(mapping, f"{path} holds a {type(content).__name__}; it must be a mapping of names to values")
     return {str(key).replace("-", "_"): value for key, value in content.items()}

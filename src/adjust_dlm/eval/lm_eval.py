@@ -19,19 +19,17 @@ from adjust_dlm.bases import load_base
 from adjust_dlm.data.prompts import PromptSource
 from adjust_dlm.decoders import decode_many
 from adjust_dlm.eval.generation import Generated, costs, generated, open_helpers
-from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, InputError, require
+from adjust_dlm.types import DEFAULT_BASE, EVALUATION_ROWS, DecodeConfig, InputError, refusing, require
 from adjust_dlm.variants import build_options, option_names, read_variant, split_settings
 from adjust_dlm.words import known
 
-try:
+with refusing("lm-evaluation-harness", ImportError, hint="; pip install 'adjust-dlm[lm-eval]'"):
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import hash_string
     from tqdm import tqdm
-except ImportError as error:
-    raise InputError(f"lm-evaluation-harness: {error}; pip install 'adjust-dlm[lm-eval]'") from error
 
 DEFAULTS = {"tokens_per_step": 4, "max_new_tokens": 256, "temperature": 0.0}  # the last two are the harness's own
 SETTINGS = [field.name for field in fields(DecodeConfig)]

@@ -25,7 +25,7 @@ import yaml
 from adjust_dlm.data.lists import ANSWERS, FIRST_NAMES, HELD_OUT_EVERY, LAST_NAMES, write_list
 from adjust_dlm.data.texts import read_text
 from adjust_dlm.eval.tasks.task_files import Problem, read_rows
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import InputError, refusing, require
 
 LISTS = (
     "copy", "reverse", "sort", "shuffle", "insert_index", "insert_random", "remove_index", "remove_random",
@@ -191,10 +191,8 @@ def read_problems(folder: Path, group: str, task: str, *, n: int = 0, shots: int
 
 
 def _template(path: Path, task: str) -> str:
-    try:
+    with refusing(f"{path} has no prompt of {task}", yaml.YAMLError, KeyError, TypeError):
         entry = yaml.safe_load(read_text(path))[task]["prompt"]
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise InputError(f"{path} has no prompt of {task}: {' '.join(repr(error).split())}") from error
     require(isinstance(entry, str), f"{path}: the prompt of {task} is no text")
     return str(entry)
 
