@@ -618,9 +618,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "result.json").write_text('{"command": "x", "command": "y"}'),
         "'command' stands there twice",
     ),
-    "samples": (lambda f: (f / "samples.jsonl").write_text('{"row": 1}\n'), "samples in .* are damaged: KeyError"),
-    "lines": (lambda f: (f / "samples.jsonl").write_text('{}\n{"a\n'), "samples in .* are damaged: JSONDecodeError"),
-    "numbers": (lambda f: (f / "samples.jsonl").write_text("7\n"), "samples in .* are damaged: AttributeError"),
+    "samples": (lambda f: (f / "samples.jsonl").write_text('{"row": 1}\n'), "samples.*jsonl is damaged: KeyError"),
+    "lines": (lambda f: (f / "samples.jsonl").write_text('{}\n{"a\n'), "samples.*jsonl is damaged: JSONDecodeError"),
+    "numbers": (lambda f: (f / "samples.jsonl").write_text("7\n"), "samples.*jsonl is damaged: AttributeError"),
 }
 
 

@@ -156,12 +156,12 @@ def rows_of(result: Result) -> list[Row]:
 
 
 @contextlib.contextmanager
-def damage_named(result: Result) -> Iterator[None]:
-    """Raises InputError, with the file, for a field that is not there or of another kind."""
+def damage_named(result: Result, file: str = RESULT) -> Iterator[None]:
+    """Raises InputError, with the file, for one that cannot be read, or a field not there or of another kind."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"{result.source / RESULT} is damaged: {type(error).__name__} {error}") from error
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"{result.source / file} is damaged: {type(error).__name__} {error}") from error
 
 
 def _text_row(result: Result, facts: Facts) -> Row:

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adjust_dlm.bench.records import Facts, Result, Row, rank, variant_of
-from adjust_dlm.types import InputError
+from adjust_dlm.bench.records import Facts, Result, Row, damage_named, rank, variant_of
 from adjust_dlm.variants import slug
 
 COST = ("completion_tokens", "base_calls", "sampler_calls", "partner_calls", "seconds")
@@ -50,12 +49,10 @@ def samples_of(result: Result, rows: Sequence[Row], limit: int) -> list[Sample]:
     Raises:
         InputError: a damaged file of samples.
     """
-    try:
+    with damage_named(result, "samples*.jsonl"):
         if any(row.texts for row in rows):
             return [sample for row in rows for sample in _task_samples(result, row, limit)]
         return [_sample(result, line) for line in _lines(result.source / "samples.jsonl")]
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"the samples in {result.source} are damaged: {type(error).__name__} {error}") from error
 
 
 def _lines(file: Path, limit: int | None = None) -> list[Facts]:
