@@ -72,10 +72,6 @@ class Shape:
         choice = {"index": index, **said, "logprobs": None, "finish_reason": reason}
         return {**self.head, "object": self.head["object"] + ".chunk" * self.chat, "choices": [choice]}
 
-    def final_usage(self, rows: Sequence[Finished]) -> Body:
-        """The chunk behind the last, where it was asked for."""
-        return {**self.piece(0), "choices": [], "usage": usage(self.prompts, rows)}
-
 
 class CanvasEvents:
     """The events of /v1/canvas; docs/serving.md says what is in them."""

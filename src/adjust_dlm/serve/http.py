@@ -30,7 +30,7 @@ from starlette.routing import Route
 import adjust_dlm
 from adjust_dlm.eval.nll import mean_nll
 from adjust_dlm.serve import errors
-from adjust_dlm.serve.answers import DONE, Body, CanvasEvents, Shape, sse
+from adjust_dlm.serve.answers import DONE, Body, CanvasEvents, Shape, sse, usage
 from adjust_dlm.serve.asks import AppConfig, Prompt, work_of
 from adjust_dlm.serve.engine import Engine
 from adjust_dlm.serve.errors import ApiError
@@ -282,7 +282,7 @@ async def _pieces(shape: Shape, events: Events, *, with_usage: bool) -> AsyncIte
             elif event.text:
                 yield sse(shape.piece(event.index, event.text))
         if with_usage:
-            yield sse(shape.final_usage(rows))
+            yield sse({**shape.piece(0), "choices": [], "usage": usage(shape.prompts, rows)})
         yield DONE
     except Exception as error:
         yield sse(_told(error))
