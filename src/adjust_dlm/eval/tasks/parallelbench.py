@@ -125,19 +125,6 @@ def _macro(group: str, row: Mapping[str, Any]) -> Facts:
     return out | {name: row[name] for name in COSTS}
 
 
-def is_right_list(task: str, people: list[str], facts: Facts) -> bool:
-    """The one right list, or one of those of a random kind: the input shuffled, or with one change at any place."""
-    given, word = facts.get("input", []), facts.get("word")
-    if task == "shuffle":
-        return people != given and sorted(people) == sorted(given)
-    right = {
-        "insert_random": [[*given[:n], word, *given[n:]] for n in range(len(given) + 1)],
-        "remove_random": [[*given[:n], *given[n + 1 :]] for n in range(len(given))],
-        "replace_random": [[*given[:n], word, *given[n + 1 :]] for n in range(len(given))],
-    }
-    return people in right.get(task, [facts.get("answer")])
-
-
 def is_latin(text: str, symbols: Sequence[str]) -> bool:
     """Whether the first n lines that hold exactly the n symbols, apart by commas, are a Latin square.
 
@@ -163,13 +150,23 @@ def read_grid(text: str, *, strict: bool = False) -> list[str] | None:
 
 
 def is_right(task: str, text: str, facts: Facts, *, strict: bool = False) -> bool:
-    """Whether a reply to a list task or a puzzle is right."""
+    """Whether a reply to a puzzle or a list task is right.
+
+    A list is the one right one, or one of those of a random kind: the input shuffled, or with one change at any place.
+    """
     if task == "latin_square":
         return is_latin(text, facts["symbols"])
     if task == "sudoku":
         return read_grid(text, strict=strict) == facts["answer"].split("\n")
-    people = read_list(text, strict=strict)
-    return people is not None and is_right_list(task, people, facts)
+    people, given, word = read_list(text, strict=strict), facts.get("input", []), facts.get("word")
+    if task == "shuffle":
+        return people is not None and people != given and sorted(people) == sorted(given)
+    right = {
+        "insert_random": [[*given[:n], word, *given[n:]] for n in range(len(given) + 1)],
+        "remove_random": [[*given[:n], *given[n + 1 :]] for n in range(len(given))],
+        "replace_random": [[*given[:n], word, *given[n + 1 :]] for n in range(len(given))],
+    }
+    return people in (right[task] if task in right else [facts["answer"]])
 
 
 def open_grammar(mode: Grammar) -> tuple[Any, str]:
