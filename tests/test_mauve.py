@@ -219,7 +219,7 @@ def test_bad_features_are_named(llama) -> None:
 
 
 def test_missing_scikit_learn_is_one_clear_line(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "sklearn.cluster", None)
+    monkeypatch.setattr("adjust_dlm.eval.settings.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"pip install 'adjust-dlm\[eval\]'"):
         module.mauve(*gaussians(0, n=20))
 

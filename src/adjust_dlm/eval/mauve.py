@@ -20,7 +20,7 @@ from torch import Tensor
 from adjust_dlm.bases.partner import last_hidden, require_causal
 from adjust_dlm.eval.nll import Floats, Ints, Tokens, require_ids, right_padded
 from adjust_dlm.eval.settings import Pooling, check_clusters
-from adjust_dlm.types import InputError, require
+from adjust_dlm.types import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,11 +157,8 @@ def _kl(p_J: Floats, r_WJ: Floats) -> Floats:
 
 def _clusters(x_ND: Floats, buckets: int, seed: int) -> Ints:
     """k-means labels [N]. One OpenMP thread: several add up in any order, and one seed must give one score."""
-    try:
-        from sklearn.cluster import KMeans
-        from threadpoolctl import threadpool_limits
-    except ModuleNotFoundError as error:
-        raise InputError("MAUVE needs scikit-learn: pip install 'adjust-dlm[eval]'") from error
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
 
     kmeans = KMeans(buckets, n_init=KMEANS_RUNS, max_iter=KMEANS_STEPS, random_state=seed)
     with threadpool_limits(1, user_api="openmp"):

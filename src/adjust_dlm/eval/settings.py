@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -250,7 +251,8 @@ class FrontierConfig(TableConfig):
 
 
 def check_clusters(seeds: Sequence[int], scale: float) -> None:
-    """Raises InputError for what MAUVE cannot take."""
+    """Raises InputError for what MAUVE cannot take, and where scikit-learn is not installed."""
+    require(find_spec("sklearn") is not None, "MAUVE needs scikit-learn: pip install 'adjust-dlm[eval]'")
     require(scale > 0, f"scale is {scale}; it must be above 0")
     require(len(seeds) > 0, "seeds is empty; give at least one")
     require(all(0 <= seed < 2**32 for seed in seeds), f"seeds are {list(seeds)}; all must lie in 0..2**32-1")
