@@ -27,8 +27,9 @@ import adjust_dlm
 from adjust_dlm import cli
 from adjust_dlm.artifacts import CARD, RUN, from_pretrained, push_to_hub, save_pretrained, upload
 from adjust_dlm.bases import base as registry
-from adjust_dlm.commands.common import DecodeFlags, sampler_for
+from adjust_dlm.commands.common import DecodeFlags
 from adjust_dlm.decoders import decode
+from adjust_dlm.eval.generation import sampler_for
 from adjust_dlm.exported import export
 from adjust_dlm.released import import_released
 from adjust_dlm.sampler import CONFIG, WEIGHTS, Sampler, SamplerConfig

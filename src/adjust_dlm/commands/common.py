@@ -139,15 +139,6 @@ def from_pipe(prompts: Sequence[str]) -> list[str]:
     return [text if prompt == "-" else prompt for prompt in prompts]
 
 
-def sampler_for(flags: LoadFlags, base: Base) -> Any:
-    """The sampler that the flags name (a folder or a Hub id), else the one that ships for the base, else None."""
-    from adjust_dlm.artifacts import from_pretrained
-    from adjust_dlm.sampler import default_sampler
-
-    folder = flags.sampler or default_sampler(flags.base)
-    return None if folder is None else from_pretrained(folder, base)
-
-
 def encode_prompts(base: Base, texts: Sequence[str], config: DecodeConfig, *, chat: bool) -> list[list[int]]:
     """Ids of each prompt, in the chat template if asked for; without any, of none. Without a tokenizer texts are ids.
 

@@ -21,7 +21,6 @@ from adjust_dlm.commands.common import (
     from_pipe,
     load_for,
     sample_record,
-    sampler_for,
     setup_facts,
     status,
 )
@@ -56,6 +55,7 @@ def run(flags: CompareConfig) -> Outcome:
     The rows are those for evaluation, since joint text of a row that g was trained on is the training text.
     """
     config = DecodeConfig.from_settings(flags)
+    from adjust_dlm.eval.generation import sampler_for
     from adjust_dlm.eval.scores import load_judge
     from adjust_dlm.eval.settings import NllConfig
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from adjust_dlm.checks import Bound, Count, NotNegativeOrInf, PositiveOrInf, require
-from adjust_dlm.commands.common import DrawFlags, load_for, sampler_for, set_malloc
+from adjust_dlm.commands.common import DrawFlags, load_for, set_malloc
 from adjust_dlm.commands.output import Outcome
 from adjust_dlm.types import DecodeConfig
 from adjust_dlm.variants import build_options, read_options
@@ -108,6 +108,7 @@ def app_for(flags: ServeConfig, config: AppConfig) -> tuple[FastAPI, Engine]:
         InputError: the default decoder lacks something.
     """
     from adjust_dlm.bases.partner import load_partner
+    from adjust_dlm.eval.generation import sampler_for
     from adjust_dlm.serve.engine import Engine
     from adjust_dlm.serve.guard import Limits
     from adjust_dlm.serve.http import create_app

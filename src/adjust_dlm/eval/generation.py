@@ -131,6 +131,12 @@ def over_ranks(items: Sequence[Any], work: Callable[[Sequence[Any]], Iterable[An
     return [value for _, value in sorted(distributed.from_all_ranks(list(made)), key=lambda pair: pair[0])]
 
 
+def sampler_for(config: Any, base: Base) -> Sampler | None:
+    """The sampler that some settings name (a folder or a Hub id), else the one that ships for the base, else None."""
+    named = config.sampler or default_sampler(config.base)
+    return None if named is None else from_pretrained(str(named), base)
+
+
 def open_helpers(
     config: Any, base: Base, variants: Iterable[str], *, sampler: Any = None, partner: Partner | None = None
 ) -> dict[str, Any]:
@@ -138,9 +144,8 @@ def open_helpers(
     entries = [DECODERS[read_variant(variant).name] for variant in variants]
     helpers: dict[str, Any] = {}
     if any(entry.needs_sampler for entry in entries):
-        named = config.sampler or default_sampler(config.base)
-        require(sampler is not None or named is not None, f"no sampler ships for base {config.base!r}; name one")
-        helpers["sampler"] = sampler or from_pretrained(str(named), base)
+        helpers["sampler"] = sampler or sampler_for(config, base)
+        require(helpers["sampler"] is not None, f"no sampler ships for base {config.base!r}; name one")
     if any(entry.needs_partner for entry in entries):
         helpers["partner"] = partner or load_partner(base, config.partner)
     return helpers
