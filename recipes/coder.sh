@@ -7,8 +7,9 @@
 # AR is a folder or Hub id of a Qwen2, Qwen3 or Llama model with tied embeddings (ours: recipes/coder_ar.py). DATA is as in
 # recipes/coder_tasks.py. Every stage resumes; INIT=FOLDER goes on from an adapter. Replies go on with as many GPUs and the
 # same settings only. INVENTED user turns are sampled for chats of the model's own. CHAT=N asks `adjust adapt` for chats
-# instead, of a model that writes both turns by itself. Times are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS,
-# DEEP_SECONDS, BACK_SECONDS. STAGES picks some of: ar replies adapt joint trajectories train tables.
+# instead, of a model that writes both turns by itself. g is trained on NUM decodes at low temperatures, NUM at T = 1, and
+# SAID of the replies. Times are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS. STAGES
+# picks some of: ar replies adapt joint trajectories train tables.
 set -euo pipefail
 out=$1
 gpus=${2:-1}

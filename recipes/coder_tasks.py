@@ -17,9 +17,8 @@ kept, but for those that end in a question or are a part of the user's turn: the
 function without its body, in the wording of `adjust eval humaneval --chat`. A turn or reply that holds a test problem,
 or a part of one of `RUN` letters and digits, is dropped.
 
-A base of causal blocks draws a text as the model does, and from left to right. So the replies
-are trajectories of it, and `rows` writes them as such (`adjust train --trajectories`), but for those of held-out
-questions.
+A base of causal blocks draws a text as the model does, and from left to right. So the replies are trajectories of it,
+and `rows` writes them as such (`adjust train --trajectories`), but for those of held-out questions.
 
 Replies go on where they stopped. FILE.asked, beside them, has a line for each batch that was graded; a question in it
 is not asked again.
