@@ -74,7 +74,7 @@ def tiny_base(
         body = new_model(replace(base.layer_config, causal=True, lora_rank=3)).to(device)
     body.load_state_dict(base.model.state_dict(), strict=False)  # adapters of masks are its own
     spec = replace(base.spec, causal=True, order="left_to_right")
-    return type(base)(body, base.head_matrix, spec, next_frame=base.next_frame)
+    return type(base)(body, base.head_matrix, spec, next_frame=True)
 
 
 def two_sentences() -> tuple[ExactBase, list[str]]:

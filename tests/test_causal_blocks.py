@@ -17,6 +17,7 @@ from adjust_dlm.decoders import DECODERS, decode
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast import work
 from adjust_dlm.decoders.machinery.canvas import Canvas
+from adjust_dlm.sampler import Sampler
 from adjust_dlm.types import DecodeConfig, InputError
 from flash import by_runs
 from helpers import BOS, FAMILIES, MASK, left_pad, tiny_base, tiny_sampler
@@ -77,10 +78,10 @@ def test_cached_states_are_those_of_the_whole_canvas(family: str) -> None:
 
 @pytest.mark.parametrize("decoder", [name for name in DECODERS if name not in ("origin", "guided", "soft_order")])
 def test_every_decoder_writes_the_same_with_the_cache_and_by_runs(decoder: str) -> None:
-    """Every decoder goes from left to right, whatever it scores by, and leaves no gap."""
+    """Every decoder goes from left to right, whatever it scores by, and leaves no gap; g has no form without keys."""
     base = tiny_base("dream", block=SIZE, causal=True, end_ids=(1, 5))
-    config = DecodeConfig(max_new_tokens=2 * SIZE + 3, tokens_per_step=3, seed=4)
-    kept, plain = (played(base, config, decoder, prompts(SIZE), cached=cached) for cached in (True, False))
+    config, keys = DecodeConfig(max_new_tokens=2 * SIZE + 3, tokens_per_step=3, seed=4), DECODERS[decoder].needs_sampler
+    kept, plain = (played(base, config, decoder, prompts(SIZE), cached=cached) for cached in (True, keys))
     with pytest.MonkeyPatch.context() as patch:
         seen = by_runs(patch)
         runs = played(base, config, decoder, prompts(SIZE), cached=True)
@@ -134,7 +135,7 @@ def first_runs(base: TransformerBase, texts: list[list[int]], config: DecodeConf
 
 
 @pytest.mark.parametrize(
-    ("decoder", "options"), [("joint", {}), ("parallel", {}), ("adjust", {}), ("adjust", {"sparse": True})]
+    ("decoder", "options"), [("joint", {}), ("parallel", {}), ("adjust", {}), ("verified", {"depth": 3})]
 )
 def test_the_fast_form_writes_the_same(decoder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In turn with passes of their own for rows that enter a block, and without; by runs as well."""
@@ -167,12 +168,74 @@ def test_verified_writes_what_joint_writes(depth: int, eager: bool, monkeypatch:
     assert depth == 1 or int(checked.rounds_B.sum()) < int(joint.rounds_B.sum())
 
 
-def test_g_sees_its_block_both_ways() -> None:
-    base = tiny_base("dream", block=SIZE, causal=True)
-    g = tiny_sampler(base)
-    x, y = left_pad([[BOS, 5, 6, MASK]]), left_pad([[BOS, 5, 7, MASK]])
-    h_BLD = base.hidden(x)
-    assert bool(((g(h_BLD, x) - g(h_BLD, y))[0].abs().amax(-1) > 1e-5).all())
+def drawn_by_hand(base: TransformerBase, g: Sampler, tokens: list[int], known: int, count: int) -> list[int]:
+    """Tokens of ADJUST at T = 0 without caches, `count` of a round that began with `known` tokens, some of them there.
+
+    All columns of g in one causal pass of its layers. What a column gives g is the base's state as it was when the
+    round began: of text, else of MASK at its place.
+    """
+    edge = (known // SIZE + 1) * SIZE
+    h_LD = base.hidden(left_pad([[*tokens[:known], *[MASK] * (edge - known)]]))[0]
+    tokens, first = list(tokens), len(tokens)
+    while len(tokens) < min(known + count, edge):
+        last_D, length = h_LD[len(tokens) - 1], len(tokens)
+        if length > known:
+            place_L = torch.arange(length)
+            e_LD = g.norm_embed(base.embed(torch.tensor(tokens)))
+            norms, parts = [g.norm_hidden, *g.norm_features], h_LD[:length].split(g.width, -1)
+            z_LD = g.mix(torch.cat([e_LD, *(norm(part) for norm, part in zip(norms, parts, strict=True))], -1))
+            sees = (place_L <= place_L[:, None])[None, None]
+            for layer in g.layers:
+                z_LD = layer.beside(z_LD[None], place_L[None], sees, lambda *keys: keys)[0]
+            last_D = last_D[: g.width] + g.norm_out(z_LD[-1])
+        tokens.append(int(base.logits(last_D[None, : g.width])[0].argmax()))
+    return tokens[first:]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("form", [{}, {"layers": 2, "features": (1,)}])
+def test_a_causal_g_steps_as_one_causal_pass_would(
+    form: dict[str, Any], width: int, *, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps compute a column, and none keeps what another round has made of a token that the base has read since."""
+    monkeypatch.setattr(fast, "Graphs", Replayed)
+    base = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END, num_hidden_layers=3)
+    g, given = tiny_sampler(base, **form), prompts(SIZE)
+    config = DecodeConfig(max_new_tokens=13, tokens_per_step=width, temperature=0)
+    out = decode(base, given, config, decoder="adjust", sampler=g, eager=eager)
+    for prompt, found in zip(given, out.tokens_BL[:, -13:].tolist(), strict=True):
+        tokens, end = list(prompt), len(prompt) + 13
+        while len(tokens) < end:
+            tokens += drawn_by_hand(g.on(base), g, tokens, len(tokens), min(width, end - len(tokens)))
+        assert found == tokens[len(prompt) :]
+    joint = decode(base, given, config, decoder="joint")
+    assert sum(a != b for a, b in zip(joint.tokens_BL.tolist(), out.tokens_BL.tolist(), strict=True)) > len(given) // 2
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_verified_drafts_as_one_causal_pass_would(depth: int, *, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many passes as by hand: the first of a block has no drafts, and no pass has read the latest token."""
+    monkeypatch.setattr(fast, "Graphs", Replayed)
+    base = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END, num_hidden_layers=3, initializer_range=0.1)
+    g, config = tiny_sampler(base, layers=2, output_norm_init=0.05), DecodeConfig(max_new_tokens=21, temperature=0)
+    given = [[BOS, 3 + n, *range(5, 5 + n % 5)] for n in range(15)]
+    out = decode(base, given, config, decoder="verified", sampler=g, depth=depth, eager=eager)
+    kept = 0
+    for prompt, found, real, rounds in zip(given, out.tokens_BL, out.real_BL, out.rounds_B.tolist(), strict=True):
+        text, looked = found[real].tolist(), -1
+        at, passes = len(prompt), 0
+        while at < len(text):
+            passes, right, block = passes + 1, 0, at // SIZE
+            if looked == block:
+                drafts = drawn_by_hand(base, g, text[:at], at - 1, depth)
+                same = [a == b for a, b in zip(drafts, text[at:], strict=False)]
+                right = same.index(False) if False in same else len(same)
+            kept += right
+            at, looked = min(at + right + 1, (block + 1) * SIZE, len(text)), block
+        assert passes == rounds
+    assert kept > 10
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -45,6 +45,8 @@ class AdjustOptions(Checked):
         )
         able = not self.sparse or hasattr(sampler, "carriers")
         require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
+        wide = not self.sparse or not getattr(sampler, "causal", False)
+        require(wide, "sparse is true; steps of a g of causal blocks are at one column anyway: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

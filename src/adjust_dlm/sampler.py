@@ -42,6 +42,8 @@ class Sampler(nn.Module):
 
     Attributes:
         states: how many times D columns it gives: h and the features.
+        causal: of a base with causal blocks. A step then changes one state of a row, that of the latest token's column,
+            which scores the next position (`decoders.machinery.cache.step_at_columns`).
         trained_on: the rows that its file names (`train/record.py`); `save` writes them again.
     """
 
@@ -56,7 +58,7 @@ class Sampler(nn.Module):
             not base.lag or self.config.pairing == "state",
             f"pairing is 'token'; base {base.spec.name!r} has blocks in a shifted frame, where it must be 'state'",
         )
-        self.block = base.spec.block
+        self.block, self.causal = base.spec.block, base.spec.causal
         width = base.width
         self.width = width
         if self.config.features:
@@ -92,7 +94,11 @@ class Sampler(nn.Module):
             The next states, same shape and frame. Behind their D columns stand the features, which are carried along
             through the round; `Base.head` reads the first D columns. On a block base they change in each row's open
             block alone: earlier blocks keep the base's states of their final tokens, and so g's keys of these.
+
+        Raises:
+            InputError: g is causal, so that keys are those of the step that made them, and only `rows` knows them.
         """
+        require(not self.causal, "g of causal blocks has no step of a whole canvas: decode with it, or see `rows`")
         *before, last = self.layers
         z_BLD = self._mixed(h_BLD, self._paired(state))
         for layer in before:
@@ -192,7 +198,7 @@ class Sampler(nn.Module):
 def layer_shape(config: SamplerConfig, base: Shape) -> Shape:
     """One layer of g, from the shape of one layer of the base."""
     width = max(1, round(config.mlp * base.intermediate_size))
-    return replace(base, intermediate_size=width, causal=False, lora_rank=None)
+    return replace(base, intermediate_size=width, lora_rank=None)
 
 
 def default_sampler(base_name: str) -> Path | None:

@@ -23,7 +23,7 @@ class Memory:
         seen: how many columns passes see, where nothing may look behind them; None: all.
         counts_B3: of each row, for the prefix cache: passes since it was computed whole (0: never was), the block it
             was in, and how many of its last columns the next pass computes. On a block base the first of them is the
-            number of its positions that are final.
+            number of its positions that are final, the second that of its first mask in the latest pass.
     """
 
     def __init__(self, rows: int = 0, device: torch.device | None = None) -> None:

@@ -54,6 +54,9 @@ class TransformerBase(Base):
             said, built = getattr(spec, name), getattr(self.layer_config, name)
             require(said == built, f"{name} is {said}; the body has {built}")
         self.lag = int(next_frame and spec.block is not None)
+        require(
+            self.lag == 1 or not spec.causal, f"next_frame is {next_frame}; in causal blocks state i-1 scores token i"
+        )
         self.width = self.model.config.hidden_size
         self.fingerprint = fingerprint or weights_fingerprint(self.model, self.head_matrix, spec.mask_id)
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from adjust_dlm.data.prompts import PromptSource, open_prompts
 from adjust_dlm.data.ray_engine import Show, make_with_ray
 from adjust_dlm.data.settings import TrajectoriesConfig
 from adjust_dlm.data.store import temperature_index
-from adjust_dlm.decoders import decode
+from adjust_dlm.decoders import decode_many
 from adjust_dlm.progress import Bar
 from adjust_dlm.provenance import versions
 from adjust_dlm.sampler import load_sampler, weights_digest
-from adjust_dlm.types import DecodeConfig, Trajectory, require
+from adjust_dlm.types import Trajectory, require
 
 logger = logging.getLogger(__name__)
 
@@ -149,25 +149,19 @@ class RowMaker:
         return self.made
 
     def decoded(self, rows: store.Range, show: Show | None = None) -> list[Trajectory]:
-        """Rows of a range in their order."""
+        """Rows of a range in their order; rows of one temperature and of similar prompt length go together."""
         done: dict[int, Trajectory] = {}
-        for settings, batch in self._batches(rows):
-            result = decode(
-                self.base, [self.source.ids(row) for row in batch], settings,
-                decoder="joint" if self.sampler is None else "adjust", sampler=self.sampler, rows=batch,
-            )  # fmt: skip
-            self.made["rows_made"] += len(batch)
-            self.made["base_calls"] += int(result.base_calls_B.sum())
-            self.made["tokens"] += int((result.order_BL >= 0).sum())
-            if show is not None:
-                show(self.made["rows_made"])
-            done |= {row: result.trajectory(b) for b, row in enumerate(batch)}
-        return [done[row] for row in range(*rows)]
-
-    def _batches(self, rows: store.Range) -> Iterator[tuple[DecodeConfig, list[int]]]:
-        """Rows of one temperature and of similar prompt length go together."""
+        how: dict[str, Any] = {"batch_size": self.config.batch_size, "sampler": self.sampler}
+        how["decoder"] = "joint" if self.sampler is None else "adjust"
         for t, settings in enumerate(self.decode_configs):
             mine = [r for r in range(*rows) if temperature_index(r, len(self.source), len(self.decode_configs)) == t]
-            mine.sort(key=lambda r: (len(self.source.ids(r)), r))
-            size = self.config.batch_size
-            yield from ((settings, mine[i : i + size]) for i in range(0, len(mine), size))
+            mine.sort(key=lambda row: (len(self.source.ids(row)), row))
+            prompts = [self.source.ids(row) for row in mine]
+            for which, result in decode_many(self.base, prompts, settings, rows=mine, **how):
+                self.made["rows_made"] += len(which)
+                self.made["base_calls"] += int(result.base_calls_B.sum())
+                self.made["tokens"] += int((result.order_BL >= 0).sum())
+                if show is not None:
+                    show(self.made["rows_made"])
+                done |= {mine[n]: result.trajectory(b) for b, n in enumerate(which)}
+        return [done[row] for row in range(*rows)]

@@ -111,6 +111,9 @@ def _drafts(
     for name in ("tokens_BL", "order_BL", "commits_B", "quota_B"):
         setattr(draft, name, getattr(canvas, name).clone())
     draft.watch = None
+    if base.spec.causal:  # of the text no pass has looked at the latest token, and no step counts behind it
+        first_B, start_B = (part_BL.long().argmax(-1) for part_BL in (canvas.masked_BL, canvas.real_BL))
+        canvas.memory.counts_B3[:, 1] = canvas.sampler_memory.counts_B3[:, 1] = first_B - start_B - 1
     states, commits = list[State](), list[Picks]()
     for _ in range(depth - 1):
         if h_BLD is None or (asks and not bool(draft.open_B.any())):

@@ -43,15 +43,17 @@ def random_slices(
     return pack(chosen, starts, length, pad_id, pad_to=pad_to)
 
 
-def pack(chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_id: int, *, pad_to: int = 0) -> Slices:
-    """Left-pads trajectories to one length; a fixed one (`pad_to`) always comes with its padding mask."""
+def pack(
+    chosen: Sequence[Trajectory], starts: Sequence[int], length: int, pad_id: int, *, pad_to: int = 0, left: bool = True
+) -> Slices:
+    """Pads trajectories to one length, on the left; a fixed one (`pad_to`) always comes with its padding mask."""
     longest = max(pad_to, *(len(x.tokens_L) for x in chosen))
     tokens_NL = torch.full((len(chosen), longest), pad_id, dtype=torch.long)
     order_NL = torch.full((len(chosen), longest), GIVEN, dtype=torch.long)
     real_NL = torch.zeros((len(chosen), longest), dtype=torch.bool)
     for n, x in enumerate(chosen):
-        at = longest - len(x.tokens_L)
-        tokens_NL[n, at:], order_NL[n, at:], real_NL[n, at:] = x.tokens_L, x.order_L, True
+        at = slice(longest - len(x.tokens_L), None) if left else slice(len(x.tokens_L))
+        tokens_NL[n, at], order_NL[n, at], real_NL[n, at] = x.tokens_L, x.order_L, True
     return Slices(
         tokens_NL, order_NL, real_NL, torch.tensor(starts), length, padded=pad_to > 0 or not bool(real_NL.all())
     )

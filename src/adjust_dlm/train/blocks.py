@@ -22,7 +22,7 @@ from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
 from adjust_dlm.train.batches import to_device
-from adjust_dlm.train.unroll import NEVER, Frames, Slices
+from adjust_dlm.train.unroll import NEVER, Frames, Slices, Step
 from adjust_dlm.types import GIVEN, MASKED, State, Trajectory
 
 
@@ -114,75 +114,23 @@ def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
     every_NL = torch.arange(width, device=base.device).expand(n, -1)
     clean = Memory()
     h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
-    if base.spec.causal:
-        is_there_CNL = (seen.text_SN >= 0).view(count, n, -1).repeat_interleave(size, -1)  # a state, of a block
-        masked_CNL = x.masked_BL.view(count, n, width) & seen.texts.real_BL & is_there_CNL
-        h_VLD = _states_of_masks(base, masked_CNL, h_NLD, clean).flatten(0, 1)
-    else:
-        tokens_VL, mask = x.tokens_BL.view(count * n, width), views_mask(seen.texts.real_BL, size, count)
-        h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
+    tokens_VL, mask = x.tokens_BL.view(count * n, width), views_mask(seen.texts.real_BL, size, count)
+    h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
     h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
     finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
-    return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, Finished(finished, h_NLD))
 
-
-def _states_of_masks(base: TransformerBase, masked_CNL: Tensor, h_NLD: Tensor, clean: Memory) -> Tensor:
-    """[C, N, L, D] of views of causal blocks. Text has the finished text's states, so a pass computes masks alone.
-
-    Two views share a row, the first with the last and so on: the fewer masks one of them has, the more the other.
-    """
-    (count, n, width), device, size = masked_CNL.shape, masked_CNL.device, base.spec.block or 1
-    first_P = torch.arange((count + 1) // 2, device=device)
-    pair_P2 = torch.stack([first_P, count - 1 - first_P], 1)
-    both_PN2L = masked_CNL[pair_P2].transpose(1, 2).clone()
-    both_PN2L[pair_P2[:, 0] == pair_P2[:, 1], :, 1] = False  # the one in the middle has a row to itself
-    flat_PNM = both_PN2L.flatten(2).long()
-    wide = min(-(-int(flat_PNM.sum(-1).max()) // 16) * 16, 2 * width)  # waits for the device
-    if not wide:
-        return h_NLD.expand(count, -1, -1, -1)
-    valid_PNW, column_PNW = (part[..., :wide] for part in flat_PNM.sort(dim=-1, descending=True, stable=True))
-    at, place_PNW = valid_PNW.bool(), column_PNW % width
-    view_PNW = pair_P2[:, None].expand(-1, n, -1).gather(-1, column_PNW // width)
-    text_PNW = torch.arange(n, device=device)[:, None].expand_as(place_PNW)
-    before_LL, own_LL = before_and_own(width, size, device)
-    shown_PNWL = (own_LL.tril()[place_PNW] & ~masked_CNL[view_PNW, text_PNW]) | before_LL[place_PNW]
-    group_PNW = view_PNW * width + place_PNW // size  # a block of a view
-    same_PNWW = (group_PNW[..., None] == group_PNW[..., None, :]) & (place_PNW[..., None] >= place_PNW[..., None, :])
-    same_PNWW = (same_PNWW & at[..., None, :]) | torch.eye(wide, dtype=torch.bool, device=device)  # no empty row
-    mask = torch.cat([shown_PNWL, same_PNWW], -1).flatten(0, 1)[:, None]
-    place_RW = place_PNW.flatten(0, 1)
-    h_RWD = base.hidden_beside(torch.full_like(place_RW, base.spec.mask_id), place_RW, clean, mask)
-    out_CNLD = h_NLD.expand(count, -1, -1, -1).clone()
-    out_CNLD[view_PNW[at], text_PNW[at], place_PNW[at]] = h_RWD.view(*place_PNW.shape, -1)[at]
-    return out_CNLD
-
-
-@dataclass
-class Finished:
-    """The clean half of what a step of g looks at.
-
-    Attributes:
-        texts: final tokens [N, L].
-        h_NLD: the base's states of these.
-    """
-
-    texts: State
-    h_NLD: Tensor
-
-    def step(self, sampler: Sampler) -> Callable[[Tensor, State], Tensor]:
+    def around(sampler: Sampler) -> Step:
         """g on rows of blocks; its own step over the finished texts is made once, with gradients."""
-        size, keys = sampler.block or 1, sampler.keys(self.h_NLD, self.texts)
-        n, width = self.texts.tokens_BL.shape
-        place_1L = torch.arange(width, device=self.h_NLD.device)[None]
+        keys = sampler.keys(h_NLD, finished)
 
         def g(h_RSD: Tensor, x: State) -> Tensor:
-            h_VLD = h_RSD.view(-1, width, h_RSD.shape[-1])
-            mask = views_mask(self.texts.real_BL, size, len(h_VLD) // n)
-            return sampler.beside(
-                h_VLD, x.tokens_BL.view(-1, width), place_1L.expand(len(h_VLD), -1), keys, mask
-            ).view_as(h_RSD)
+            h_VLD, tokens_VL = h_RSD.view(-1, width, h_RSD.shape[-1]), x.tokens_BL.view(-1, width)
+            mask = views_mask(finished.real_BL, size, len(h_VLD) // n)
+            return sampler.beside(h_VLD, tokens_VL, every_NL[:1].expand_as(tokens_VL), keys, mask).view_as(h_RSD)
 
         return g
+
+    return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, around)
 
 
 def views_mask(real_NL: Tensor, size: int, count: int) -> Tensor:

@@ -18,6 +18,7 @@ from adjust_dlm.sampler import Sampler
 from adjust_dlm.sampling import SCORES
 from adjust_dlm.train.batches import pack, to_device
 from adjust_dlm.train.blocks import pack_blocks
+from adjust_dlm.train.causal import pack_windows
 from adjust_dlm.train.unroll import Unrolled, unroll, unrolled_kl
 from adjust_dlm.types import CERTAINTY, EVALUATION_ROWS, DecodeConfig, Trajectory
 
@@ -60,10 +61,13 @@ def held_out(
 
 def _slices_at(base: Base, texts: list[Trajectory], moments: list[float], length: int, pad_to: int) -> Any:
     """Slices that begin at a share of each text, or of each of its blocks, on the base's device."""
-    if base.spec.block is not None:
+    if base.spec.block is not None and not base.spec.causal:
         blocks = pack_blocks(texts, lambda n, commits: int(moments[n] * max(1, commits - 1)), length, base)
         return blocks.to(base.device)
     starts = [int(at * max(1, x.commits - 1)) for x, at in zip(texts, moments, strict=True)]
+    if base.spec.causal:
+        slices = pack_windows(texts, starts, length + _BATCH - 1, length - 1, base.spec.pad_id)
+        return to_device(slices, base.device)
     return to_device(pack(texts, starts, length, base.spec.pad_id, pad_to=pad_to), base.device)
 
 

@@ -22,6 +22,7 @@ from adjust_dlm.sampler import read_config, start_sampler
 from adjust_dlm.train import distributed
 from adjust_dlm.train.batches import batch_loss, random_slices, to_device
 from adjust_dlm.train.blocks import BlockSlices, random_blocks
+from adjust_dlm.train.causal import random_windows
 from adjust_dlm.train.checkpoint import MetricsLog, StopSignal, claim, load_checkpoint, save_checkpoint, set_aside
 from adjust_dlm.train.config import TrainConfig
 from adjust_dlm.train.metrics import divergence, held_out
@@ -134,7 +135,7 @@ def _check_blocks(config: TrainConfig, base: Base) -> None:
     require(not config.one_pass, f"one_pass decodes whole canvases; base {base.spec.name!r} writes in blocks")
     require(not config.compile, f"compile is true; base {base.spec.name!r} writes in blocks: leave it out")
     long = f"slice_states is {config.slice_states}; blocks of {size} have at most {most} states with this rollout"
-    require(config.slice_states <= most, long)
+    require(config.slice_states <= most or base.spec.causal, long)
 
 
 def _unfinished(run: Run) -> bool:
@@ -250,6 +251,9 @@ def _draw(run: Run, first: int) -> Slices | BlockSlices | Frames:
         "count": config.slices, "length": config.slice_states, "rollout": config.rollout, "first": first,
         "key": (config.seed, run.step),
     }  # fmt: skip
+    if run.base.spec.causal:
+        slices = random_windows(run.data, run.training_rows, **drawn, pad_id=run.base.spec.pad_id)
+        return to_device(slices, run.device)
     if run.base.spec.block is not None:
         return random_blocks(run.data, run.training_rows, **drawn, base=run.base).to(run.device)
     pads: dict[str, Any] = {"pad_id": run.base.spec.pad_id, "pad_to": run.pad_to}

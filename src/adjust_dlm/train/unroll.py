@@ -83,14 +83,16 @@ class Frames:
         h: f(x), in pieces of whole rows.
         rank_BL: commits until a position is revealed; negative where it is not masked or the state does not count.
         text_SN: which text a state belongs to; -1 is filler. A window stays within one text.
-        around: of a block base: makes the sampler a step on rows that are blocks (see `train.blocks`).
+        around: of a block base: makes the sampler a step on its rows (see `train.blocks` and `train.causal`).
+        stale: what parallel decoding uses at each depth, where that is not h_0: of causal blocks (`train.causal`).
     """
 
     x: State
     h: Sequence[Tensor]
     rank_BL: Tensor
     text_SN: Tensor
-    around: Any = None
+    around: Callable[[Any], Step] | None = None
+    stale: list[Tensor] | None = None
 
 
 def observe(base: Base, slices: Slices) -> Frames:
@@ -122,6 +124,7 @@ class Unrolled:
         rank_BL: of every state, see `Frames`.
         n: texts.
         windows: S - rollout.
+        stale: h_0 = f(x) of each window, for every depth.
         student: h^_1 .. h^_rollout, each [windows * n, L, D or more].
         rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared.
     """
@@ -130,17 +133,13 @@ class Unrolled:
     rank_BL: Tensor
     n: int
     windows: int
+    stale: list[Tensor]
     student: list[Tensor]
     rank: list[Tensor]
 
     def rows(self, k: int) -> slice:
         """Rows of the states that hold x_k of every window."""
         return slice(k * self.n, (k + self.windows) * self.n)
-
-    @property
-    def stale_BLD(self) -> Tensor:
-        """h_0 = f(x) of each window."""
-        return self.h_BLD[self.rows(0)]
 
     @property
     def teacher(self) -> list[Tensor]:
@@ -152,8 +151,9 @@ def unroll(sampler: Step, frames: Frames, *, rollout: int = 3) -> Unrolled:
     """Algorithm 2, lines 8-10: the S - rollout windows of a slice share its S base passes; rollout is K - 1."""
     text_SN = frames.text_SN
     h_BLD = frames.h[0] if len(frames.h) == 1 else torch.cat([*frames.h])
-    out = Unrolled(h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [])
-    h_k, g = out.stale_BLD, sampler if frames.around is None else frames.around.step(sampler)
+    out = Unrolled(h_BLD, frames.rank_BL, text_SN.shape[1], len(text_SN) - rollout, [], [], [])
+    h_k, g = h_BLD[out.rows(0)], sampler if frames.around is None else frames.around(sampler)
+    out.stale = frames.stale or [h_k] * rollout
     for k in range(1, rollout + 1):  # line 8
         h_k = g(h_k, rows_of(frames.x, out.rows(k)))  # line 9
         out.student.append(h_k)
@@ -202,7 +202,7 @@ def unrolled_kl(
     for i, k in enumerate(shares):
         first, last = before[run.rows(k).start], before[run.rows(k).stop]
         row, at = row_R[first:last], at_R[first:last]
-        h_BLD = (run.stale_BLD if stale else run.student[k - 1])[..., : base.width]
+        h_BLD = (run.stale if stale else run.student)[k - 1][..., : base.width]
         students.append(Student(h_BLD[row - run.rows(k).start, at], weight_KBL[i, row, at], first))
     head = functools.partial(base.plain_logits, suppress_eos=suppress_eos)
     return weighted_kl(run.h_BLD[..., : base.width][row_R, at_R], students, head, base.head_matrix, delta=delta)

@@ -29,9 +29,9 @@ def play(base: Base, sampler: Sampler, lane: Lane, width: int, *, depth: int, la
     def step(h_BLD: Tensor, draft: State) -> Tensor:
         if not size or not isinstance(draft, Canvas):
             return sampler(h_BLD, draft)
-        if own:  # drafts stay in their block
+        if own and not sampler.causal:  # drafts stay in their block
             return renew(h_BLD, sampler.rows(h_BLD, draft, own[0], draft.sampler_memory, own[1]), *own)
-        new_BND, *columns = step_at_columns(sampler, h_BLD, draft, 2 * size)  # g may lack the block before
+        new_BND, *columns = step_at_columns(sampler, h_BLD, draft, 1 if own else 2 * size)  # it may lack a block before
         own.extend(part[:, -size:] for part in columns)
         return renew(h_BLD.clone(), new_BND, *columns)
 

@@ -84,7 +84,8 @@ class Work:
             if k and lane.config.candidates != 0:
                 width = min(width, width_bucket(lane.wide - 1, lane.tokens_BL.shape[1]))
             if k:
-                self._step(k, width, columns if k == 1 else self._size or 0, last=k == count - 1)
+                own = 1 if self.sampler is not None and self.sampler.causal else self._size or 0
+                self._step(k, width, columns if k == 1 else own, last=k == count - 1)
             self._pick(width, 1, first=k == 0 and count > 1 and lane.config.candidates != 0)
 
     def _first(self, enters: Sequence[int]) -> int:

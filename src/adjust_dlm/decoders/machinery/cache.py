@@ -105,11 +105,22 @@ def _step_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State, column_BN: Te
 def step_at_columns(
     sampler: Sampler, h_BLD: Tensor, canvas: Canvas, count: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """States of that step, their columns, and which of these lie in the open block; `count` as below."""
-    memory, length = canvas.sampler_memory, canvas.tokens_BL.shape[1]
+    """States of that step, their columns, and which of these it changes: the open block's; `count` as below.
+
+    A causal g changes one state of a row, that of the column which scores the first mask. Text that the base has looked
+    at since g's last step leaves its keys anew; tokens behind it keep those of the first step that they were part of.
+    """
+    memory, causal, known_B = canvas.sampler_memory, sampler.causal, canvas.memory.counts_B3[:, 1]
+    stepped_B = memory.counts_B3[:, 1].maximum(known_B)
     column_BN, valid_BN, own_BN = columns_to_edge(
-        canvas, memory, sampler.block or 1, length, canvas.busy_B, count=count
-    )
+        canvas, memory, 1 if causal else sampler.block or 1, canvas.tokens_BL.shape[1], canvas.busy_B,
+        count=count, final=causal,
+    )  # fmt: skip
+    if causal:
+        memory.counts_B3[:, 0] = memory.counts_B3[:, 0].minimum(known_B)
+        own_BN = valid_BN & (torch.arange(1 - column_BN.shape[1], 1, device=column_BN.device) == 0)
+        place_BN = column_BN - canvas.real_BL.long().argmax(-1, keepdim=True)
+        valid_BN = valid_BN & ((place_BN < known_B[:, None]) | (place_BN >= stepped_B[:, None]))
     return sampler.rows(h_BLD, canvas, column_BN, memory, valid_BN), column_BN, own_BN
 
 
@@ -136,7 +147,8 @@ def columns_to_edge(
     memory.width = width
     start_B = canvas.real_BL.long().argmax(-1)
     final_B = memory.counts_B3[:, 0]
-    before_B = (canvas.masked_BL.long().argmax(-1) - start_B) // size * size  # the open block's first position
+    first_B = canvas.masked_BL.long().argmax(-1) - start_B
+    before_B = first_B // size * size  # the open block's first position
     edge_B = (start_B + before_B + (0 if final else size)).clamp_max(width)
     count_B = (edge_B - start_B - final_B).masked_fill(~goes_B, 0)
     if count is None:
@@ -145,7 +157,8 @@ def columns_to_edge(
     count = min(count, width)
     place_BN = edge_B[:, None] - count + torch.arange(count, device=edge_B.device)
     valid_BN = place_BN >= (edge_B - count_B)[:, None]
-    memory.counts_B3[:, 0] = torch.where(goes_B, before_B, final_B)
+    for n, now_B in enumerate((before_B, first_B)):
+        memory.counts_B3[:, n] = torch.where(goes_B, now_B, memory.counts_B3[:, n])
     return place_BN % width, valid_BN, valid_BN & (place_BN >= (start_B + before_B)[:, None])
 
 
