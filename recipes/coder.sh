@@ -51,9 +51,9 @@ base=${BASE:-$out/base}
 if stage joint; then tasks "$out/joint" --base "$base" "${kone[@]}"; fi
 
 if stage trajectories; then
-    rows() { run trajectories --base "$base" --batch-size "${DECODE_BATCH:-512}" --shard-rows "${DECODE_BATCH:-512}" --output "$out/$1" "${@:2}"; }
+    rows() { run trajectories --base "$base" --batch-size "${DECODE_BATCH:-512}" --shard-rows "$((4 * ${DECODE_BATCH:-512}))" --output "$out/$1" "${@:2}"; }
     python3 "$here/coder_tasks.py" prompts "$out"/replies-*.jsonl --output "$out"
-    python3 "$here/coder_tasks.py" rows "$out"/replies-*.jsonl --base "$base" --output "$out/said" --limit "${SAID:-16384}" --new-tokens "${ROW_TOKENS:-256}" &
+    OMP_NUM_THREADS=1 python3 "$here/coder_tasks.py" rows "$out"/replies-*.jsonl --base "$base" --output "$out/said" --limit "${SAID:-16384}" --new-tokens "${ROW_TOKENS:-256}" &
     said=$!
     cool=(--chat --temperature 0.1 0.2 --top-p 0.9 --max-new-tokens "${ROW_TOKENS:-256}")  # as the paper's instruct recipe
     rows cool --num "${NUM:-8192}" --prompts "$out/prompts.jsonl" "${cool[@]}"
@@ -66,9 +66,10 @@ if stage train; then
     g() { run train --base "$base" --trajectories "$out"/{cool,warm,said} --heldout-trajectories "$out/heldout" --layers "${LAYERS:-1}" --mlp "${MLP:-0.75}" \
         --features ${FEATURES:-8 16} --rows 2 --next-share 1 --next-decay 0.2 --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 \
         --output "$out/$1" --max-seconds "${@:2}"; }
-    g one "${TRAIN_SECONDS:-300}" --slices 8 --slice-states $((size + 3)) --lr 2e-3 --warmup 50
-    g deep "${DEEP_SECONDS:-130}" --slices 4 --slice-states $((size + 7)) --rollout 7 --lr 1e-3 --init "$out/one/sampler"
-    g back "${BACK_SECONDS:-90}" --slices 4 --slice-states $((size + 7)) --rollout 7 --reverse 0.5 --lr 1e-3 --init "$out/deep/sampler"
+    new=${ROW_TOKENS:-256}
+    g one "${TRAIN_SECONDS:-300}" --slices 16 --slice-states $((new + 3)) --lr 2e-3 --warmup 50
+    g deep "${DEEP_SECONDS:-130}" --slices 8 --slice-states $((new + 7)) --rollout 7 --lr 1e-3 --init "$out/one/sampler"
+    g back "${BACK_SECONDS:-90}" --slices 8 --slice-states $((new + 7)) --rollout 7 --reverse 0.5 --lr 1e-3 --init "$out/deep/sampler"
 fi
 
 if stage tables; then

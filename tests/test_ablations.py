@@ -128,7 +128,7 @@ def parameters(config: SamplerConfig) -> int:
     })  # fmt: skip
     base: Any = SimpleNamespace(
         fingerprint="", embed=None, to_frame=None, width=576, layer_config=shape, with_features=lambda _: None, lag=0,
-        spec=SimpleNamespace(name="stub", block=None),
+        spec=SimpleNamespace(name="stub", block=None, causal=False),
     )  # fmt: skip
     with torch.device("meta"):
         return sum(p.numel() for p in Sampler(base, config).parameters())

@@ -411,7 +411,7 @@ def test_parameter_counts_of_the_real_shapes(make, shape, millions) -> None:
     with torch.device("meta"):
         model = new_model(config)
         stub = SimpleNamespace(fingerprint="", embed=None, to_frame=None, width=d, layer_config=config, lag=0)
-        stub.spec = SimpleNamespace(block=None, name="stub")
+        stub.spec = SimpleNamespace(block=None, causal=False, name="stub")
         sampler = Sampler(stub)
     head = model.embed_tokens.weight.numel()
     assert sum(p.numel() for p in model.parameters()) - head == body

@@ -111,10 +111,12 @@ def decode_work(
 ) -> list[Work] | None:
     """Every part of a decode of `rows` canvases; None for decoders whose passes depend on what they write.
 
-    Nor are sparse steps counted, which leave out some of the arithmetic. A canvas in blocks counts to its last edge.
+    Nor are steps counted that leave out some of the arithmetic: sparse ones, those of a causal g. A canvas in blocks
+    counts to its last edge.
     """
-    size = base.spec.block
+    size = 1 if variant.name == "joint" and base.spec.causal else base.spec.block
     other = config.schedule != "exact" or config.cache_period or variant.options.get("sparse")
+    other = other or (variant.name == "adjust" and base.spec.causal)
     if other or variant.name not in ("joint", "parallel", "adjust"):
         return None
     parts, read, read_by_g = list[Work](), 0, 0  # columns whose keys are final
@@ -127,7 +129,8 @@ def decode_work(
         if size is None:
             return 0, prompt + config.max_new_tokens, (prompt + config.max_new_tokens) ** 2
         done, now = read // size, at // size
-        return now * size, (now + 1 - done) * size, size**2 * ((now + 1) * (now + 2) - done * (done + 1)) // 2
+        edge = now + (size > 1 or not base.lag)  # of one token, the open block is none of a pass
+        return now * size, (edge - done) * size, size**2 * (edge * (edge + 1) - done * (done + 1)) // 2
 
     for at, scored in open_counts(config, variant.name, size, prompt):
         read, *columns = seen(at, read)

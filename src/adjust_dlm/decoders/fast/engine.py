@@ -91,8 +91,7 @@ def run_fast(
     """
     sampler, options = heeds(decoder, sampler, options, canvas)
     with on_device(base.device):
-        engine, seen = engine_of(base, sampler), base if sampler is None else sampler.on(base)
-        engine.fill(seen, sampler, canvas, _Plan(decoder, canvas, options), slots)
+        engine_of(base, sampler).fill(canvas.base, sampler, canvas, _Plan(decoder, canvas, options), slots)
 
 
 def heeds(
@@ -262,7 +261,7 @@ class Engine:
 
     def lane(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> Lane:
         """Buffers of a shape."""
-        key = (slots, length, padded, base.keep)
+        key = (slots, length, padded, base.keep, base.spec.block)
         if key not in self._lanes:
             self._lanes[key] = Lane(base, slots, length, padded=padded, config=config)
             self._evict()
@@ -331,7 +330,7 @@ class Engine:
 
     def _smaller(self, base: Base, lane: Lane, rows: int) -> Lane:
         """A lane for the rows that are left."""
-        size, (_, columns, padded, _) = slot_bucket(rows), lane.shape
+        size, (_, columns, padded, *_) = slot_bucket(rows), lane.shape
         return self.lane(base, size, columns, padded=padded or size > rows, config=lane.config)
 
 

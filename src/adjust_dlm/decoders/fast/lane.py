@@ -51,7 +51,7 @@ class Lane(Canvas):
         h_BLD: states now; behind their D columns features, where the base gives them. On a block base they lie in
             `memory`, and steps of g write over those of the open block, which every pass makes anew. Between rounds of
             `verified` they are the canvas' `last_BLD`.
-        shape: slots, columns, whether padded, and features: lanes of one shape do the same work.
+        shape: slots, columns, whether padded, features, and S: lanes of one shape do the same work.
         slot_B: 0 to B - 1.
         kernels: take the Triton forms of what has one.
         schedule_BL: commits of each row's rounds, the last one repeated.
@@ -65,7 +65,7 @@ class Lane(Canvas):
     def __init__(self, base: Base, slots: int, length: int, *, padded: bool, config: DecodeConfig) -> None:
         """All slots idle. `padded=False` promises rows of exactly this length in all of them."""
         super().__init__(base, [[]] * slots, config.but(schedule="exact"), new=[length] * slots)
-        self.padded, self.shape = padded, (slots, length, padded, base.keep)
+        self.padded, self.shape = padded, (slots, length, padded, base.keep, base.spec.block)
         self.order_BL.fill_(GIVEN)
         self.kernels = has_kernels(base.device)
         shape, device = (slots, length), base.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ def with_cache(base: Base, config: DecodeConfig) -> Base:
     hidden = functools.partial(_open_blocks, base) if keeps else functools.partial(_hidden, base, *more)
     cached.hidden = hidden  # type: ignore[method-assign]
     return cached
+
+
+def by_token(base: Base, config: DecodeConfig) -> tuple[Base, DecodeConfig]:
+    """A causal base in blocks of one token: what it reads as text scores the next one, so no pass computes a MASK."""
+    if not base.spec.causal:
+        return base, config
+    twin = copy.copy(base)
+    twin.spec = replace(base.spec, block=1)
+    return twin, config.but(block_length=None)
 
 
 def with_sampler_cache(sampler: Any) -> Any:
