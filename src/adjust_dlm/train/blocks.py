@@ -54,8 +54,30 @@ class BlockSlices:
         return F.pad(self.views.rank_BL, (0, self.lag), value=-NEVER)[:, self.lag :]
 
     def frames(self, base: TransformerBase) -> Frames:
-        """See `observe_blocks`."""
-        return observe_blocks(base, self)
+        """Algorithm 2, lines 3-7 for all blocks at once: one pass over the clean texts, one over views beside them."""
+        size, count = base.spec.block or 1, self.views.length
+        x = self.views.states(base.spec.mask_id)
+        n, width = self.texts.tokens_BL.shape
+        every_NL = torch.arange(width, device=base.device).expand(n, -1)
+        clean = Memory()
+        h_NLD = base.hidden_again(self.texts, clean, every_NL, self.texts.real_BL)
+        tokens_VL, mask = x.tokens_BL.view(count * n, width), views_mask(self.texts.real_BL, size, count)
+        h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
+        h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
+        finished = State(self.texts.tokens_BL, self.inside_NL, self.texts.masked_BL)
+
+        def around(sampler: Sampler) -> Step:
+            """g on rows of blocks; its own step over the finished texts is made once, with gradients."""
+            keys = sampler.keys(h_NLD, finished)
+
+            def g(h_RSD: Tensor, x: State) -> Tensor:
+                h_VLD, tokens_VL = h_RSD.view(-1, width, h_RSD.shape[-1]), x.tokens_BL.view(-1, width)
+                mask = views_mask(finished.real_BL, size, len(h_VLD) // n)
+                return sampler.beside(h_VLD, tokens_VL, every_NL[:1].expand_as(tokens_VL), keys, mask).view_as(h_RSD)
+
+            return g
+
+        return Frames(x, [h_BSD], self.rank_BL, self.text_SN, around)
 
     def to(self, device: torch.device) -> BlockSlices:
         """A copy there."""
@@ -104,33 +126,6 @@ def pack_blocks(chosen: Sequence[Trajectory], start: Callable[[int, int], int], 
     starts = [start(m // count, commits) if commits else NEVER for m, commits in enumerate(commits_M)]
     views = Slices(tokens_MS, time_MS, real_NL.view(-1, size), torch.tensor(starts), length)
     return BlockSlices(State(tokens_NL, real_NL, order_NL == MASKED), inside_NL, views, base.lag)
-
-
-def observe_blocks(base: TransformerBase, seen: BlockSlices) -> Frames:
-    """Algorithm 2, lines 3-7 for all blocks at once: a pass over the clean texts, one over the views beside them."""
-    size, count = base.spec.block or 1, seen.views.length
-    x = seen.views.states(base.spec.mask_id)
-    n, width = seen.texts.tokens_BL.shape
-    every_NL = torch.arange(width, device=base.device).expand(n, -1)
-    clean = Memory()
-    h_NLD = base.hidden_again(seen.texts, clean, every_NL, seen.texts.real_BL)
-    tokens_VL, mask = x.tokens_BL.view(count * n, width), views_mask(seen.texts.real_BL, size, count)
-    h_VLD = base.hidden_beside(tokens_VL, every_NL.repeat(count, 1), clean, mask)
-    h_BSD = h_VLD.unflatten(1, (-1, size)).flatten(0, 1)
-    finished = State(seen.texts.tokens_BL, seen.inside_NL, seen.texts.masked_BL)
-
-    def around(sampler: Sampler) -> Step:
-        """g on rows of blocks; its own step over the finished texts is made once, with gradients."""
-        keys = sampler.keys(h_NLD, finished)
-
-        def g(h_RSD: Tensor, x: State) -> Tensor:
-            h_VLD, tokens_VL = h_RSD.view(-1, width, h_RSD.shape[-1]), x.tokens_BL.view(-1, width)
-            mask = views_mask(finished.real_BL, size, len(h_VLD) // n)
-            return sampler.beside(h_VLD, tokens_VL, every_NL[:1].expand_as(tokens_VL), keys, mask).view_as(h_RSD)
-
-        return g
-
-    return Frames(x, [h_BSD], seen.rank_BL, seen.text_SN, around)
 
 
 def views_mask(real_NL: Tensor, size: int, count: int) -> Tensor:
