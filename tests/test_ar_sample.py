@@ -125,7 +125,7 @@ def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
         ar_sample(base, [[1], [2]], rows=[0], batch_size=1, **how)
     with pytest.raises(InputError, match="batch_size is 0"):
         ar_sample(base, [[1]], rows=[0], batch_size=0, **how)
-    with pytest.raises(InputError, match="a prompt is empty; base"):
+    with pytest.raises(InputError, match="a prompt is empty, or begins with a mask; base"):
         ar_sample(base, [[1], []], rows=[0, 1], batch_size=1, **how)
     with pytest.raises(InputError, match="take joint, since it writes one token a pass"):
         decode(base, [[1]], DecodeConfig(max_new_tokens=2), decoder="adjust")

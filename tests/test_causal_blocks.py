@@ -14,6 +14,7 @@ from adjust_dlm.bases.layers import new_model
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders import DECODERS, decode
+from adjust_dlm.decoders import verified as checked
 from adjust_dlm.decoders.fast import engine as fast
 from adjust_dlm.decoders.fast import work
 from adjust_dlm.decoders.machinery.canvas import Canvas
@@ -218,12 +219,27 @@ def test_a_causal_g_steps_as_one_causal_pass_would(
 
 
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("depth", [2, 3])
-def test_verified_drafts_as_one_causal_pass_would(depth: int, *, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many passes as by hand: the first of a block has no drafts, and no pass has read the latest token."""
+@pytest.mark.parametrize(("depth", "form"), [(2, {}), (3, {"layers": 2, "features": (1,)}), (6, {})])
+def test_verified_drafts_as_one_causal_pass_would(
+    depth: int, form: dict[str, Any], *, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draft, and as many passes as they save: a block's first has none, and none has read the latest token."""
     monkeypatch.setattr(fast, "Graphs", Replayed)
     base = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END, num_hidden_layers=3, initializer_range=0.1)
-    g, config = tiny_sampler(base, layers=2, output_norm_init=0.05), DecodeConfig(max_new_tokens=21, temperature=0)
+    g, config = tiny_sampler(base, output_norm_init=0.1, **form), DecodeConfig(max_new_tokens=21, temperature=0)
+    drafted: dict[tuple[int, ...], list[int]] = {}  # behind a text
+    drafts = checked._drafts
+
+    def recorded(base: Any, sampler: Any, canvas: Any, h_BLD: Any, depth: int, drafted_BL: Any, *more: Any) -> Any:
+        states, picks = drafts(base, sampler, canvas, h_BLD, depth, drafted_BL, *more)
+        for b in (drafted_BL.any(-1) & canvas.open_B).nonzero()[:, 0].tolist() if states else ():
+            real_L, count = canvas.real_BL[b], min(len(states), int(drafted_BL[b].sum()))
+            at = int(canvas.masked_BL[b][real_L].long().argmax())
+            text = tuple(canvas.tokens_BL[b][real_L][:at].tolist())
+            drafted[text] = states[count - 1].tokens_BL[b][real_L][at : at + count].tolist()
+        return states, picks
+
+    monkeypatch.setattr(checked, "_drafts", recorded)
     given = [[BOS, 3 + n, *range(5, 5 + n % 5)] for n in range(15)]
     out = decode(base, given, config, decoder="verified", sampler=g, depth=depth, eager=eager)
     kept = 0
@@ -233,13 +249,49 @@ def test_verified_drafts_as_one_causal_pass_would(depth: int, *, eager: bool, mo
         while at < len(text):
             passes, right, block = passes + 1, 0, at // SIZE
             if looked == block:
-                drafts = drawn_by_hand(base, g, text[:at], at - 1, depth)
-                same = [a == b for a, b in zip(drafts, text[at:], strict=False)]
+                wanted = drawn_by_hand(g.on(base), g, text[:at], at - 1, min(depth, len(text) - at + 1))
+                assert drafted.pop(tuple(text[:at])) == wanted
+                same = [a == b for a, b in zip(wanted, text[at:], strict=False)]
                 right = same.index(False) if False in same else len(same)
             kept += right
             at, looked = min(at + right + 1, (block + 1) * SIZE, len(text)), block
         assert passes == rounds
-    assert kept > 10
+    assert kept > 5 and not drafted
+
+
+def test_joint_and_adjust_share_a_base_and_steps_are_at_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are kept by S too; a round of four has one wide step and two narrow ones; joint knows no sub-blocks."""
+    monkeypatch.setattr(fast, "Graphs", Replayed)
+    base = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END)
+    g, config, wide = tiny_sampler(base), DecodeConfig(max_new_tokens=12, tokens_per_step=4), list[int]()
+    rows, given = Sampler.rows, [[BOS, 3 + n, 5, 6] for n in range(5)]  # whole blocks, so three rounds of each row
+
+    def spied(self: Sampler, h_BLD: Tensor, state: Any, column_BN: Tensor, *more: Any) -> Tensor:
+        wide.append(column_BN.shape[1])
+        return rows(self, h_BLD, state, column_BN, *more)
+
+    monkeypatch.setattr(Sampler, "rows", spied)
+    first = decode(base, given, config, decoder="joint", eager=False)
+    quick = decode(base, given, config, decoder="adjust", sampler=g, eager=False)
+    assert wide[-9:] == [SIZE, 1, 1, 2 * SIZE, 1, 1, 2 * SIZE, 1, 1]
+    again = decode(base, given, config.but(block_length=2), decoder="joint", eager=False)
+    slow = decode(base, given, config, decoder="adjust", sampler=g, eager=True)
+    assert torch.equal(first.tokens_BL, again.tokens_BL) and torch.equal(quick.tokens_BL, slow.tokens_BL)
+    assert torch.equal(first.base_calls_B, again.base_calls_B)
+
+
+@pytest.mark.parametrize("decoder", ["joint", "parallel"])
+@pytest.mark.parametrize("prompt", [[], [MASK], [MASK, MASK]])
+def test_nothing_scores_the_first_token_of_an_empty_prompt(prompt: list[int], decoder: str) -> None:
+    """In blocks of one token; a block's own state of its first MASK does."""
+    base, config = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END), DecodeConfig(max_new_tokens=5)
+    if decoder == "joint":
+        with pytest.raises(
+            InputError, match="a prompt is empty, or begins with a mask; base 'dream' scores a token by"
+        ):
+            decode(base, [[BOS], prompt], config, decoder=decoder)
+    else:
+        assert not bool((decode(base, [[BOS], prompt], config, decoder=decoder).tokens_BL == MASK).any())
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -248,6 +300,8 @@ def test_what_does_not_fit_is_refused() -> None:
     base = tiny_base("dream", block=SIZE, causal=True)
     with pytest.raises(InputError, match="causal is False; the body has True"):
         TransformerBase(base.model, base.head_matrix, replace(base.spec, causal=False), next_frame=True)
+    with pytest.raises(InputError, match="next_frame is False; in causal blocks state i-1 scores token i"):
+        TransformerBase(base.model, base.head_matrix, base.spec, next_frame=False)
     with pytest.raises(InputError, match="needs block, and order left_to_right, not entropy"):
         replace(base.spec, order="entropy")
     with pytest.raises(

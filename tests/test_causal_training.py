@@ -135,5 +135,8 @@ def test_a_step_on_a_whole_canvas_is_refused() -> None:
     x = left_pad([[BOS, 5, MASK]])
     with pytest.raises(InputError, match="g of causal blocks has no step of a whole canvas"):
         tiny_sampler(base)(base.hidden(x), x)
-    with pytest.raises(InputError, match="sparse is true; steps of a g of causal blocks are at one column anyway"):
+    with pytest.raises(
+        InputError,
+        match="a Sampler of this base knows no sparse steps; they take a Sampler, not",
+    ):
         decode(base, [[BOS]], DecodeConfig(max_new_tokens=9), decoder="adjust", sampler=tiny_sampler(base), sparse=True)

@@ -346,7 +346,7 @@ def test_sparse_steps_need_candidates_and_a_sampler_that_knows_them() -> None:
     for eager in (True, False):
         with pytest.raises(InputError, match="candidates must not be 0"):
             decode(base, [[BOS]], config.but(candidates=0), sampler=tiny_sampler(base), sparse=True, eager=eager)
-        with pytest.raises(InputError, match="a function knows no sparse steps; they take a Sampler"):
+        with pytest.raises(InputError, match="a function of this base knows no sparse steps; they take a Sampler"):
             decode(
                 base,
                 [[BOS]],

@@ -129,6 +129,18 @@ def test_the_kernels_draw_for_rows_with_seeds_of_their_own(
     lockstep(base, tiny_sampler(base), config, "adjust", rows=SHORT, chance=chance)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust", "verified"])
+def test_rows_of_block_bases_join_and_leave(decoder: str, causal: bool) -> None:
+    """Prompts that end one short of a sub-block, too: no step of g in their first round, a block more in the next."""
+    base = tiny_base("dream", block=4, causal=causal, end_ids=(1,), num_hidden_layers=3, max_position_embeddings=128)
+    rows = [([BOS, *range(3, 2 + n)], 5 + n % 4, 3 * n, n) for n in (5, 1, 9, 4, 6, 13, 2, 7)]
+    for changes in ({}, {"block_length": 2, "tokens_per_step": 2}):
+        config = DecodeConfig(**{"tokens_per_step": 3, "order": "left_to_right", **changes})
+        for chance in (False, True):
+            lockstep(base, tiny_sampler(base, layers=2), config, decoder, rows=rows, chance=chance)
+
+
 def test_a_row_that_spoils_a_pass_leaves_nothing_behind() -> None:
     """A token that is never drawn is NaN: the round fails and changes nothing; its buffers then serve the others."""
     base = tiny_base("dream", end_ids=(5,))

@@ -43,10 +43,9 @@ class AdjustOptions(Checked):
         require(
             not self.sparse or candidates != 0, "sparse steps run at candidates: candidates must not be 0, which is all"
         )
-        able = not self.sparse or hasattr(sampler, "carriers")
-        require(able, f"a {type(sampler).__name__} knows no sparse steps; they take a Sampler")
-        wide = not self.sparse or not getattr(sampler, "causal", False)
-        require(wide, "sparse is true; steps of a g of causal blocks are at one column anyway: leave it out")
+        able = not self.sparse or (hasattr(sampler, "carriers") and not getattr(sampler, "causal", False))
+        name = type(sampler).__name__
+        require(able, f"a {name} of this base knows no sparse steps; they take a Sampler, not of causal blocks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ class Memory:
         return joined
 
     def before(self) -> Memory:
-        """Itself as it is now, without a copy: for a block base, whose final columns are never written again."""
+        """Itself as it is now, without a copy: for a block base, where a repeated round writes the same again."""
         out = copy.copy(self)
         out.kept, out.counts_B3 = list(self.kept), self.counts_B3.clone()
         return out

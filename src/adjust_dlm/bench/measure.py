@@ -277,14 +277,16 @@ Parts = dict[str, tuple[Callable[[], Any], list[Work]]]
 def half_filled(bench: Bench, cell: Cell) -> Canvas:
     """Every second new position holds a given token, which ends no text: the mean of a decode.
 
-    On a block base so it is in the block in the middle; everything before that block is there.
+    On a block base so it is in the block in the middle, of causal ones its first half; all before that block is there.
     """
     canvas = Canvas(bench.base, [bench.prompt] * cell.batch, bench.config(cell))
     first, size, token = len(bench.prompt), bench.base.spec.block, bench.prompt[-1]
     parts = [slice(first, None, 2)]
     if size is not None:
         middle = max(first, (first + cell.new_tokens // 2) // size * size)
-        parts = [slice(first, middle), slice(middle + 1, (middle // size + 1) * size, 2)]
+        edge = (middle // size + 1) * size
+        parts = [slice(first, middle), slice(middle + 1, edge, 2)]
+        parts = [slice(first, (middle + edge) // 2)] if bench.base.spec.causal else parts
     for given in parts:
         canvas.tokens_BL[:, given], canvas.masked_BL[:, given], canvas.order_BL[:, given] = token, False, GIVEN
     return canvas
@@ -292,7 +294,7 @@ def half_filled(bench: Bench, cell: Cell) -> Canvas:
 
 def _work(base: Base, g: Sampler, canvas: Canvas, length: int, scored: int) -> dict[str, list[Work]]:
     rows, k, looks = len(canvas.rows_B), canvas.config.tokens_per_step, canvas.rule in CERTAINTY
-    f, step = base_work(base, rows, length), sampler_work(base, g, rows, length)
+    f, step = base_work(base, rows, length), sampler_work(base, g, rows, 1 if g.causal else length)
     heads = [head_work(base, rows * (scored - j if looks else 1)) for j in range(k)]
     return {
         "base pass": [f], "g step": [step], "head, scores and draw": heads[:1], "round": [f, *heads, *[step] * (k - 1)],
@@ -360,8 +362,8 @@ def fast_parts(bench: Bench, canvas: Canvas) -> Parts:
     lane.begin_round()
     functions: dict[str, Callable[[], Any]] = {
         "begin": lane.begin_round,
-        "base pass": lambda: pass_over(base, lane, size) if size else lane.h_BLD.copy_(base.hidden(lane)),  # type: ignore[arg-type]
-        "g step": lambda: step(g, lane, size) if size else lane.h_BLD.copy_(g(lane.h_BLD, lane)),
+        "base pass": lambda: pass_over(base, lane, lane.memory, size) if size else lane.h_BLD.copy_(base.hidden(lane)),  # type: ignore[arg-type]
+        "g step": lambda: step(g, lane, 1 if g.causal else size) if size else lane.h_BLD.copy_(g(lane.h_BLD, lane)),
         "head": lambda: base.head(lane.h_BLD[:, -width:, : base.width].flatten(0, 1)),
         "head, scores and draw": lambda: pick(base, lane, width, 1),
     }  # fmt: skip

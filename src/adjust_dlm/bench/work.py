@@ -94,7 +94,8 @@ def open_counts(config: DecodeConfig, decoder: str, size: int | None, prompt: in
 
     Parallel decoding scores once for all commits of its round.
     """
-    width, last = config.block_length or size or config.max_new_tokens, prompt + config.max_new_tokens
+    last, most = prompt + config.max_new_tokens, size or config.max_new_tokens
+    width = min(config.block_length or most, most)
     for first in range(prompt if size is None else prompt - prompt % width, last, width):
         left = min(first + width, last) - max(first, prompt)
         while left:

@@ -43,6 +43,13 @@ class Plan(NamedTuple):
     own: list[Any]
     run: Callable[[Canvas], None]
 
+    def require_begun(self, prompts: Sequence[list[int]]) -> None:
+        """Raises InputError for a prompt whose first mask nothing scores."""
+        spec, first = self.base.spec, [prompt[:1] for prompt in prompts]
+        good = spec.block != 1 or not self.base.lag or not any(one in ([], [spec.mask_id]) for one in first)
+        said = f"a prompt is empty, or begins with a mask; base {spec.name!r} scores a token by the one before it"
+        require(good, f"{said}: give at least one")
+
 
 def make_plan(
     base: Base, config: DecodeConfig, *, decoder: str, sampler: Any = None, partner: Partner | None = None,
@@ -118,12 +125,9 @@ def decode(
         FloatingPointError: the base, its sampler or its partner gave NaN or infinite logits.
     """
     require(bool(prompts), "no prompts: give at least one (an empty list of ids is a prompt)")
-    require(
-        base.spec.block != 1 or not base.lag or all(prompts),
-        f"a prompt is empty; base {base.spec.name!r} scores a token by the one before it: give at least one",
-    )
     require_value("slots", slots, Count | None)
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, partner=partner, **options)
+    plan.require_begun(prompts)
     started = time.perf_counter()
     canvas = Canvas(plan.base, prompts, plan.config, rows=rows)
     canvas.watch = watch

@@ -72,6 +72,7 @@ def observe(
     plan = make_plan(base, config, decoder=decoder, sampler=sampler, **options)
     reason = why_not(base, decoder, plan.config, plan.own[0] if plan.own else None, (source,))
     require(reason is None, f"decoder {decoder!r} cannot be measured: {reason}")
+    plan.require_begun(prompts)
     canvas = _Observed(plan.base, prompts, plan.config, rows=rows, new=new)
     canvas.law, canvas.source, canvas.decoder = DecodeConfig(temperature=temperature), source, decoder
     plan.run(canvas)

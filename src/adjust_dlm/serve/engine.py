@@ -87,9 +87,10 @@ class Engine:
         require(work.config.schedule == "exact", "reference schedules march in step; leave schedule at exact")
         most = self.limits.queue
         require(len(work.rows) <= most, f"{len(work.rows)} rows in one request; this server takes at most {most}")
-        return make_plan(
-            self.base, work.config, decoder=work.decoder, sampler=self.sampler, partner=self.partner, **work.options
-        )
+        helpers = {"sampler": self.sampler, "partner": self.partner}
+        plan = make_plan(self.base, work.config, decoder=work.decoder, **helpers, **work.options)
+        plan.require_begun([spec.ids for spec in work.rows])
+        return plan
 
     def submit(self, work: Work, sink: Callable[[Event], object]) -> Ticket:
         """Puts a request into the queue; its events go to `sink`, in the engine's thread.

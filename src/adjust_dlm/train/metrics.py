@@ -64,11 +64,10 @@ def _slices_at(base: Base, texts: list[Trajectory], moments: list[float], length
     if base.spec.block is not None and not base.spec.causal:
         blocks = pack_blocks(texts, lambda n, commits: int(moments[n] * max(1, commits - 1)), length, base)
         return blocks.to(base.device)
-    starts = [int(at * max(1, x.commits - 1)) for x, at in zip(texts, moments, strict=True)]
+    starts, pad = [int(at * max(1, x.commits - 1)) for x, at in zip(texts, moments, strict=True)], base.spec.pad_id
     if base.spec.causal:
-        slices = pack_windows(texts, starts, length + _BATCH - 1, length - 1, base.spec.pad_id)
-        return to_device(slices, base.device)
-    return to_device(pack(texts, starts, length, base.spec.pad_id, pad_to=pad_to), base.device)
+        return to_device(pack_windows(texts, starts, length + _BATCH - 1, length - 1, pad), base.device)
+    return to_device(pack(texts, starts, length, pad, pad_to=pad_to), base.device)
 
 
 def divergence(

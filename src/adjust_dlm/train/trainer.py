@@ -251,13 +251,12 @@ def _draw(run: Run, first: int) -> Slices | BlockSlices | Frames:
         "count": config.slices, "length": config.slice_states, "rollout": config.rollout, "first": first,
         "key": (config.seed, run.step),
     }  # fmt: skip
+    pads: dict[str, Any] = {"pad_id": run.base.spec.pad_id}
     if run.base.spec.causal:
-        slices = random_windows(run.data, run.training_rows, **drawn, pad_id=run.base.spec.pad_id)
-        return to_device(slices, run.device)
+        return to_device(random_windows(run.data, run.training_rows, **drawn, **pads), run.device)
     if run.base.spec.block is not None:
         return random_blocks(run.data, run.training_rows, **drawn, base=run.base).to(run.device)
-    pads: dict[str, Any] = {"pad_id": run.base.spec.pad_id, "pad_to": run.pad_to}
-    return to_device(random_slices(run.data, run.training_rows, **drawn, **pads), run.device)
+    return to_device(random_slices(run.data, run.training_rows, **drawn, **pads, pad_to=run.pad_to), run.device)
 
 
 def _micro_loss(run: Run, first: int, part: Slices | BlockSlices | Frames, states: Tensor) -> Tensor:

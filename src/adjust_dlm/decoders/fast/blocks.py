@@ -26,9 +26,13 @@ _AT_ONCE = 8192  # columns of a pass over prompts, unless a single one is longer
 _KEPT = 2 * _AT_ONCE  # columns of their canvases, whose keys and values stand beside the lane's
 
 
-def pass_over(base: TransformerBase, canvas: Canvas, count: int | None, *, final: bool = False) -> None:
-    """Renews what the canvas keeps of the base at `count` columns of each row: see `columns_to_edge`."""
-    _renew(base, canvas, canvas.memory, count, final=final)
+def pass_over(base: TransformerBase, state: State, memory: Memory, count: int | None, *, final: bool = False) -> None:
+    """Renews what the memory keeps of the base at `count` columns of each row: see `columns_to_edge`."""
+    size = base.spec.block or 1
+    whole, open_B = to_edge(state, size, base.spec.mask_id, surplus(base)), state.masked_BL.any(-1)
+    width = whole.tokens_BL.shape[1]
+    column_BN, valid_BN, _ = columns_to_edge(state, memory, size, width, open_B, count=count, final=final)
+    base.renew(whole, memory, column_BN, valid_BN)
 
 
 def enter(base: TransformerBase, lane: Lane, count: int) -> None:
@@ -36,16 +40,8 @@ def enter(base: TransformerBase, lane: Lane, count: int) -> None:
     row_E = lane.enters_B[:count]
     part = State(lane.tokens_BL[row_E], lane.real_BL[row_E], lane.masked_BL[row_E], lane.padded)
     memory = lane.memory.of_rows(row_E)
-    _renew(base, part, memory, base.spec.block, final=True)
+    pass_over(base, part, memory, base.spec.block, final=True)
     lane.memory.counts_B3[row_E] = memory.counts_B3
-
-
-def _renew(base: TransformerBase, state: State, memory: Memory, count: int | None, *, final: bool) -> None:
-    size = base.spec.block or 1
-    whole, open_B = to_edge(state, size, base.spec.mask_id, surplus(base)), state.masked_BL.any(-1)
-    width = whole.tokens_BL.shape[1]
-    column_BN, valid_BN, _ = columns_to_edge(state, memory, size, width, open_B, count=count, final=final)
-    base.renew(whole, memory, column_BN, valid_BN)
 
 
 def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -> None:
@@ -65,7 +61,7 @@ def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas,
     for at in range(0, len(rows), at_once):
         part = take(canvas, rows[at : at + at_once])
         if bool((part.block_of(size) > 0).any()):
-            pass_over(base, part, None, final=True)
+            pass_over(base, part, part.memory, None, final=True)
             if sampler is not None:
                 h_BLD = part.memory.kept[-1][:, : part.tokens_BL.shape[1]]
                 memory, open_B = part.sampler_memory, part.open_B
@@ -104,7 +100,7 @@ def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lan
     lag_B = before_B - memory.counts_B3[:, 0]
     lag_of_g_B = before_B - canvas.sampler_memory.counts_B3[:, 0] if sampler is not None else torch.zeros_like(lag_B)
     late_B = open_B & ((lag_B.maximum(lag_of_g_B) > size) | ((canvas.rounds_B == 0) & (lag_B > 0)))
-    late, waits = torch.stack([late_B, open_B & ~late_B & (lag_B > 0)]).tolist()
+    late, waits = torch.stack([late_B, open_B & ~late_B & (lag_B.maximum(lag_of_g_B) > 0)]).tolist()
     for b in (b for b, is_late in enumerate(late) if is_late):
         lane.forget()
         for part in read_prompts(base, sampler, canvas, [b]):

@@ -104,7 +104,7 @@ class Work:
             if first:
                 blocks.enter(self.base, self.lane, first)
             count = self._size if first else columns
-            blocks.pass_over(self.base, self.lane, count, final=not passes_open(self.base))
+            blocks.pass_over(self.base, self.lane, self.lane.memory, count, final=not passes_open(self.base))
         else:
             self.lane.h_BLD.copy_(self.base.hidden(self.lane))
 
