@@ -169,6 +169,21 @@ def test_arithmetic_of_a_decode_in_blocks_is_what_torch_counts(variant: str, pro
     assert 0 < sum(part.flops for part in work) - plain <= attention
 
 
+def test_a_step_in_causal_blocks_is_booked_at_its_one_column() -> None:
+    """Behind text without a gap; up to attention, as above."""
+    base = tiny_base("sdar", block=4, causal=True)
+    g = tiny_sampler(base, layers=2)
+    bench = bench_on(base, g, suppress_eos=True)
+    bench.prompt = [BOS, 5, 6, 7, 8]
+    canvas = measure.half_filled(bench, cell_of("eager", "adjust", 3, 2, 16))
+    assert canvas.masked_BL[0].long().diff().abs().sum() == 1
+    step, (work,) = measure.eager_parts(bench, canvas)["g step"]
+    step()  # and g has read the text
+    counts = counter_of(step).get_flop_counts()["Global"]
+    attention = sum(count for op, count in counts.items() if "bmm" in str(op))
+    assert 0 < work.flops - (sum(counts.values()) - attention) <= attention
+
+
 @pytest.mark.parametrize("form", range(len(FORMS)))
 @pytest.mark.parametrize("decoder", ["parallel", "adjust"])
 def test_arithmetic_of_the_public_loop_is_what_torch_counts(decoder: str, form: int) -> None:
