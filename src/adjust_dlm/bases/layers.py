@@ -134,11 +134,11 @@ class _Joins(nn.Module):
         trained = torch.is_grad_enabled() and parts[0].weight.requires_grad  # gradients belong to the parts
         if self._joined is not None and not trained and self._stands():
             whole = parts[0].product(h_BLD, **self._joined)
-        elif self.lora_in is None:
+        elif self.lora_in is None or text_BL1 is None:
             return [part(h_BLD) for part in parts]
         else:
             whole = torch.cat([part(h_BLD) for part in parts], -1)
-        if self.lora_in is not None:
+        if self.lora_in is not None and text_BL1 is not None:
             whole = self.lora_in(whole, h_BLD, text_BL1)
         return list(whole.split([part.out_features for part in parts], -1))
 
@@ -187,7 +187,7 @@ class Attention(_Joins):
                 k, v = (part[:, :, : mask_BHLL.shape[-1]] for part in (k, v))
         mixed_BLD = attend(q, k, v, mask_BHLL)
         out_BLD = self.o_proj(mixed_BLD)
-        return out_BLD if self.lora_out is None else self.lora_out(out_BLD, mixed_BLD, text_BL1)
+        return out_BLD if self.lora_out is None or text_BL1 is None else self.lora_out(out_BLD, mixed_BLD, text_BL1)
 
     def keys(self, h_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values alone: [B, heads, L, d] each."""
@@ -212,7 +212,7 @@ class Mlp(_Joins):
     def forward(self, h_BLD: Tensor, text_BL1: Tensor | None = None) -> Tensor:
         """Same shape."""
         gate, up = self._project(h_BLD, text_BL1)
-        if self.lora_out is None:
+        if self.lora_out is None or text_BL1 is None:
             return self.down_proj.gated(gate, up)
         inner = _silu_times(gate, up)
         return self.lora_out(self.down_proj(inner), inner, text_BL1)

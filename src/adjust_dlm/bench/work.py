@@ -17,6 +17,7 @@ from adjust_dlm.bases.fp8 import Fp8Linear
 from adjust_dlm.bases.mask_lora import MaskLora
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
+from adjust_dlm.decoders.machinery.cache import by_token
 from adjust_dlm.sampler import Sampler, layer_shape
 from adjust_dlm.types import CERTAINTY, DecodeConfig
 from adjust_dlm.variants import Variant
@@ -69,7 +70,8 @@ def base_work(base: Base, rows: int, length: int, pairs: int | None = None) -> W
     states = (2 + len(base.keep)) * rows * length * base.width * base.dtype.itemsize
     body: nn.Module = base.model  # type: ignore[attr-defined]
     small = sum(part.weight.numel() for part in body.modules() if isinstance(part, Fp8Linear))
-    alone = sum(w.numel() for part in body.modules() if isinstance(part, MaskLora) for w in part.parameters())
+    adapters = [part for part in body.modules() if isinstance(part, MaskLora) and shape.lora_rank is not None]
+    alone = sum(weight.numel() for part in adapters for weight in part.parameters())
     flops = shape.num_hidden_layers * layer_flops(shape, length, pairs) + 2.0 * length * alone
     return Work(rows * flops, weight_bytes(body, base.quantized) + states, 2.0 * rows * length * small)
 
@@ -94,8 +96,7 @@ def open_counts(config: DecodeConfig, decoder: str, size: int | None, prompt: in
 
     Parallel decoding scores once for all commits of its round.
     """
-    last, most = prompt + config.max_new_tokens, size or config.max_new_tokens
-    width = min(config.block_length or most, most)
+    width, last = config.block_length or size or config.max_new_tokens, prompt + config.max_new_tokens
     for first in range(prompt if size is None else prompt - prompt % width, last, width):
         left = min(first + width, last) - max(first, prompt)
         while left:
@@ -115,7 +116,8 @@ def decode_work(
     Nor are steps counted that leave out some of the arithmetic: sparse ones, those of a causal g. A canvas in blocks
     counts to its last edge.
     """
-    size = 1 if variant.name == "joint" and base.spec.causal else base.spec.block
+    base, config = by_token(base, config) if variant.name == "joint" else (base, config)
+    size = base.spec.block
     other = config.schedule != "exact" or config.cache_period or variant.options.get("sparse")
     other = other or (variant.name == "adjust" and base.spec.causal)
     if other or variant.name not in ("joint", "parallel", "adjust"):

@@ -33,11 +33,12 @@ def with_cache(base: Base, config: DecodeConfig) -> Base:
 
 
 def by_token(base: Base, config: DecodeConfig) -> tuple[Base, DecodeConfig]:
-    """A causal base in blocks of one token: what it reads as text scores the next one, so no pass computes a MASK."""
-    if not base.spec.causal:
+    """A causal base in blocks of one token: text scores the next one, so no pass computes a MASK or its adapters."""
+    if not base.spec.causal or not isinstance(base, TransformerBase):
         return base, config
     twin = copy.copy(base)
-    twin.spec = replace(base.spec, block=1)
+    twin.spec, twin.model = replace(base.spec, block=1), copy.copy(base.model)
+    twin.layer_config = twin.model.config = replace(base.model.config, lora_rank=None)
     return twin, config.but(block_length=None)
 
 
