@@ -23,7 +23,7 @@ from adjust_dlm.decoders.fast import work
 from adjust_dlm.decoders.fast.engine import captures
 from adjust_dlm.decoders.machinery.pick import Rows, pick
 from adjust_dlm.types import DecodeConfig, State
-from helpers import tiny_base, tiny_sampler
+from helpers import MASK, tiny_base, tiny_sampler
 from test_ar_sample import NEVER, PROMPTS
 from test_ar_sample import ROWS as ROWS_OF_PROMPTS
 from test_block_bases import NO_END, cached_and_whole, prompts
@@ -79,7 +79,7 @@ class NearTies:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("family", ["dream", "llada", "sdar"])
+@pytest.mark.parametrize("family", ["dream", "llada", "sdar", "causal"])
 def test_captured_steps_in_blocks_write_the_same_tokens(
     family: str, size: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,9 +87,11 @@ def test_captured_steps_in_blocks_write_the_same_tokens(
 
     One row in a hundred may differ, behind a near tie of the reference's: kernels round in another order.
     """
+    causal = family == "causal"
     base = tiny_base(
-        family, block=size, end_ids=(1, 5), num_hidden_layers=3, max_position_embeddings=256, device="cuda"
-    )
+        "dream" if causal else family, block=size, causal=causal, end_ids=(1, 5), num_hidden_layers=3,
+        max_position_embeddings=256, device="cuda",
+    )  # fmt: skip
     looked = other = 0
     for form, more in itertools.product(({}, {"layers": 2, "features": (1, 2)}), ({}, {"candidates": 3})):
         g = tiny_sampler(base, **form)
@@ -102,7 +104,7 @@ def test_captured_steps_in_blocks_write_the_same_tokens(
         ):
             config = DecodeConfig(max_new_tokens=2 * size + 3, tokens_per_step=k, temperature=temperature, seed=seed)
             config = config.but(**more) if decoder == "adjust" else config
-            for options in ({}, {"sparse": True}) if decoder == "adjust" else ({},):
+            for options in ({}, {"sparse": True}) if decoder == "adjust" and not causal else ({},):
                 how: dict[str, Any] = {"decoder": decoder, "sampler": g, **options}
                 with monkeypatch.context() as watched:
                     ties = NearTies(watched)
@@ -123,12 +125,14 @@ def test_captured_steps_in_blocks_write_the_same_tokens(
     assert captures(base) > 0 and base.workspace.graphs.works
 
 
-@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust"])
-def test_single_captured_rounds_in_blocks_are_the_references(decoder: str) -> None:
-    base = tiny_base("dream", block=4, end_ids=(1, 5), device="cuda")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("decoder", ["joint", "parallel", "adjust", "verified"])
+def test_single_captured_rounds_in_blocks_are_the_references(decoder: str, causal: bool) -> None:
+    base = tiny_base("dream", block=4, causal=causal, end_ids=(1, 5), device="cuda")
     for temperature in (0.0, 1.0):
         config = DecodeConfig(tokens_per_step=3, temperature=temperature)
-        lockstep(base, tiny_sampler(base), config, decoder, rows=ROWS)
+        rows = [row for row in ROWS if not causal or MASK not in row[0]]
+        lockstep(base, tiny_sampler(base), config, decoder, rows=rows)
     assert base.workspace.graphs.works and captures(base) > 0
 
 
