@@ -45,8 +45,8 @@ class Plan(NamedTuple):
 
     def require_begun(self, prompts: Sequence[list[int]]) -> None:
         """Raises InputError for a prompt whose first mask nothing scores."""
-        spec, first = self.base.spec, [prompt[:1] for prompt in prompts]
-        good = spec.block != 1 or not self.base.lag or not any(one in ([], [spec.mask_id]) for one in first)
+        spec, by_token = self.base.spec, self.base.spec.block == 1 and self.base.lag
+        good = not by_token or all(not isinstance(one, list) or one[:1] not in ([], [spec.mask_id]) for one in prompts)
         said = f"a prompt is empty, or begins with a mask; base {spec.name!r} scores a token by the one before it"
         require(good, f"{said}: give at least one")
 
