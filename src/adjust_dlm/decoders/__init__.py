@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     own: list[Any]
     run: Callable[[Canvas], None]
 
-    def require_begun(self, prompts: Sequence[list[int]]) -> None:
+    def require_begun(self, prompts: Sequence[Any]) -> None:
         """Raises InputError for a prompt whose first mask nothing scores."""
         spec, by_token = self.base.spec, self.base.spec.block == 1 and self.base.lag
         good = not by_token or all(not isinstance(one, list) or one[:1] not in ([], [spec.mask_id]) for one in prompts)
