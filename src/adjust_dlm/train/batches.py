@@ -35,12 +35,23 @@ def random_slices(
     `rows` are indices of the trajectories that may be used; `key`, (seed, step), and a slice's number decide the draw.
     Canvases have at least `pad_to` columns: one shape for every batch, which a compiled g needs.
     """
-    chosen, starts = [], []
-    for n in range(first, first + count):
-        generator = np.random.default_rng((*key, n))
-        chosen.append(trajectories[rows[int(generator.integers(len(rows)))]])
-        starts.append(int(generator.integers(rollout + 1 - length, max(1, chosen[-1].commits - 1))))
+    chosen, generators = random_texts(trajectories, rows, count, key, first)
+    both = zip(chosen, generators, strict=True)
+    starts = [int(own.integers(rollout + 1 - length, max(1, x.commits - 1))) for x, own in both]
     return pack(chosen, starts, length, pad_id, pad_to=pad_to)
+
+
+def random_texts(
+    trajectories: Sequence[Trajectory], rows: Sequence[int], count: int, key: tuple[int, ...], first: int
+) -> tuple[list[Trajectory], list[np.random.Generator]]:
+    """A random text for each slice, and what decides the rest of its draw."""
+    generators = [np.random.default_rng((*key, first + n)) for n in range(count)]
+    return [trajectories[rows[int(own.integers(len(rows)))]] for own in generators], generators
+
+
+def random_start(generator: np.random.Generator, commits: int, windows: int) -> int:
+    """0 for a slice that holds all windows; else every window start 0 .. `commits` - 2 is equally likely."""
+    return 0 if windows >= commits - 1 else int(generator.integers(1 - windows, commits - 1))
 
 
 def pack(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ from adjust_dlm.bases.blocks import before_and_own
 from adjust_dlm.bases.memory import Memory
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.train.batches import to_device
+from adjust_dlm.train.batches import random_start, random_texts, to_device
 from adjust_dlm.train.unroll import NEVER, Frames, Slices, Step
 from adjust_dlm.types import GIVEN, MASKED, State, Trajectory
 
@@ -96,15 +95,8 @@ def random_blocks(
     commits of the block, so every window start 0..T_b - 2 is equally likely; what hangs over does not count, and
     neither do blocks without commits. Arguments are those of `batches.random_slices`, `length` is C.
     """
-    generators = [np.random.default_rng((*key, first + n)) for n in range(count)]
-    chosen = [trajectories[rows[int(generator.integers(len(rows)))]] for generator in generators]
-
-    def start(n: int, commits: int) -> int:
-        if length - rollout >= commits - 1:
-            return 0
-        return int(generators[n].integers(rollout + 1 - length, commits - 1))
-
-    return pack_blocks(chosen, start, length, base)
+    chosen, generators = random_texts(trajectories, rows, count, key, first)
+    return pack_blocks(chosen, lambda n, commits: random_start(generators[n], commits, length - rollout), length, base)
 
 
 def pack_blocks(chosen: Sequence[Trajectory], start: Callable[[int, int], int], length: int, base: Base) -> BlockSlices:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from adjust_dlm.bases import Base
 from adjust_dlm.bases.memory import Memory, at_columns
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.train.batches import pack
+from adjust_dlm.train.batches import pack, random_start, random_texts
 from adjust_dlm.train.unroll import NEVER, Frames, Slices, Step
 from adjust_dlm.types import MASKED, State, Trajectory
 
@@ -60,7 +59,7 @@ class CausalSlices(Slices):
             return [x_WND.flatten(0, 1)[:, None] for x_WND in part_NMD.unflatten(1, (-1, k)).permute(2, 1, 0, 3)]
 
         def around(g: Sampler) -> Step:
-            """All steps are made here, from what they will be called with."""
+            """All steps are made here: the states and tokens of each are known, and it is asked for by turn alone."""
             keys = g.keys(h_NLD, texts)
             new_NMD = g.beside(h_NMD, self.tokens_NL.gather(1, place_NM), place_NM, keys, mask)
             steps = iter(by_depth(new_NMD))
@@ -75,18 +74,11 @@ def random_windows(
     trajectories: Sequence[Trajectory], rows: Sequence[int], *, count: int, length: int, rollout: int,
     key: tuple[int, ...], pad_id: int, first: int = 0,
 ) -> CausalSlices:  # fmt: skip
-    """`count` random texts with a random start; arguments are those of `batches.random_slices`, `length` is S.
-
-    A slice that holds all windows of its text begins at 0; else all window starts 0..T - 2 are equally likely.
-    """
-    generators = [np.random.default_rng((*key, first + n)) for n in range(count)]
-    chosen = [trajectories[rows[int(generator.integers(len(rows)))]] for generator in generators]
+    """`count` random texts with a random start; arguments are those of `batches.random_slices`, `length` is S."""
+    chosen, generators = random_texts(trajectories, rows, count, key, first)
     most = max(x.commits for x in chosen) - 1
     windows = min(length - rollout, -(-most // _MULTIPLE) * _MULTIPLE)
-    starts = [
-        0 if windows >= x.commits - 1 else int(generator.integers(1 - windows, x.commits - 1))
-        for generator, x in zip(generators, chosen, strict=True)
-    ]
+    starts = [random_start(own, x.commits, windows) for own, x in zip(generators, chosen, strict=True)]
     return pack_windows(chosen, starts, windows + rollout, rollout, pad_id)
 
 

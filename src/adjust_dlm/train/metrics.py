@@ -60,7 +60,7 @@ def held_out(
 
 
 def _slices_at(base: Base, texts: list[Trajectory], moments: list[float], length: int, pad_to: int) -> Any:
-    """Slices that begin at a share of each text, or of each of its blocks, on the base's device."""
+    """On the base's device, slices that begin at a share of each text, or of its blocks; of 16 windows if causal."""
     if base.spec.block is not None and not base.spec.causal:
         blocks = pack_blocks(texts, lambda n, commits: int(moments[n] * max(1, commits - 1)), length, base)
         return blocks.to(base.device)

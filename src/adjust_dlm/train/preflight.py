@@ -79,7 +79,7 @@ def check_disk(run: Run, folder: Path) -> None:
 
 
 def windows_of(run: Run, steps: int) -> int:
-    """Of that many steps on all ranks; on a block base each block of the longest text has its own."""
+    """Of that many steps on all ranks; on a block base blocks of the longest text have their own (causal: at most)."""
     config, size = run.config, None if run.base.spec.causal else run.base.spec.block
     blocks = 1 if size is None else -(-longest(run) // size)
     return steps * run.world * config.accumulate * config.slices * (config.slice_states - config.rollout) * blocks

@@ -79,7 +79,7 @@ class Frames:
     """S consecutive states of N texts and what the base says about them, state-major: row s * N + n is state s of n.
 
     Attributes:
-        x: the canvases.
+        x: the canvases; of causal blocks the finished texts, at which no step looks.
         h: f(x), in pieces of whole rows.
         rank_BL: commits until a position is revealed; negative where it is not masked or the state does not count.
         text_SN: which text a state belongs to; -1 is filler. A window stays within one text.
@@ -124,7 +124,7 @@ class Unrolled:
         rank_BL: of every state, see `Frames`.
         n: texts.
         windows: S - rollout.
-        stale: h_0 = f(x) of each window, for every depth.
+        stale: per depth, what parallel decoding uses in place of h^_k: h_0 = f(x) of each window, but see `Frames`.
         student: h^_1 .. h^_rollout, each [windows * n, L, D or more].
         rank: per depth, [windows * n, L] commits until revealed; negative where nothing is to be compared.
     """
