@@ -27,6 +27,7 @@ from torch import Tensor
 
 from adjust_dlm import DecodeConfig, load_base, load_sampler
 from adjust_dlm.bases import Base
+from adjust_dlm.checks import require
 from adjust_dlm.data.prompts import open_prompts
 from adjust_dlm.decoders.machinery.cache import with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
@@ -48,12 +49,10 @@ class Walk:
 
 def walk(base: Base, config: DecodeConfig, prompts: list[list[int]], rows: list[int]) -> Walk:
     """Joint decoding; texts do not end early."""
-    canvas, states, picks, drafts, part_B = Canvas(base, prompts, config, rows=rows), [], [], [], None
+    canvas, states, picks, drafts = Canvas(base, prompts, config, rows=rows), [], [], []
     while canvas.open:
         canvas.start_round(torch.ones_like(canvas.commits_B))
-        left_B = canvas.seen_BL.sum(-1)
-        drafts.append(torch.zeros_like(left_B) if part_B is None else torch.where(canvas.part_B == part_B, left_B, 0))
-        part_B = canvas.part_B
+        drafts.append(torch.where(canvas.commits_B > 0, canvas.seen_BL.sum(-1), 0))
         states.append(base.hidden(canvas))
         picks.append(pick(base, states[-1], canvas))
         canvas.commit(picks[-1])
@@ -121,6 +120,7 @@ def measure(
     batch: int = 8, first_row: int = EVALUATION_ROWS,
 ) -> Found:  # fmt: skip
     """(drafts, match, depth) -> rounds [B]; (drafts, match, depth, "seen") -> [2, depth - 1, B]."""
+    require(not base.spec.causal, f"base {base.spec.name!r} has causal blocks; count its rounds in a decode")
     found = defaultdict[tuple[Any, ...], list[Tensor]](list)
     own = with_cache(base, config)
     for at in range(0, len(prompts), batch):

@@ -307,11 +307,11 @@ def cached_and_whole(base: TransformerBase, size: int) -> Iterator[tuple[Tensor,
     cached = with_cache(base, config)
     while canvas.open:
         h_BLD, whole_BLD = cached.hidden(canvas), base.hidden(canvas)
-        place_BL = canvas.positions_BL // size
-        upto_BL = canvas.real_BL & (place_BL <= canvas.block_B[:, None]) & canvas.open_B[:, None]
+        behind_BL = canvas.positions_BL >= canvas.memory.counts_B3[:, 2:]
+        upto_BL = canvas.real_BL & ~behind_BL & canvas.open_B[:, None]
         yield h_BLD[upto_BL], whole_BLD[upto_BL]
         assert bool((upto_BL | ~canvas.seen_BL).all())
-        behind_BL = torch.nn.functional.pad(place_BL > canvas.block_B[:, None], (0, size - 1), value=False)
+        behind_BL = torch.nn.functional.pad(behind_BL, (0, size - 1), value=False)
         for part in canvas.memory.kept:  # keys, values and states to the right are never looked at
             part[behind_BL] = 1e3
         canvas.start_round()

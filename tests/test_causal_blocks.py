@@ -105,7 +105,7 @@ def test_a_rule_commits_the_longest_run_of_masks_that_it_allows(decoder: str) ->
     config, texts = DecodeConfig(max_new_tokens=15, temperature=0.0), [[BOS, 3 + n] for n in range(12)]
     canvas = Canvas(base, texts, config)
     row_R, position_R = canvas.open_BL.nonzero(as_tuple=True)
-    p_BNV = base.logits(base.at(base.hidden(canvas), canvas, row_R, position_R)).softmax(-1).view(12, 14, -1)
+    p_BNV = base.logits(base.at(base.hidden(canvas), canvas, row_R, position_R)).softmax(-1).view(12, 15, -1)
     best_BN, entropy_BN = p_BNV.amax(-1), -(p_BNV * p_BNV.clamp_min(1e-30).log()).sum(-1)
 
     def allowed(b: int, n: int) -> bool:
@@ -114,9 +114,9 @@ def test_a_rule_commits_the_longest_run_of_masks_that_it_allows(decoder: str) ->
         worst = float(best_BN[b, :n].amin())
         return worst >= RULES[decoder]["tau"] if decoder == "threshold" else (n + 1) * (1 - worst) < RULES[decoder]["f"]
 
-    counts = [next((n - 1 for n in range(2, 15) if not allowed(b, n)), 14) for b in range(12)]
+    counts = [next((n - 1 for n in range(2, 16) if not allowed(b, n)), 15) for b in range(12)]
     assert len(set(counts)) > 1
-    assert any(count < 14 and best_BN[b, count:].amax() > best_BN[b, :count].amin() for b, count in enumerate(counts))
+    assert any(count < 15 and best_BN[b, count:].amax() > best_BN[b, :count].amin() for b, count in enumerate(counts))
     assert counts == first_runs(base, texts, config, decoder)
 
 
@@ -173,16 +173,15 @@ def test_verified_writes_what_joint_writes(depth: int, eager: bool, monkeypatch:
     assert depth == 1 or int(checked.rounds_B.sum()) < int(joint.rounds_B.sum())
 
 
-def drawn_by_hand(base: TransformerBase, g: Sampler, tokens: list[int], known: int, count: int) -> list[int]:
-    """Tokens of ADJUST at T = 0 without caches, `count` of a round that began with `known` tokens, some of them there.
+def drawn_by_hand(base: TransformerBase, g: Sampler, tokens: list[int], known: int, edge: int) -> list[int]:
+    """Tokens of ADJUST at T = 0 without caches, up to `edge`, of a round that began with `known`, some of them there.
 
     All columns of g in one causal pass of its layers. What a column gives g is the base's state as it was when the
     round began: of text, else of MASK at its place.
     """
-    edge = (known // SIZE + 1) * SIZE
-    h_LD = base.hidden(left_pad([[*tokens[:known], *[MASK] * (edge - known)]]))[0]
+    h_LD = base.hidden(left_pad([[*tokens[:known], *[MASK] * SIZE]]))[0]
     tokens, first = list(tokens), len(tokens)
-    while len(tokens) < min(known + count, edge):
+    while len(tokens) < edge:
         last_D, length = h_LD[len(tokens) - 1], len(tokens)
         if length > known:
             place_L = torch.arange(length)
@@ -212,7 +211,7 @@ def test_a_causal_g_steps_as_one_causal_pass_would(
     for prompt, found in zip(given, out.tokens_BL[:, -13:].tolist(), strict=True):
         tokens, end = list(prompt), len(prompt) + 13
         while len(tokens) < end:
-            tokens += drawn_by_hand(g.on(base), g, tokens, len(tokens), min(width, end - len(tokens)))
+            tokens += drawn_by_hand(g.on(base), g, tokens, len(tokens), min(len(tokens) + width, end))
         assert found == tokens[len(prompt) :]
     joint = decode(base, given, config, decoder="joint")
     assert sum(a != b for a, b in zip(joint.tokens_BL.tolist(), out.tokens_BL.tolist(), strict=True)) > len(given) // 2
@@ -223,7 +222,7 @@ def test_a_causal_g_steps_as_one_causal_pass_would(
 def test_verified_drafts_as_one_causal_pass_would(
     depth: int, form: dict[str, Any], *, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every draft, and as many passes as they save: a block's first has none, and none has read the latest token."""
+    """Every draft, and as many passes as they save: by what the pass before looked at, without the latest token."""
     monkeypatch.setattr(fast, "Graphs", Replayed)
     base = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END, num_hidden_layers=3, initializer_range=0.1)
     g, config = tiny_sampler(base, output_norm_init=0.1, **form), DecodeConfig(max_new_tokens=21, temperature=0)
@@ -244,17 +243,18 @@ def test_verified_drafts_as_one_causal_pass_would(
     out = decode(base, given, config, decoder="verified", sampler=g, depth=depth, eager=eager)
     kept = 0
     for prompt, found, real, rounds in zip(given, out.tokens_BL, out.real_BL, out.rounds_B.tolist(), strict=True):
-        text, looked = found[real].tolist(), -1
+        text, edge = found[real].tolist(), 0
         at, passes = len(prompt), 0
         while at < len(text):
-            passes, right, block = passes + 1, 0, at // SIZE
-            if looked == block:
-                wanted = drawn_by_hand(g.on(base), g, text[:at], at - 1, min(depth, len(text) - at + 1))
+            passes, right = passes + 1, 0
+            if edge > at:
+                wanted = drawn_by_hand(g.on(base), g, text[:at], at - 1, min(at + depth - 1, edge, len(text)))
                 assert drafted.pop(tuple(text[:at])) == wanted
                 same = [a == b for a, b in zip(wanted, text[at:], strict=False)]
                 right = same.index(False) if False in same else len(same)
             kept += right
-            at, looked = min(at + right + 1, (block + 1) * SIZE, len(text)), block
+            edge = at + min(SIZE, 2 * depth - 1)
+            at = min(at + right + 1, len(text))
         assert passes == rounds
     assert kept > 5 and not drafted
 
@@ -273,18 +273,46 @@ def test_joint_and_adjust_share_a_base_and_steps_are_at_one_column(monkeypatch: 
     monkeypatch.setattr(Sampler, "rows", spied)
     first = decode(base, given, config, decoder="joint", eager=False)
     quick = decode(base, given, config, decoder="adjust", sampler=g, eager=False)
-    assert wide[-9:] == [SIZE, 1, 1, 2 * SIZE, 1, 1, 2 * SIZE, 1, 1]
+    assert wide[-9:] == [2 * SIZE, 1, 1] * 3
     again = decode(base, given, config.but(block_length=2), decoder="joint", eager=False)
     slow = decode(base, given, config, decoder="adjust", sampler=g, eager=True)
     assert torch.equal(first.tokens_BL, again.tokens_BL) and torch.equal(quick.tokens_BL, slow.tokens_BL)
     assert torch.equal(first.base_calls_B, again.base_calls_B)
 
 
+@pytest.mark.parametrize(
+    ("decoder", "options", "ahead", "each"),
+    [("joint", {}, 0, 1), ("parallel", {}, 3, 3), ("threshold", {"tau": 2.0}, 8, 1), ("verified", {"depth": 3}, 5, 1)],
+)
+def test_a_pass_looks_as_far_as_its_decoder_can_use(
+    decoder: str, options: dict[str, Any], ahead: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At what has become text, and so many masks; at more or less of them the text is the same."""
+    base = tiny_base("dream", block=8, causal=True, end_ids=NO_END)
+    how: dict[str, Any] = {"decoder": decoder, "sampler": tiny_sampler(base, output_norm_init=5.0), "eager": True}
+    config, seen, again = DecodeConfig(max_new_tokens=12, tokens_per_step=3), list[int](), TransformerBase.hidden_again
+
+    def spied(self: TransformerBase, state: Any, memory: Any, column_BN: Tensor, valid_BN: Tensor) -> Tensor:
+        seen.append(int(valid_BN.sum()))
+        return again(self, state, memory, column_BN, valid_BN)
+
+    monkeypatch.setattr(TransformerBase, "hidden_again", spied)
+    out = decode(base, [[BOS, 3, 4, 5, 6]], config, **how, **options)
+    assert seen[0] == 5 + ahead and set(seen[1:]) <= {each + ahead}
+    for most in (3, 4, 8):
+        other = decode(base, [[BOS, 3, 4, 5, 6]], config.but(block_length=most), **how, **options)
+        assert torch.equal(out.tokens_BL, other.tokens_BL)
+    if decoder != "joint":
+        with pytest.raises(InputError, match="block_length is 9; base 'dream' looks at most 8 tokens ahead"):
+            decode(base, [[BOS]], config.but(block_length=9), **how, **options)
+
+
 @pytest.mark.parametrize("decoder", ["joint", "parallel"])
 @pytest.mark.parametrize("prompt", [[], [MASK], [MASK, MASK]])
 def test_nothing_scores_the_first_token_of_an_empty_prompt(prompt: list[int], decoder: str) -> None:
-    """In blocks of one token; a block's own state of its first MASK does."""
-    base, config = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END), DecodeConfig(max_new_tokens=5)
+    """Where passes look at no mask; its own state of MASK does."""
+    base = tiny_base("dream", block=SIZE, causal=True, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=5, tokens_per_step=2)
     if decoder == "joint":
         with pytest.raises(
             InputError, match="a prompt is empty, or begins with a mask; base 'dream' scores a token by"

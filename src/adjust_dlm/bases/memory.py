@@ -22,8 +22,8 @@ class Memory:
         writes: how often a pass has written here.
         seen: how many columns passes see, where nothing may look behind them; None: all.
         counts_B3: of each row, for the prefix cache: passes since it was computed whole (0: never was), the block it
-            was in, and how many of its last columns the next pass computes. On a block base the first of them is the
-            number of its positions that are final, the second that of its first mask in the latest pass.
+            was in, and how many of its last columns the next pass computes. On a block base: how many of its positions
+            are final, that of its first mask in the latest pass, and the one behind the last that this looked at.
     """
 
     def __init__(self, rows: int = 0, device: torch.device | None = None) -> None:

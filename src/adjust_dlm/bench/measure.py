@@ -277,7 +277,7 @@ Parts = dict[str, tuple[Callable[[], Any], list[Work]]]
 def half_filled(bench: Bench, cell: Cell) -> Canvas:
     """Every second new position holds a given token, which ends no text: the mean of a decode.
 
-    On a block base so it is in the block in the middle, of causal ones its first half; all before that block is there.
+    On a block base so it is in the block in the middle, behind which all is open; of causal ones half is there.
     """
     canvas = Canvas(bench.base, [bench.prompt] * cell.batch, bench.config(cell))
     first, size, token = len(bench.prompt), bench.base.spec.block, bench.prompt[-1]
@@ -285,8 +285,7 @@ def half_filled(bench: Bench, cell: Cell) -> Canvas:
     if size is not None:
         middle = max(first, (first + cell.new_tokens // 2) // size * size)
         edge = (middle // size + 1) * size
-        parts = [slice(first, middle), slice(middle + 1, edge, 2)]
-        parts = [slice(first, (middle + edge) // 2)] if bench.base.spec.causal else parts
+        parts = [slice(first, middle), *([] if bench.base.spec.causal else [slice(middle + 1, edge, 2)])]
     for given in parts:
         canvas.tokens_BL[:, given], canvas.masked_BL[:, given], canvas.order_BL[:, given] = token, False, GIVEN
     return canvas

@@ -17,7 +17,7 @@ from adjust_dlm.bases.fp8 import Fp8Linear
 from adjust_dlm.bases.mask_lora import MaskLora
 from adjust_dlm.bases.shape import Shape
 from adjust_dlm.bench.clock import Ceilings
-from adjust_dlm.decoders.machinery.cache import by_token
+from adjust_dlm.decoders.machinery.cache import no_further
 from adjust_dlm.sampler import Sampler, layer_shape
 from adjust_dlm.types import CERTAINTY, DecodeConfig
 from adjust_dlm.variants import Variant
@@ -113,13 +113,13 @@ def decode_work(
 ) -> list[Work] | None:
     """Every part of a decode of `rows` canvases; None for decoders whose passes depend on what they write.
 
-    Nor are steps counted that leave out some of the arithmetic: sparse ones, those of a causal g. A canvas in blocks
-    counts to its last edge.
+    Nor are steps counted that leave out some of the arithmetic: sparse ones, and of a causal base all but joint's. A
+    canvas in blocks counts to its last edge.
     """
-    base, config = by_token(base, config) if variant.name == "joint" else (base, config)
+    base, config = no_further(base, config, 1) if variant.name == "joint" else (base, config)
     size = base.spec.block
     other = config.schedule != "exact" or config.cache_period or variant.options.get("sparse")
-    other = other or (variant.name == "adjust" and base.spec.causal)
+    other = other or (variant.name != "joint" and base.spec.causal)
     if other or variant.name not in ("joint", "parallel", "adjust"):
         return None
     parts, read, read_by_g = list[Work](), 0, 0  # columns whose keys are final

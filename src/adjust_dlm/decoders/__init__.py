@@ -13,7 +13,7 @@ import torch
 from adjust_dlm.bases import Base, Partner
 from adjust_dlm.checks import Count, require, require_value
 from adjust_dlm.decoders.fast import engine as fast
-from adjust_dlm.decoders.machinery.cache import by_token, with_cache, with_sampler_cache
+from adjust_dlm.decoders.machinery.cache import no_further, with_cache, with_sampler_cache
 from adjust_dlm.decoders.machinery.canvas import Canvas as Canvas
 from adjust_dlm.sampler import Sampler, require_same_base
 from adjust_dlm.types import DecodeConfig, DecodeResult
@@ -82,7 +82,9 @@ def make_plan(
     )
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
-        base, config = by_token(base, config)
+    # As many masks as commits before the next pass; `verified` drafts from the states that are left of the last one.
+    masks = 2 * own[0].depth - 1 if decoder == "verified" else config.tokens_per_step
+    base, config = no_further(base, config, masks if decoder in fast.COVERED else None)
     if entry.needs_sampler and isinstance(sampler, Sampler):
         require_same_base("the sampler", sampler.base_fingerprint, base)
         base = sampler.on(base)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.decoders.machinery.cache import hidden_drafts
+from adjust_dlm.decoders.machinery.cache import hidden_drafts, passes_open
 from adjust_dlm.decoders.machinery.canvas import Canvas, Picks
 from adjust_dlm.decoders.machinery.pick import pick
 from adjust_dlm.options import VerifiedOptions
@@ -36,8 +36,7 @@ def verified(base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Can
     """
     law = couples(options, canvas)
     while canvas.open:
-        last = verified_round(base, sampler, canvas, canvas.last_BLD, depth=options.depth, law=law)
-        canvas.last_BLD, canvas.looked_B = last
+        canvas.last_BLD = verified_round(base, sampler, canvas, canvas.last_BLD, depth=options.depth, law=law)
 
 
 def couples(options: VerifiedOptions, canvas: Canvas) -> bool:
@@ -59,31 +58,29 @@ def verified_round(
     base: Base, sampler: Callable[[Tensor, State], Tensor], canvas: Canvas, last_BLD: Tensor | None, *, depth: int,
     law: bool, pick: Callable[[Base, Tensor, Canvas], Picks] = pick,
     look: Callable[[Base, Canvas, list[State]], list[Tensor]] = hidden_drafts, asks: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One round, by the last states that the base gave.
+) -> Tensor:  # fmt: skip
+    """One round, by the last states that the base gave, and those that the next one needs: [B, L, D or more].
 
     Nothing here asks the device but `pick`, `look`, the canvas, and, unless `asks` is False, whether a draft can go on:
     what the host does not know is in masks, so that rows without drafts take part in every step and change nothing.
-
-    Returns:
-        What the next round needs: the last states [B, L, D or more], and the blocks [B] that the pass looked at.
     """
-    stands_B, part_B = canvas.open_B, canvas.part_B
     # A block that no pass has looked at is not drafted: its first pass makes what stands before it final.
-    drafted_BL = canvas.seen_BL & (part_B == canvas.looked_B)[:, None]
+    stands_B, drafted_BL = canvas.open_B, canvas.seen_BL & (canvas.commits_B > 0)[:, None] & passes_open(base)
     states, drafts = _drafts(base, sampler, canvas, last_BLD, depth, drafted_BL, law, pick, asks)
-    looks = look(base, canvas, states)
+    left_B, looks = canvas.masked_BL.sum(-1), look(base, canvas, states)
+    room_BL = canvas.seen_BL if base.spec.causal else drafted_BL  # in which a draft may be gone on from
     h_BLD = looks[0] if last_BLD is None else last_BLD
     for j, checked_BLD in enumerate(looks):
         if j:
-            open_B = (states[j - 1].masked_BL & drafted_BL).any(-1)
+            before_B, left_B = left_B, states[j - 1].masked_BL.sum(-1)
+            open_B = (states[j - 1].masked_BL & room_BL).any(-1) & (left_B < before_B)
             canvas.base_calls_B += open_B
             stands_B = stands_B & open_B & (canvas.tokens_BL == states[j - 1].tokens_BL).all(-1)
         canvas.start_round(stands_B.long(), same_pass=j > 0)
         h_BLD = torch.where(stands_B[:, None, None], checked_BLD, h_BLD)
         picks = pick(base, h_BLD, canvas)
         canvas.commit(_coupled(picks, drafts[j], canvas) if law and j < len(drafts) else picks)
-    return h_BLD, part_B
+    return h_BLD
 
 
 def _coupled(own: Picks, draft: Picks, canvas: Canvas) -> Picks:

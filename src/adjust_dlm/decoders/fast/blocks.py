@@ -16,7 +16,7 @@ from adjust_dlm.bases.blocks import to_edge
 from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.fast.lane import Lane
-from adjust_dlm.decoders.machinery.cache import columns_to_edge, step_at_columns, surplus
+from adjust_dlm.decoders.machinery.cache import columns_to_edge, grid, step_at_columns, surplus
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.decoders.machinery.rows import take
 from adjust_dlm.sampler import Sampler
@@ -27,11 +27,11 @@ _KEPT = 2 * _AT_ONCE  # columns of their canvases, whose keys and values stand b
 
 
 def pass_over(base: TransformerBase, state: State, memory: Memory, count: int | None, *, final: bool = False) -> None:
-    """Renews what the memory keeps of the base at `count` columns of each row: see `columns_to_edge`."""
-    size = base.spec.block or 1
+    """Renews what the memory keeps of the base at `count` columns of each row, or at those alone that are `final`."""
+    size, ahead = grid(base)
     whole, open_B = to_edge(state, size, base.spec.mask_id, surplus(base)), state.masked_BL.any(-1)
-    width = whole.tokens_BL.shape[1]
-    column_BN, valid_BN, _ = columns_to_edge(state, memory, size, width, open_B, count=count, final=final)
+    width, ahead = whole.tokens_BL.shape[1], 0 if final else ahead
+    column_BN, valid_BN, _ = columns_to_edge(state, memory, size, width, open_B, count=count, ahead=ahead)
     base.renew(whole, memory, column_BN, valid_BN)
 
 
@@ -53,10 +53,9 @@ def step(sampler: Sampler, lane: Lane, count: int, *, keys_only: bool = False) -
 
 def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, rows: list[int]) -> Iterator[Canvas]:
     """Rows before their first round, some at a time, with the blocks before their open one in their memories."""
-    size = base.spec.block or 1
-    at_once = 1
+    size, at_once = grid(base)[0], 1
     if len(rows) > 1:
-        columns = size + int((canvas.real_BL & ~canvas.masked_BL)[rows].sum(-1).max())
+        columns = (base.spec.block or 1) + int((canvas.real_BL & ~canvas.masked_BL)[rows].sum(-1).max())
         at_once = max(1, min(_AT_ONCE // columns, _KEPT // canvas.tokens_BL.shape[1]))
     for at in range(0, len(rows), at_once):
         part = take(canvas, rows[at : at + at_once])
@@ -65,7 +64,7 @@ def read_prompts(base: TransformerBase, sampler: Sampler | None, canvas: Canvas,
             if sampler is not None:
                 h_BLD = part.memory.kept[-1][:, : part.tokens_BL.shape[1]]
                 memory, open_B = part.sampler_memory, part.open_B
-                column_BN, valid_BN, _ = columns_to_edge(part, memory, size, h_BLD.shape[1], open_B, final=True)
+                column_BN, valid_BN, _ = columns_to_edge(part, memory, size, h_BLD.shape[1], open_B)
                 sampler.rows(h_BLD, part, column_BN, memory, valid_BN)
         yield part
 
@@ -95,15 +94,19 @@ def catch_up(base: TransformerBase, sampler: Sampler | None, canvas: Canvas, lan
 
     Returns the rows that have entered a block since their last pass. A sampler is given where the round has steps of g.
     """
-    size, memory, open_B = base.spec.block or 1, canvas.memory, canvas.open_B
-    before_B = canvas.block_of(size) * size
+    size, memory, open_B, step = base.spec.block or 1, canvas.memory, canvas.open_B, grid(base)[0]
+    before_B = canvas.block_of(step) * step
     lag_B = before_B - memory.counts_B3[:, 0]
     lag_of_g_B = before_B - canvas.sampler_memory.counts_B3[:, 0] if sampler is not None else torch.zeros_like(lag_B)
-    late_B = open_B & ((lag_B.maximum(lag_of_g_B) > size) | ((canvas.rounds_B == 0) & (lag_B > 0)))
+    far_B = lag_B.maximum(lag_of_g_B) > size + 2 * base.spec.causal  # see `verified.play`
+    late_B = open_B & (far_B | ((canvas.rounds_B == 0) & (lag_B > 0)))
     late, waits = torch.stack([late_B, open_B & ~late_B & (lag_B.maximum(lag_of_g_B) > 0)]).tolist()
     for b in (b for b, is_late in enumerate(late) if is_late):
         lane.forget()
         for part in read_prompts(base, sampler, canvas, [b]):
+            if base.spec.causal and bool(canvas.rounds_B[b]):  # g alone was late; it drafts from older states
+                part.memory = take(canvas, [b]).memory
+                part.sampler_memory.counts_B3.clamp_max_(part.memory.counts_B3[:, :1])
             for mine, theirs in ((memory, part.memory), (canvas.sampler_memory, part.sampler_memory)):
                 mine.make_room(theirs, canvas.tokens_BL.shape[1] - part.tokens_BL.shape[1])
                 mine.load(slice(b, b + 1), theirs, [0])

@@ -140,24 +140,18 @@ class _Row:
     per: int = 1  # of these in a block of a block base
     since: int = 0  # the round it came in
     rounds: int = 0
-    seen: int = 0  # the block of its last pass
+    enters: bool = False  # whether it has entered a block since its last pass
     at: int = field(default=0, init=False)  # the first block with masks: of one token each there are many
     rest: int = field(default=0, init=False)  # masks of all blocks
 
     def __post_init__(self) -> None:
         self.rest = sum(self.left)
         self.commit(0)
-        self.seen = self.block
 
     @property
     def open(self) -> int:
         """Masks of its block."""
         return self.left[self.at] if self.rest else 0
-
-    @property
-    def block(self) -> int:
-        """The block of a block base that it is in."""
-        return self.at // self.per
 
     def commit(self, count: int) -> None:
         """So many masks of its block less."""
@@ -176,15 +170,16 @@ class _Plan:
         self._exact = decoder != "verified"
         schedule = canvas.schedule if self._exact else 1
         self._schedule = schedule if isinstance(schedule, int) else schedule.tolist()
-        size = canvas.base.spec.block
+        size, causal = canvas.base.spec.block, canvas.base.spec.causal
         length = config.block_length or size or config.max_new_tokens
         self._per = (size or length) // length
+        self._most = length if causal else canvas.tokens_BL.shape[1]  # masks that a pass looks at
         if size is None:
             column_L = torch.arange(canvas.tokens_BL.shape[1], device=canvas.tokens_BL.device)
             place_BL = (column_L - (len(column_L) - config.max_new_tokens)).clamp_min(0).expand_as(canvas.tokens_BL)
         else:
             place_BL = canvas.positions_BL
-        number_BL = place_BL // length
+        number_BL = torch.zeros_like(place_BL) if causal else place_BL // length
         left_BN = number_BL.new_zeros(len(number_BL), int(number_BL.max()) + 1)
         self._left = left_BN.scatter_add_(1, number_BL, canvas.masked_BL.long()).tolist()
         self.may_end = not self._exact or (bool(canvas.base.spec.end_ids) and not config.suppress_eos)
@@ -200,21 +195,20 @@ class _Plan:
         else:
             steps = self._schedule[row.number]
             wanted = steps[min(row.rounds, len(steps) - 1)]
-        return min(wanted, row.open, self.candidates + 1 if self.candidates else row.open)
+        return min(wanted, row.open, self._most, self.candidates + 1 if self.candidates else row.open)
 
     def bounds(self, living: list[_Row | None]) -> tuple[int, int, list[int]]:
         """Of the next round: what `Work.round` takes. A row that may be in any later block has its longest open."""
         rows = [row for row in living if row]
-        if not self._exact:
-            return 1, max(max(row.left) for row in rows), []
-        enters = [b for b, row in enumerate(living) if row and row.block > row.seen]
-        return max(self.commits(row) for row in rows), max(row.open for row in rows), enters
+        most = min(self._most, max(row.open if self._exact else max(row.left) for row in rows))
+        enters = [b for b, row in enumerate(living) if row and row.enters and self._exact]
+        return max(self.commits(row) for row in rows), most, enters
 
     def advance(self, row: _Row) -> None:
         """The round is over."""
-        done, row.seen = self.commits(row), row.block
-        row.rounds += 1
-        row.commit(done)
+        block = row.at // row.per
+        row.commit(self.commits(row))
+        row.rounds, row.enters = row.rounds + 1, row.at // row.per > block
 
     def over(self, living: list[_Row | None], news: tuple[int, list[bool]] | None) -> list[int]:
         """Slots whose rows are done after this round: by count, or as the news of an earlier round has it."""

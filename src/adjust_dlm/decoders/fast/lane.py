@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from adjust_dlm.bases import Base
-from adjust_dlm.bases.blocks import open_block
 from adjust_dlm.bases.layers import Layer
 from adjust_dlm.bases.memory import Memory, at_columns, renew
 from adjust_dlm.bases.transformer import TransformerBase
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("tokens_BL", "real_BL", "masked_BL", "order_BL")
 _COUNTS = (
-    "rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B", "looked_B",
+    "rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "rounds_B", "quota_B",
 )  # fmt: skip
 
 
@@ -124,8 +123,8 @@ class Lane(Canvas):
                 if self._follows() is not canvas.memory or self._since != canvas.memory.writes:
                     mine.load(to, theirs, index)
         if canvas.last_BLD is not None:  # where drafts may begin; before a row's open block its memory knows better
-            size, here_BL = self.base.spec.block, (canvas.looked_B == canvas.part_B)[:, None]
-            here_BL = here_BL.expand_as(canvas.real_BL) if size is None else here_BL & open_block(canvas, size)
+            here_BL = canvas.real_BL if self.base.spec.block is None else canvas.looked_BL
+            here_BL = here_BL & (canvas.commits_B > 0)[:, None]
             old_BLD = self.h_BLD[to, pad:]
             self.h_BLD[to, pad:] = torch.where(here_BL[index][..., None], canvas.last_BLD[index], old_BLD)
         self.forget()

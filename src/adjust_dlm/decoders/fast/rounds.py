@@ -80,8 +80,9 @@ class Rounds:
             InputError: as `run_fast`.
         """
         sampler, options = heeds(decoder, self.sampler, options, canvas)
-        # Waits for the device. A round of `verified` may come into the next sub-block.
-        most = int((canvas.seen_BL if decoder == "verified" else canvas.open_BL).sum(-1).max())
+        # Waits for the device. A round of `verified` may come into the next sub-block, one of a causal base looks anew.
+        ready_BL = canvas.masked_BL if decoder == "verified" or canvas.base.spec.causal else canvas.open_BL
+        most = min(int(ready_BL.sum(-1).max()), canvas.base.spec.block or ready_BL.shape[1])
         if most == 0:
             return
         with on_device(self._device):

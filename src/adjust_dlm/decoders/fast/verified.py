@@ -31,7 +31,8 @@ def play(base: Base, sampler: Sampler, lane: Lane, width: int, *, depth: int, la
             return sampler(h_BLD, draft)
         if own and not sampler.causal:  # drafts stay in their block
             return renew(h_BLD, sampler.rows(h_BLD, draft, own[0], draft.sampler_memory, own[1]), *own)
-        new_BND, *columns = step_at_columns(sampler, h_BLD, draft, 1 if own else 2 * size)  # it may lack a block before
+        lacks = max(2 * size, size + 3)  # a block before; a causal g what a round of drafts and one without committed
+        new_BND, *columns = step_at_columns(sampler, h_BLD, draft, 1 if own else lacks)
         own.extend(part[:, -size:] for part in columns)
         return renew(h_BLD.clone(), new_BND, *columns)
 
@@ -47,9 +48,9 @@ def play(base: Base, sampler: Sampler, lane: Lane, width: int, *, depth: int, la
             return picks(base, h_BLD, canvas, width, plain=law)
         return _pick_first(canvas, (exact or _processed(base, canvas, [h_BLD], [canvas])).pop(0))
 
-    last = verified_round(base, step, lane, lane.h_BLD, depth=depth, law=law, pick=pick, look=look, asks=False)
-    lane.h_BLD.copy_(last[0])
-    lane.looked_B.copy_(last[1])
+    lane.h_BLD.copy_(
+        verified_round(base, step, lane, lane.h_BLD, depth=depth, law=law, pick=pick, look=look, asks=False)
+    )
 
 
 def _processed(base: Base, lane: Lane, looks: list[Tensor], states: list[State]) -> list[Tensor]:

@@ -44,7 +44,7 @@ class Work:
         self._verified = (options.depth, couples(options, lane)) if isinstance(options, VerifiedOptions) else None
         self._blocks = config.block_length, config.candidates  # all that passes and steps heed
         self._settings = heeded(config)
-        self._size = base.spec.block
+        self._size, self._slides = base.spec.block, base.spec.causal and passes_open(base)
         if sampler is not None and (self._sparse_steps or self._size is not None):
             lane.need_keys(sampler)
 
@@ -72,8 +72,8 @@ class Work:
             key = ("step", "verified", width, *self._verified, lane.noting, self._settings)
             self._run(key, functools.partial(self._play_verified, width, *self._verified))
             return
-        enters = enters if passes_open(self.base) else ()  # else what has become final is all that a pass computes
-        columns, first = (self._size or 0) * (1 + bool(enters)), self._first(enters)
+        enters = enters if passes_open(self.base) and not self._slides else ()  # at one token what is final is all
+        columns, first = (self._size or 0) * (1 + bool(enters or self._slides)), self._first(enters)
         self._run(("base", columns, first), functools.partial(self._base_pass, columns, first))
         if self.decoder == "parallel":
             if count:
@@ -99,14 +99,13 @@ class Work:
         return few
 
     def _base_pass(self, columns: int, first: int) -> None:
-        self.lane.begin_round()
         if columns and isinstance(self.base, TransformerBase):
             if first:
                 blocks.enter(self.base, self.lane, first)
-            count = self._size if first else columns
-            blocks.pass_over(self.base, self.lane, self.lane.memory, count, final=not passes_open(self.base))
+            blocks.pass_over(self.base, self.lane, self.lane.memory, self._size if first else columns)
         else:
             self.lane.h_BLD.copy_(self.base.hidden(self.lane))
+        self.lane.begin_round()
 
     def _play_verified(self, width: int, depth: int, law: bool) -> None:
         assert self.sampler is not None

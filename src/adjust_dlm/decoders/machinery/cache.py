@@ -17,7 +17,7 @@ from adjust_dlm.bases.memory import Memory, renew
 from adjust_dlm.bases.transformer import TransformerBase
 from adjust_dlm.decoders.machinery.canvas import Canvas
 from adjust_dlm.sampler import Sampler
-from adjust_dlm.types import DecodeConfig, State
+from adjust_dlm.types import DecodeConfig, State, require
 
 
 def with_cache(base: Base, config: DecodeConfig) -> Base:
@@ -32,13 +32,23 @@ def with_cache(base: Base, config: DecodeConfig) -> Base:
     return cached
 
 
-def by_token(base: Base, config: DecodeConfig) -> tuple[Base, DecodeConfig]:
-    """A causal base in blocks of one token: text scores the next one, so no pass computes a MASK or its adapters."""
-    if not base.spec.causal or not isinstance(base, TransformerBase):
+def no_further(base: Base, config: DecodeConfig, masks: int | None) -> tuple[Base, DecodeConfig]:
+    """A causal base whose passes look at so many masks of a row, which change nothing before them; None: at S.
+
+    `config.block_length` goes before. Text scores the next token, so at one mask no pass computes it, or its adapters.
+
+    Raises:
+        InputError: a block_length above S.
+    """
+    most = base.spec.block
+    if not base.spec.causal or most is None or not isinstance(base, TransformerBase):
         return base, config
+    masks = 1 if masks == 1 else config.block_length or min(masks or most, most)
+    require(masks <= most, f"block_length is {masks}; base {base.spec.name!r} looks at most {most} tokens ahead")
     twin = copy.copy(base)
-    twin.spec, twin.model = replace(base.spec, block=1), copy.copy(base.model)
-    twin.layer_config = twin.model.config = replace(base.model.config, lora_rank=None)
+    twin.spec, twin.model = replace(base.spec, block=masks), copy.copy(base.model)
+    if masks == 1:
+        twin.layer_config = twin.model.config = replace(base.model.config, lora_rank=None)
     return twin, config.but(block_length=None)
 
 
@@ -62,20 +72,25 @@ def surplus(base: Base) -> int:
     return (base.spec.block or 1) - 1
 
 
+def grid(base: Base) -> tuple[int, int]:
+    """Blocks begin at multiples of what, and how many columns of its open block a pass computes."""
+    size = base.spec.block or 1
+    return 1 if base.spec.causal else size, size if passes_open(base) else 0
+
+
 def _open_blocks(base: Base, state: State, count: int | None = None) -> Tensor:
     """States h_BLD of a canvas of a block base; any other state is looked at whole.
 
     A pass computes each row's open block (see `passes_open`), and before it what has become final since the row's last
     pass: the prompt in its first, in the first of a block the block before. Keys and values of final blocks are never
-    written again.
+    written again. On a causal base all text is final, and a block begins with the first mask: each pass enters one.
     Columns of other blocks hold what an earlier pass left there.
     """
-    size, length = base.spec.block, state.tokens_BL.shape[1]
-    if not isinstance(state, Canvas) or size is None:
+    length, lack, (size, ahead) = state.tokens_BL.shape[1], surplus(base), grid(base)
+    if not isinstance(state, Canvas) or base.spec.block is None:
         return base.hidden(state)
-    whole = to_edge(state, size, base.spec.mask_id, surplus(base))
-    width, final = length + surplus(base), not passes_open(base)
-    columns = columns_to_edge(state, state.memory, size, width, state.open_B, count=count, final=final)
+    whole = to_edge(state, size, base.spec.mask_id, lack)
+    columns = columns_to_edge(state, state.memory, size, length + lack, state.open_B, count=count, ahead=ahead)
     return base.hidden_again(whole, state.memory, *columns[:2])[:, :length]
 
 
@@ -93,14 +108,16 @@ def hidden_drafts(base: Base, canvas: Canvas, drafts: list[State], *, count: int
             torch.cat([getattr(s, name) for s in (canvas, *drafts)]) for name in ("tokens_BL", "real_BL", "masked_BL")
         )
         return list(base.hidden(State(tokens, real, masked, canvas.padded)).split(len(canvas.rows_B)))
-    length, lack = canvas.tokens_BL.shape[1], surplus(base)
-    whole = to_edge(canvas, size, base.spec.mask_id, lack)
-    first_B = canvas.real_BL.long().argmax(-1) + canvas.block_of(size) * size
+    length, lack, (step, ahead) = canvas.tokens_BL.shape[1], surplus(base), grid(base)
+    whole = to_edge(canvas, step, base.spec.mask_id, lack)
+    first_B = canvas.real_BL.long().argmax(-1) + canvas.block_of(step) * step
     place_BS = first_B[:, None] + torch.arange(size, device=first_B.device)
     token_BJS = torch.stack(
         [F.pad(s.tokens_BL, (0, lack), value=base.spec.mask_id).gather(1, place_BS) for s in drafts], 1
     )
-    column_BN, valid_BN, _ = columns_to_edge(canvas, canvas.memory, size, length + lack, canvas.open_B, count=count)
+    column_BN, valid_BN, _ = columns_to_edge(
+        canvas, canvas.memory, step, length + lack, canvas.open_B, count=count, ahead=ahead
+    )
     h_BLD, view_BJSD = base.hidden_drafts(whole, canvas.memory, column_BN, valid_BN, token_BJS, place_BS)
     views = [renew(h_BLD.clone(), view_BSD, place_BS) for view_BSD in view_BJSD.unbind(1)]
     return [part[:, :length] for part in (h_BLD, *views)]
@@ -123,10 +140,10 @@ def step_at_columns(
     """
     memory, causal, known_B = canvas.sampler_memory, sampler.causal, canvas.memory.counts_B3[:, 1]
     stepped_B = memory.counts_B3[:, 1].maximum(known_B)
+    size, ahead = (1, 0) if causal else (sampler.block or 1,) * 2
     column_BN, valid_BN, own_BN = columns_to_edge(
-        canvas, memory, 1 if causal else sampler.block or 1, canvas.tokens_BL.shape[1], canvas.busy_B,
-        count=count, final=causal,
-    )  # fmt: skip
+        canvas, memory, size, canvas.tokens_BL.shape[1], canvas.busy_B, count=count, ahead=ahead
+    )
     if causal:
         memory.counts_B3[:, 0] = memory.counts_B3[:, 0].minimum(known_B)
         own_BN = valid_BN & (torch.arange(1 - column_BN.shape[1], 1, device=column_BN.device) == 0)
@@ -144,13 +161,13 @@ def _keys_of_blocks(sampler: Sampler, h_BLD: Tensor, state: State) -> Memory:
 
 
 def columns_to_edge(
-    canvas: State, memory: Memory, size: int, width: int, goes_B: Tensor, *, count: int | None = None,
-    final: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    canvas: State, memory: Memory, size: int, width: int, goes_B: Tensor, *, count: int | None = None, ahead: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's columns from the first that is not final in the memory to the edge of its open block; books these.
 
     In a step of g, `goes_B` are the rows with commits left, since others may have filled their block by now. `count` is
-    N, where the host knows that no row has more; else the device is asked. `final` stops at the open block.
+    N, where the host knows that no row has more; else the device is asked. A block begins at a multiple of `size`, and
+    `ahead` columns of it are computed: see `grid`.
 
     Returns:
         The columns [B, N], all different in a row; which of them are wanted; which lie in the open block.
@@ -160,7 +177,7 @@ def columns_to_edge(
     final_B = memory.counts_B3[:, 0]
     first_B = canvas.masked_BL.long().argmax(-1) - start_B
     before_B = first_B // size * size  # the open block's first position
-    edge_B = (start_B + before_B + (0 if final else size)).clamp_max(width)
+    edge_B = (start_B + before_B + ahead).clamp_max(width)
     count_B = (edge_B - start_B - final_B).masked_fill(~goes_B, 0)
     if count is None:
         most, memory.seen = torch.stack([count_B.max(), edge_B.max()]).tolist()
@@ -168,7 +185,7 @@ def columns_to_edge(
     count = min(count, width)
     place_BN = edge_B[:, None] - count + torch.arange(count, device=edge_B.device)
     valid_BN = place_BN >= (edge_B - count_B)[:, None]
-    for n, now_B in enumerate((before_B, first_B)):
+    for n, now_B in enumerate((before_B, first_B, before_B + ahead)[: 3 if ahead else 2]):
         memory.counts_B3[:, n] = torch.where(goes_B, now_B, memory.counts_B3[:, n])
     return place_BN % width, valid_BN, valid_BN & (place_BN >= (start_B + before_B)[:, None])
 

@@ -42,11 +42,10 @@ class Canvas(State):
         base_calls_B, sampler_calls_B, partner_calls_B: passes each row needed.
         rounds_B: rounds of each row; a round waits for one pass, which may be over several canvases (`verified`).
         quota_B: commits left in this round, per row.
-        block_B: the block that each row is in, 0-based.
         only_BL: where this round may still go: everywhere until its first pick.
         wide: columns that it may go to at most, of one row.
         memory, sampler_memory: what the rows keep of earlier passes, and of steps of g (see `machinery.cache`).
-        last_BLD, looked_B: of a decoder that drafts: states of each row's last pass, and its block then; -1 before any.
+        last_BLD: of a decoder that drafts: states of each row's last pass.
         watch: called after every commit.
         chance_BL: where it is a tensor, decoders write into it with what probability a token was drawn (after
             temperature and filters), for every position that they propose a token for; not without `noting`.
@@ -103,7 +102,6 @@ class Canvas(State):
         zeros = [torch.zeros_like(self.rows_B) for _ in range(7)]
         self.base_calls_B, self.sampler_calls_B, self.partner_calls_B, self.rounds_B = zeros[:4]
         self.commits_B, self.quota_B, self._before_B = zeros[4:]  # until now, left in this round, before this round
-        self.looked_B = torch.full_like(self.rows_B, -1)
         self._ends_E = torch.tensor(spec.end_ids, device=base.device, dtype=torch.long)
         self._column_L = torch.arange(tokens_BL.shape[1], device=base.device)
         self.only_BL = torch.ones_like(real_BL)
@@ -147,8 +145,15 @@ class Canvas(State):
     @property
     def seen_BL(self) -> Tensor:
         """The masks that a pass of the base has states for: all, or those of the block that a block base is in."""
-        size = self.base.spec.block
-        return self.masked_BL if size is None else self.masked_BL & open_block(self, size)
+        return self.masked_BL if self.base.spec.block is None else self.masked_BL & self.looked_BL
+
+    @property
+    def looked_BL(self) -> Tensor:
+        """Of a block base the open columns of each row's latest pass; of its first one, before any."""
+        size, (final_B1, _, edge_B1) = self.base.spec.block or 1, self.memory.counts_B3.split(1, -1)
+        step = 1 if self.base.spec.causal else size
+        edge_B1 = torch.where(edge_B1 > 0, edge_B1, self.block_of(step)[:, None] * step + size)
+        return (self.positions_BL >= final_B1) & (self.positions_BL < edge_B1) & self.real_BL
 
     def lead(self, score_BL: Tensor) -> Tensor:
         """Puts the first position of a block before all others where it is scored by the block before: in place.
@@ -166,14 +171,16 @@ class Canvas(State):
     @property
     def lead_BL(self) -> Tensor:
         """First positions of blocks that the block before scores."""
-        place_BL = self.positions_BL
-        return (place_BL % (self.base.spec.block or 1) == 0) & (place_BL > 0) & bool(self.base.lag)
+        place_BL, apart = self.positions_BL, bool(self.base.lag) and not self.base.spec.causal
+        return (place_BL % (self.base.spec.block or 1) == 0) & (place_BL > 0) & apart
 
     @property
     def _block_BL(self) -> Tensor:
         """The masks of each row's block."""
-        if self.base.spec.block is not None:
-            return self.masked_BL & open_block(self, self.config.block_length or self.base.spec.block)
+        size = self.base.spec.block
+        if size is not None:
+            own_BL = self.looked_BL if self.base.spec.causal else open_block(self, self.config.block_length or size)
+            return self.masked_BL & own_BL
         if self.config.block_length is None:
             return self.masked_BL
         end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
@@ -181,22 +188,17 @@ class Canvas(State):
 
     @property
     def block_B(self) -> Tensor:
-        """The block of each row's first mask; one block unless told."""
-        if self.base.spec.block is not None:
-            return self.block_of(self.config.block_length or self.base.spec.block)
-        if self.config.block_length is None:
+        """The block of each row's first mask; one block unless told, or on a causal base."""
+        length = None if self.base.spec.causal else self.config.block_length or self.base.spec.block
+        if length is None:
             return torch.zeros_like(self.rows_B)
+        if self.base.spec.block is not None:
+            return self.block_of(length)
         first_B = self.masked_BL.long().argmax(-1) - (len(self._column_L) - self.new_B)
-        return first_B.clamp_min(0) // self.config.block_length
-
-    @property
-    def part_B(self) -> Tensor:
-        """The block of a block base that each row is in; 0 on others."""
-        size = self.base.spec.block
-        return torch.zeros_like(self.rows_B) if size is None else self.block_of(size)
+        return first_B.clamp_min(0) // length
 
     def block_of(self, size: int) -> Tensor:
-        """The block of so many positions that holds each row's first mask."""
+        """The block of so many positions, from multiples of it on, that holds each row's first mask."""
         return self.positions_BL.gather(1, self.masked_BL.long().argmax(-1, keepdim=True))[:, 0] // size
 
     # Rounds and commits ----------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ class Canvas(State):
         self.real_BL[b] = self._column_L >= pads
         self.masked_BL[b] = (self.tokens_BL[b] == spec.mask_id) & self.real_BL[b]
         self.order_BL[b] = torch.where(self.masked_BL[b], MASKED, GIVEN)
-        self.rows_B[b], self.commits_B[b], self.quota_B[b], self.looked_B[b] = row, 0, 0, -1
+        self.rows_B[b], self.commits_B[b], self.quota_B[b] = row, 0, 0
         self.padded |= pads > 0
 
 
@@ -379,8 +381,6 @@ def _refuse_gaps(spec: BaseSpec, b: int, prompt: list[int]) -> None:
 
 
 # Which columns of a canvas a step looks at: sets of a fixed size, so that shapes do not depend on the texts.
-
-
 def columns_of(marked_BL: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` marked columns of each row, lowest first, and which of these [B, N] are marked at all."""
     length = marked_BL.shape[1]

@@ -18,7 +18,7 @@ from adjust_dlm.types import require
 _WIDE = {"tokens_BL": None, "real_BL": False, "masked_BL": False, "order_BL": -1}  # and what stands on more left pads
 _LONG = (
     "rows_B", "seeds_B", "new_B", "commits_B", "base_calls_B", "sampler_calls_B", "partner_calls_B", "rounds_B",
-    "quota_B", "looked_B",
+    "quota_B",
 )  # fmt: skip
 
 
