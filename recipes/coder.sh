@@ -8,7 +8,7 @@
 # recipes/coder_tasks.py. Every stage resumes; INIT=FOLDER goes on from an adapter. Replies go on with as many GPUs and the
 # same settings only. INVENTED user turns are sampled for chats of the model's own. CHAT=N asks `adjust adapt` for chats
 # instead, of a model that writes both turns by itself. g is trained on NUM decodes at low temperatures, NUM at T = 1, and
-# SAID of the replies. Times are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS, DEEP_SECONDS, BACK_SECONDS. STAGES
+# SAID of the replies. Times are seconds of training: ADAPT_SECONDS, TRAIN_SECONDS, BACK_SECONDS. STAGES
 # picks some of: ar replies adapt joint trajectories train tables.
 set -euo pipefail
 out=$1
@@ -67,9 +67,8 @@ if stage train; then
         --features ${FEATURES:-8 16} --rows 2 --next-share 1 --next-decay 0.2 --steps 100000 --eval-every 100000 --checkpoint-every 100000 --untimed 5 \
         --output "$out/$1" --max-seconds "${@:2}"; }
     new=${ROW_TOKENS:-256}
-    g one "${TRAIN_SECONDS:-300}" --slices 16 --slice-states $((new + 3)) --lr 2e-3 --warmup 50
-    g deep "${DEEP_SECONDS:-130}" --slices 8 --slice-states $((new + 7)) --rollout 7 --lr 1e-3 --init "$out/one/sampler"
-    g back "${BACK_SECONDS:-90}" --slices 8 --slice-states $((new + 7)) --rollout 7 --reverse 0.5 --lr 1e-3 --init "$out/deep/sampler"
+    g one "${TRAIN_SECONDS:-400}" --slices 16 --slice-states $((new + 3)) --lr 2e-3 --warmup 50
+    g back "${BACK_SECONDS:-200}" --slices 8 --slice-states $((new + 7)) --rollout 7 --reverse 0.5 --lr 1e-3 --init "$out/one/sampler"
 fi
 
 if stage tables; then

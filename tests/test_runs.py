@@ -93,7 +93,10 @@ def check(state: State, size: int, column_BN: Tensor | None, valid_BN: Tensor, *
 @pytest.mark.parametrize("decoder", [name for name in DECODERS if name != "origin"])
 @pytest.mark.parametrize(("size", "block_length"), [(1, None), (4, None), (8, 4)])
 def test_every_decoder_writes_the_same_by_runs(decoder: str, size: int, block_length: int | None) -> None:
-    """Prompts of every length modulo S, rows in different blocks, early ends; for S = 4 also without the cache."""
+    """Prompts of every length modulo S, rows in different blocks, early ends; for S = 4 also without the cache.
+
+    `verified` drafts from what a pass with the cache has looked at.
+    """
     base = tiny_base("dream", block=size, end_ids=(1, 5))
     order = {"guided": "confidence"}.get(decoder)
     config = DecodeConfig(
