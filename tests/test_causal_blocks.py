@@ -307,6 +307,36 @@ def test_a_pass_looks_as_far_as_its_decoder_can_use(
             decode(base, [[BOS]], config.but(block_length=9), **how, **options)
 
 
+@pytest.mark.parametrize("steps", [3, 5, 8])
+def test_sdar_takes_as_many_passes_for_s_tokens_as_it_is_told(steps: int) -> None:
+    base = tiny_base("dream", block=8, causal=True, end_ids=NO_END)
+    config = DecodeConfig(max_new_tokens=48, seed=1)
+    out = decode(base, [[BOS, 3, 4]], config, decoder="sdar", denoising_steps=steps, remasking="sequential")
+    assert out.rounds_B.tolist() == [48 // 8 * steps]
+
+
+def test_a_draft_that_ends_the_text_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it nothing is left to write, however far a pass looks."""
+    ends = tuple(range(3, 9))
+    base = tiny_base("dream", block=8, causal=True, end_ids=ends, num_hidden_layers=2)
+    g, drafted, drafts = tiny_sampler(base, output_norm_init=0.02), list[int](), checked._drafts
+
+    def recorded(base: Any, sampler: Any, canvas: Any, *more: Any) -> Any:
+        states, picks = drafts(base, sampler, canvas, *more)
+        if int(canvas.masked_BL.sum()) > 1:  # else the text is full
+            drafted.extend(int(state.tokens_BL[0][canvas.masked_BL[0]][0]) for state in states)
+        return states, picks
+
+    monkeypatch.setattr(checked, "_drafts", recorded)
+    looked = 0
+    for n in range(24):
+        config = DecodeConfig(max_new_tokens=20, seed=n)
+        out = decode(base, [[BOS, 10 + n % 4, 9]], config, decoder="verified", sampler=g, depth=2, eager=True)
+        looked += int(out.base_calls_B - out.rounds_B)
+    assert any(token in ends for token in drafted)
+    assert looked == sum(token not in ends for token in drafted)
+
+
 @pytest.mark.parametrize("decoder", ["joint", "parallel"])
 @pytest.mark.parametrize("prompt", [[], [MASK], [MASK, MASK]])
 def test_nothing_scores_the_first_token_of_an_empty_prompt(prompt: list[int], decoder: str) -> None:

@@ -21,7 +21,7 @@ def sdar(base: Base, canvas: Canvas, options: SdarOptions) -> None:
         step_B, block_B = torch.where(canvas.block_B == block_B, step_B, 0), canvas.block_B
         logits = plain_logits(base, base.hidden(canvas), canvas)
         score_BL, token_BL = propose(base, canvas, canvas.open_BL, logits, score)
-        wanted_B = (share + (step_B < rest)).clamp_min(1)
+        wanted_B = (share + (step_B % options.denoising_steps < rest)).clamp_min(1)
         if options.remasking == "low_confidence_dynamic":
             wanted_B = torch.maximum(wanted_B, (score_BL > options.confidence_threshold).sum(-1))
         canvas.start_round(wanted_B)

@@ -68,6 +68,8 @@ def verified_round(
     stands_B, drafted_BL = canvas.open_B, canvas.seen_BL & (canvas.commits_B > 0)[:, None] & passes_open(base)
     states, drafts = _drafts(base, sampler, canvas, last_BLD, depth, drafted_BL, law, pick, asks)
     left_B, looks = canvas.masked_BL.sum(-1), look(base, canvas, states)
+    if base.spec.block is not None and not base.spec.causal:  # as passes with a cache have it
+        canvas.memory.counts_B3[:, 2] = (canvas.block_of(base.spec.block) + 1) * base.spec.block
     room_BL = canvas.seen_BL if base.spec.causal else drafted_BL  # in which a draft may be gone on from
     h_BLD = looks[0] if last_BLD is None else last_BLD
     for j, checked_BLD in enumerate(looks):
@@ -121,7 +123,8 @@ def _drafts(
         h_BLD = sampler(h_BLD, draft)
         picks = pick(base, h_BLD, draft)
         draft.commit(picks)
-        states.append(State(draft.tokens_BL.clone(), draft.real_BL, draft.masked_BL | elsewhere_BL, draft.padded))
+        more_BL = elsewhere_BL & ~draft.finished(draft.tokens_BL, draft.masked_BL, draft.order_BL >= 0)[:, None]
+        states.append(State(draft.tokens_BL.clone(), draft.real_BL, draft.masked_BL | more_BL, draft.padded))
         if law:
             commits.append(picks)
     return states, commits

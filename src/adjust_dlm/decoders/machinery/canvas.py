@@ -149,7 +149,7 @@ class Canvas(State):
 
     @property
     def looked_BL(self) -> Tensor:
-        """Of a block base the open columns of each row's latest pass; of its first one, before any."""
+        """Of a block base the open columns of each row's latest pass with a cache; before any, those of the next."""
         size, (final_B1, _, edge_B1) = self.base.spec.block or 1, self.memory.counts_B3.split(1, -1)
         step = 1 if self.base.spec.causal else size
         edge_B1 = torch.where(edge_B1 > 0, edge_B1, self.block_of(step)[:, None] * step + size)
