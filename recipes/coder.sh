@@ -73,7 +73,7 @@ fi
 
 if stage tables; then
     g=${SAMPLER:-$out/back/sampler}
-    every=(--base "$base" --sampler "$g" --decoders joint:tokens_per_step=1 parallel adjust threshold:tau={0.9,0.8} factor:f=1 entropy_bound:gamma=0.1 adaptive:gamma=0.4 cascade:tau={0.9,0.8} verified:depth={4,8} --tokens-per-step 2 4 8)
+    every=(--base "$base" --sampler "$g" --decoders joint:tokens_per_step=1 parallel adjust {threshold,cascade}:block_length=8,tau={0.9,0.8} factor:block_length=8,f=1 entropy_bound:block_length=8,gamma=0.1 adaptive:block_length=8,gamma=0.4 verified:depth={4,8} --tokens-per-step 2 4 8)
     for temperature in ${TEMPERATURES:-0 0.2}; do tasks "$out/t$temperature" "${every[@]}" --temperature "$temperature"; done
     run eval humaneval "${asked[@]}" --data "$DATA/humaneval/HumanEval.jsonl.gz" --max-new-tokens "${NEW:-320}" --output "$out/t1" --allow-code-execution \
         "${every[@]}" --temperature 1 --top-p 1 --num-samples "${PASS_SAMPLES:-10}" --ks 1 "${PASS_SAMPLES:-10}"
