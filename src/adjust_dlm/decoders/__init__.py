@@ -83,8 +83,8 @@ def make_plan(
     if decoder == "joint":
         config = config.but(tokens_per_step=1, schedule="exact")
     # As many masks as commits before the next pass; `verified` drafts from the states that are left of the last one.
-    masks = 2 * own[0].depth - 1 if decoder == "verified" else config.tokens_per_step
-    base, config = no_further(base, config, masks if decoder in fast.COVERED else None)
+    counted = config.tokens_per_step if decoder in ("joint", "parallel", "adjust") else None
+    base, config = no_further(base, config, 2 * own[0].depth - 1 if decoder == "verified" else counted)
     if entry.needs_sampler and isinstance(sampler, Sampler):
         require_same_base("the sampler", sampler.base_fingerprint, base)
         base = sampler.on(base)

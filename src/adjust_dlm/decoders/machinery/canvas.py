@@ -177,10 +177,10 @@ class Canvas(State):
     @property
     def _block_BL(self) -> Tensor:
         """The masks of each row's block."""
-        size = self.base.spec.block
-        if size is not None:
-            own_BL = self.looked_BL if self.base.spec.causal else open_block(self, self.config.block_length or size)
-            return self.masked_BL & own_BL
+        if self.base.spec.causal:
+            return self.seen_BL
+        if self.base.spec.block is not None:
+            return self.masked_BL & open_block(self, self.config.block_length or self.base.spec.block)
         if self.config.block_length is None:
             return self.masked_BL
         end_B = len(self._column_L) - self.new_B + (self.block_B + 1) * self.config.block_length
