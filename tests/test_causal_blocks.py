@@ -315,10 +315,11 @@ def test_sdar_takes_as_many_passes_for_s_tokens_as_it_is_told(steps: int) -> Non
     assert out.rounds_B.tolist() == [48 // 8 * steps]
 
 
-def test_a_draft_that_ends_the_text_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind it nothing is left to write, however far a pass looks."""
+@pytest.mark.parametrize("form", [{"block": 8, "causal": True}, {}])
+def test_a_draft_that_ends_the_text_is_not_looked_at(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it nothing is left to write, however far a pass looks. All others are, whatever is committed first."""
     ends = tuple(range(3, 9))
-    base = tiny_base("dream", block=8, causal=True, end_ids=ends, num_hidden_layers=2)
+    base = tiny_base("dream", **form, end_ids=ends, num_hidden_layers=2)
     g, drafted, drafts = tiny_sampler(base, output_norm_init=0.02), list[int](), checked._drafts
 
     def recorded(base: Any, sampler: Any, canvas: Any, *more: Any) -> Any:
@@ -330,7 +331,7 @@ def test_a_draft_that_ends_the_text_is_not_looked_at(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checked, "_drafts", recorded)
     looked = 0
     for n in range(24):
-        config = DecodeConfig(max_new_tokens=20, seed=n)
+        config = DecodeConfig(max_new_tokens=20, seed=n, order="left_to_right")
         out = decode(base, [[BOS, 10 + n % 4, 9]], config, decoder="verified", sampler=g, depth=2, eager=True)
         looked += int(out.base_calls_B - out.rounds_B)
     assert any(token in ends for token in drafted)

@@ -70,7 +70,7 @@ def verified_round(
     left_B, looks = canvas.masked_BL.sum(-1), look(base, canvas, states)
     if base.spec.block is not None and not base.spec.causal:  # as passes with a cache have it
         canvas.memory.counts_B3[:, 2] = (canvas.block_of(base.spec.block) + 1) * base.spec.block
-    room_BL = canvas.seen_BL  # where a draft may be gone on from
+    room_BL = canvas.seen_BL.clone()  # where a draft may be gone on from
     h_BLD = looks[0] if last_BLD is None else last_BLD
     for j, checked_BLD in enumerate(looks):
         if j:
